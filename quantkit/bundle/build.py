@@ -171,7 +171,7 @@ class Build:
             (self.folder / "lock").unlink()
             value, rule = f"holds {foreign[0]!r}, which no build put there", "the build needs this name"
             remedy = "move the folder away, or choose another --out"
-            raise InputError("unfinished-build", where=str(self.folder), value=value, rule=rule, remedy=remedy)
+            raise InputError("unfinished-build", str(self.folder), value, rule, remedy)
 
     def __enter__(self) -> Self:
         """Itself."""
@@ -362,13 +362,13 @@ def _partial(out: Path) -> Path:
 
 def _unfinished(folder: Path) -> InputError:
     value, remedy = "a build of this name was not finished", "go on with --resume, or delete the folder"
-    return InputError("unfinished-build", where=str(folder), value=value, rule="one folder, one build", remedy=remedy)
+    return InputError("unfinished-build", str(folder), value, "one folder, one build", remedy)
 
 
 def exists_already(out: Path, value: str = "exists already") -> InputError:
     """The error `out-exists`."""
     remedy = "choose another --out, or delete it"
-    return InputError("out-exists", where=str(out), value=value, rule="nothing is overwritten", remedy=remedy)
+    return InputError("out-exists", str(out), value, "nothing is overwritten", remedy)
 
 
 def _finished(out: Path) -> Bundle:
@@ -386,7 +386,7 @@ def _acquire(folder: Path) -> int:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             value, rule = "a link, or somebody else's", "a build has a folder of its own, which it empties"
             remedy = "move it away, or choose another --out"
-            raise InputError("unfinished-build", where=str(folder), value=value, rule=rule, remedy=remedy)
+            raise InputError("unfinished-build", str(folder), value, rule, remedy)
         try:
             lock = disk.lock_file(folder / "lock")
         except FileNotFoundError:  # another build finished and removed the folder just now
@@ -402,7 +402,7 @@ def _acquire(folder: Path) -> int:
             os.close(lock)
             value, rule = "another process is building here", "one folder, one build at a time"
             remedy = "wait for it, or choose another --out"
-            raise InputError("build-locked", where=str(folder), value=value, rule=rule, remedy=remedy) from None
+            raise InputError("build-locked", str(folder), value, rule, remedy) from None
 
 
 def _whole_lines(raw: bytes) -> tuple[list[dict[str, Any]], list[int]]:
@@ -442,7 +442,7 @@ def _same(before: Any, now: Any, folder: Path) -> None:
         value = f"the build was begun with {_short(old)}, now it is {_short(new)}"
         rule = "a resumed build does what was begun"
         remedy = "repeat the first command with --resume, or delete the folder"
-        raise InputError("resume-mismatch", where=f"{folder}: {key}", value=value, rule=rule, remedy=remedy)
+        raise InputError("resume-mismatch", f"{folder}: {key}", value, rule, remedy)
 
 
 def _short(value: Any) -> str:

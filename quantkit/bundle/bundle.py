@@ -64,7 +64,7 @@ class Bundle:
                 raise InputError("unfinished-build", where=str(folder), value=value, remedy=remedy)
             value = f"no {MANIFEST} in it" if folder.is_dir() else "no such folder"
             rule = "a bundle is the folder that `quantkit compile` leaves"
-            raise InputError("not-a-bundle", where=str(folder), value=value, rule=rule, remedy="check the path")
+            raise InputError("not-a-bundle", str(folder), value, rule, "check the path")
         return cls(folder, Manifest.read(folder / MANIFEST))
 
     @property
@@ -91,7 +91,7 @@ class Bundle:
             if not isinstance(row, dict):
                 where, rule = f"{path}:{number}", "one JSON object a line"
                 remedy = "measure again"
-                raise InputError("measurements-invalid", where=where, value=line[:80], rule=rule, remedy=remedy)
+                raise InputError("measurements-invalid", where, line[:80], rule, remedy)
             rows.append(row)
         return rows
 
@@ -146,14 +146,14 @@ class Bundle:
             where, value = str(self.path), problem.strerror or str(problem)
             rule = "what is measured or exported is put into the bundle"
             remedy = "copy it to a place that can be written"
-            raise InputError("bundle-not-writable", where=where, value=value, rule=rule, remedy=remedy) from None
+            raise InputError("bundle-not-writable", where, value, rule, remedy) from None
 
     def demand_free(self, place: str) -> None:
         """Refuse a folder that the bundle has. Raises InputError `export-exists`."""
         if any(entry.path.startswith(f"{place}/") for entry in self.manifest.files):
             value, rule = "the bundle has it already", "content never changes after the build"
             remedy = "compile again with another recipe"
-            raise InputError("export-exists", where=str(self.path / place), value=value, rule=rule, remedy=remedy)
+            raise InputError("export-exists", str(self.path / place), value, rule, remedy)
 
     def demand_intact(self, under: str | None = None) -> None:
         """Refuse a bundle whose content is not what its manifest says.
@@ -176,7 +176,7 @@ class Bundle:
             if names:
                 where, rule = f"{self.path}/{names[0]}", "every file is as the manifest says, and none lies beside them"
                 remedy = "fetch or compile the bundle again"
-                raise InputError("hash-mismatch", where=where, value=check, rule=rule, remedy=remedy)
+                raise InputError("hash-mismatch", where, check, rule, remedy)
 
     def verify(self) -> list[Check]:
         """Every file there, unchanged, and none besides: one check each; `ok` says whether it holds."""

@@ -48,7 +48,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 def disk_full(where: Path, error: BaseException) -> Stopped:
     """The error for a full disk: exit code 75, what is committed is kept."""
     remedy = "make room, then run the same command with --resume"
-    return Stopped("disk-full", where=str(where), value=str(error), rule="what was committed is kept", remedy=remedy)
+    return Stopped("disk-full", str(where), str(error), "what was committed is kept", remedy)
 
 
 def check_place(path: Path | None) -> None:
@@ -64,7 +64,7 @@ def check_place(path: Path | None) -> None:
 def not_writable(out: Path, error: OSError) -> InputError:
     """The error for a place where no bundle can be built, which happens beside its final name: `out-not-writable`."""
     value, rule = error.strerror or str(error), "the bundle is built beside its final name"
-    return InputError("out-not-writable", where=str(out), value=value, rule=rule, remedy="choose another --out")
+    return InputError("out-not-writable", str(out), value, rule, "choose another --out")
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def _folder(path: Path, inside: Path, *, make: bool) -> Iterator[int]:
                     raise
                 value, rule = f"{part!r} is a link, or no folder", "nothing is written through a link"
                 remedy = "fetch or compile the bundle again"
-                raise InputError("bundle-link", where=str(path), value=value, rule=rule, remedy=remedy) from None
+                raise InputError("bundle-link", str(path), value, rule, remedy) from None
             os.close(descriptor)
             descriptor = below
         yield descriptor
@@ -250,7 +250,7 @@ def lock_file(path: Path) -> int:
             return descriptor
         os.close(descriptor)
     value, rule = "a link, no regular file, or one of several names", "a lock is a file of its own"
-    raise InputError("lock-foreign", where=str(path), value=value, rule=rule, remedy="delete it; it is made anew")
+    raise InputError("lock-foreign", str(path), value, rule, "delete it; it is made anew")
 
 
 def sha256(path: Path) -> str:

@@ -29,7 +29,7 @@ def frame(rows: Sequence[Mapping[str, Any]], library: Library) -> Any:
         with MissingDependency.unless_found("pyarrow", extra="data", purpose="a table of rows"):
             import pyarrow
         return pyarrow.table({name: _column(pyarrow, values) for name, values in columns.items()})
-    raise InputError("usage", where="frame", value=f"got {library!r:.80}", rule="pandas or pyarrow")
+    raise InputError("usage", "frame", f"got {library!r:.80}", "pandas or pyarrow")
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

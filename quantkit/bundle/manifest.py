@@ -311,15 +311,13 @@ class Manifest(_Closed):
             data = json.loads(limits.read(path))
         except (OSError, ValueError, RecursionError) as error:
             rule, remedy = "a manifest is a JSON object", "make the bundle again"
-            raise InputError("manifest-invalid", where=str(path), value=str(error), rule=rule, remedy=remedy) from None
+            raise InputError("manifest-invalid", str(path), str(error), rule, remedy) from None
         if not isinstance(data, dict):
-            raise InputError(
-                "manifest-invalid", where=str(path), value=one(type(data).__name__), rule="a manifest is an object"
-            )
+            raise InputError("manifest-invalid", str(path), one(type(data).__name__), "a manifest is an object")
         if data.get("schema") != SCHEMA:
             value, rule = f"schema {data.get('schema')!r}", f"this quantkit reads schema {SCHEMA}"
             remedy = "use the version of quantkit that wrote it"
-            raise InputError("manifest-schema", where=str(path), value=value, rule=rule, remedy=remedy)
+            raise InputError("manifest-schema", str(path), value, rule, remedy)
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -391,7 +389,7 @@ def inventory(folder: Path) -> list[FileEntry]:
             continue
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):
-            raise InputError("bundle-link", where=name, value="a link or device", rule="a bundle holds plain files")
+            raise InputError("bundle-link", name, "a link or device", "a bundle holds plain files")
         role, deterministic = role_of(name)
         entries.append(
             FileEntry(path=name, bytes=status.st_size, sha256=sha256(path), role=role, deterministic=deterministic)

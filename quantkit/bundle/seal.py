@@ -72,11 +72,11 @@ def demand(folder: Path, expected: str) -> None:
         InputError: `usage`, of too few digits. GateError: `seal-differs`.
     """
     if len(expected) < 16:
-        raise InputError("usage", where="--expect", value=expected, rule="the hash, or at least 16 digits of it")
+        raise InputError("usage", "--expect", expected, "the hash, or at least 16 digits of it")
     found = hash_of(folder)
     if not found.startswith(expected.lower()):
         remedy = "fetch the bundle again from where the hash was announced"
-        raise GateError("seal-differs", where=str(folder), value=found, rule=f"it is {expected}", remedy=remedy)
+        raise GateError("seal-differs", str(folder), found, f"it is {expected}", remedy)
 
 
 def sign(folder: Path, key: Path | None) -> Path:
@@ -94,7 +94,7 @@ def sign(folder: Path, key: Path | None) -> Path:
         InputError: `key-unusable`. GateError: `seal-differs`. MissingDependency: model-signing.
     """
     if is_broken(folder) or not (folder / SEAL).is_file():
-        raise GateError("seal-differs", where=str(folder), value="the manifest is not the sealed one")
+        raise GateError("seal-differs", str(folder), "the manifest is not the sealed one")
     # what is signed names one manifest: not the one before it, which a killed write may have left in the seal
     write_atomic(folder / SEAL, _sealed(hash_of(folder)))
     if key is not None and b"OPENSSH PRIVATE KEY" in _content(key):
@@ -144,7 +144,7 @@ def demand_signer(folder: Path, signer: str, issuer: str | None = None) -> str:
     hashing, _, verifying = _model_signing()
     config = verifying.Config().set_hashing_config(_all_but_signatures(hashing))
     if not key.is_file() and not issuer:
-        raise InputError("usage", where="--signer", value=signer, rule="no file; an identity comes with --issuer")
+        raise InputError("usage", "--signer", signer, "no file; an identity comes with --issuer")
     try:
         if key.is_file():
             config.use_elliptic_key_verifier(public_key=key).verify(folder, signature)
@@ -214,10 +214,10 @@ def _content(key: Path) -> bytes:
 
 def _unusable(where: str, value: str) -> InputError:
     rule = "a private key of SSH (ed25519), or of an elliptic curve in PEM"
-    return InputError("key-unusable", where=where, value=value, rule=rule, remedy="ssh-keygen -t ed25519 -f ./key")
+    return InputError("key-unusable", where, value, rule, "ssh-keygen -t ed25519 -f ./key")
 
 
 def _differs(folder: Path, value: str) -> GateError:
     rule = "the bundle is as it was signed, by whom it says"
     remedy = "fetch it again, or ask the signer: what is measured or exported later is not signed"
-    return GateError("signature-differs", where=str(folder), value=value[:300], rule=rule, remedy=remedy)
+    return GateError("signature-differs", str(folder), value[:300], rule, remedy)

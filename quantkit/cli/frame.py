@@ -101,7 +101,7 @@ class _Command(TyperCommand):
                 name, form = option.opts[0], option.metavar or ""
                 where, rule = f"{ctx.command_path} {name}", "it takes one value"
                 remedy = f"all in one: {name} {form}" if "," in form else "leave one out"
-                raise InputError("usage", where=where, value="given twice", rule=rule, remedy=remedy)
+                raise InputError("usage", where, "given twice", rule, remedy)
         return super().parse_args(ctx, args)
 
 
@@ -241,7 +241,7 @@ def run(arguments: Sequence[str]) -> int:
         pass  # whoever read has enough
     except OSError as problem:
         value = problem.strerror or str(problem)
-        full = Stopped("disk-full", where="stdout", value=value, rule="the answer is printed", remedy="make room")
+        full = Stopped("disk-full", "stdout", value, "the answer is printed", "make room")
         print(f"error: {full.line()}", file=sys.stderr)
         return full.exit
     return code
@@ -302,7 +302,7 @@ def _as_error(problem: BaseException, name: str) -> QuantkitError:
         return InputError("usage", where=where, value=message, remedy=f"see `{where} --help`")
     interrupted = isinstance(problem, SystemExit) and problem.code == _INTERRUPTED
     if interrupted or isinstance(problem, KeyboardInterrupt | typer.Abort):
-        return Stopped("interrupted", where=where, value="nothing is left half-written")
+        return Stopped("interrupted", where, "nothing is left half-written")
     if isinstance(problem, ImportError):
         package, group = (problem.name or "").split(".")[0], name.partition(" ")[0]
         # several extras bring some packages: a group's own comes first
@@ -320,9 +320,9 @@ def _as_error(problem: BaseException, name: str) -> QuantkitError:
         return InputError("os-error", where=place, value=problem.strerror, remedy="check the path and its permissions")
     if (origin := outside.culprit(problem)) is not None:
         value, remedy = f"{type(problem).__name__}: {problem}", "QUANTKIT_TRACEBACK=1 shows where; tell its author"
-        return InputError("plugin-failed", where=origin, value=value, rule="its code was at work", remedy=remedy)
+        return InputError("plugin-failed", origin, value, "its code was at work", remedy)
     value, remedy = f"{type(problem).__name__}: {problem}", "QUANTKIT_TRACEBACK=1 shows where; please report it"
-    return InputError("internal-error", where=where, value=value, rule="this is a mistake in quantkit", remedy=remedy)
+    return InputError("internal-error", where, value, "this is a mistake in quantkit", remedy)
 
 
 def _known(name: str) -> str:

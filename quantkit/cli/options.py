@@ -52,7 +52,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 def demand_device(on: str | None, wheelhouse: Path | None) -> None:
     """Refuse wheels for no device. Raises InputError `usage`."""
     if wheelhouse is not None and on is None:
-        raise InputError("usage", where="--wheelhouse", value="no --on", rule="it holds wheels for a device")
+        raise InputError("usage", "--wheelhouse", "no --on", "it holds wheels for a device")
 
 
 def listed(text: str | None) -> list[str]:
@@ -66,5 +66,5 @@ def batches(text: str | None, where: str = "--batch") -> list[int] | None:
         return None
     parts = listed(text)
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise InputError("usage", where=where, value=text, rule="numbers from 1 up, with commas: 1,2,4")
+        raise InputError("usage", where, text, "numbers from 1 up, with commas: 1,2,4")
     return [int(part) for part in parts]

@@ -114,7 +114,7 @@ class DeviceFacts(_Answer):
         """Refuse an emulator where times would decide. Raises InputError `emulated`."""
         if self.emulated:
             value, rule = f"{self.name} is a program", "an emulator's times say nothing of any machine"
-            raise InputError("emulated", where=on, value=value, rule=rule, remedy="another device")
+            raise InputError("emulated", on, value, rule, "another device")
 
 
 class SideCosts(_Answer):
@@ -398,4 +398,4 @@ def believed(where: str) -> Iterator[None]:
 def invalid(where: str, value: str) -> InputError:
     """Make the error of an answer that is not what was asked for."""
     rule, remedy = "a device answers as this version writes", "run it again; if it stays, look at what runs there"
-    return InputError("answer-invalid", where=where, value=value[:200], rule=rule, remedy=remedy)
+    return InputError("answer-invalid", where, value[:200], rule, remedy)

@@ -96,7 +96,7 @@ def doctor_on(reached: Reached, progress: Progress, *, write: bool = False) -> d
         if write and cell == "about" and answers.about.emulated:
             rule = "times of an emulator say nothing of any machine, and make no target"
             remedy, value = "leave out --write, or measure on the machine itself", answers.about.machine
-            raise InputError("emulated", where=answers.on, value=f"its {value} is a program", rule=rule, remedy=remedy)
+            raise InputError("emulated", answers.on, f"its {value} is a program", rule, remedy)
 
     job = {"graphs": reached.carry_graphs(), "size": SIZE, "runs": _RUNS}
     answers = link.run("doctor", job, partial(progress.at, "measuring"), row=look)
@@ -177,7 +177,7 @@ def verify_on(bundle: Bundle, reached: Reached, progress: Progress | None = None
     for check in here:
         if not check.ok:
             rule, remedy = "what is carried is what the manifest says", f"quantkit verify {bundle.path}"
-            raise InputError("hash-mismatch", where=check.where, value=check.name, rule=rule, remedy=remedy)
+            raise InputError("hash-mismatch", check.where, check.name, rule, remedy)
     exports = exports_of(bundle, [name for name in timed() if load_runtime(name).floats == name])
     progress.plan({"carrying": 60.0, "verifying": 20.0})
     carrying = partial(progress.at, "carrying")
@@ -402,7 +402,7 @@ def demand_builds(to: str) -> None:
     if not load_exporter(to, where="--to").builds:
         value = "nothing that a device would be needed for"
         rule, remedy = "what is built for the GPU of a device is built there", f"quantkit export BUNDLE --to {to}, here"
-        raise InputError("export-unsupported", where=f"--on, --to {to}", value=value, rule=rule, remedy=remedy)
+        raise InputError("export-unsupported", f"--on, --to {to}", value, rule, remedy)
 
 
 def _options(exporter: Any, bundle: Bundle, changes: Sequence[str], about: Probed, name: str) -> TensorrtOptions:
@@ -416,12 +416,12 @@ def _options(exporter: Any, bundle: Bundle, changes: Sequence[str], about: Probe
     about.installed([options.library.replace("_", "-")], name, f"an engine is built by {options.library} there")
     if not gpus and not (ahead and options.sm):
         rule = "an engine is built on the GPU that will run it, or ahead of time for one that is named"
-        raise InputError("gpu-absent", where=name, value="no NVIDIA GPU", rule=rule, remedy="another device")
+        raise InputError("gpu-absent", name, "no NVIDIA GPU", rule, "another device")
     if gpus and not ahead and options.sm != gpus[0]["sm"]:
         value, rule = f"SM {gpus[0]['sm']}", f"SM {options.sm} is asked for"
-        raise InputError("gpu-other", where=name, value=value, rule=rule, remedy="leave out sm, or another device")
+        raise InputError("gpu-other", name, value, rule, "leave out sm, or another device")
     if not options.engine:
-        raise InputError("engine-missing", where="engine", value="false", rule="--on builds one", remedy="leave it out")
+        raise InputError("engine-missing", "engine", "false", "--on builds one", "leave it out")
     return options
 
 
@@ -429,4 +429,4 @@ def _demand_room(folder: Path, need: int) -> None:
     free = shutil.disk_usage(folder).free
     if need > free:
         value, rule = f"the engine takes {need / 1e6:,.0f} MB while it is put in", f"{free / 1e6:,.0f} MB are free"
-        raise Stopped("disk-full", where=str(folder.parent), value=value, rule=rule, remedy="make room")
+        raise Stopped("disk-full", str(folder.parent), value, rule, "make room")

@@ -224,7 +224,7 @@ class Link:
             if ended.get("why") == "died":
                 value = f"its process ended with exit code {ended.get('code')}: {str(ended.get('said'))[:200]}"
                 rule = "it ends by itself; SIGKILL (-9) is often too little memory"
-                raise InputError("job-died", where=self.name, value=value, rule=rule, remedy="a smaller model or batch")
+                raise InputError("job-died", self.name, value, rule, "a smaller model or batch")
             if ended.get("why") != "done":
                 raise self._shell.lost("its answer broke off")
 
@@ -310,13 +310,13 @@ def _refuse(constant: str) -> float:
 
 def _damaged(name: str, value: str, remedy: str) -> InputError:
     remedy = f"look at the device's disk and memory; {remedy}"
-    return InputError("transfer-damaged", where=name, value=value, rule="a file is what its hash says", remedy=remedy)
+    return InputError("transfer-damaged", name, value, "a file is what its hash says", remedy)
 
 
 def busy(name: str, holder: Any) -> InputError:
     """Make the error for a device that is at work for somebody."""
     rule = "a device does one job at a time"
-    return InputError("device-busy", where=name, value=held(holder), rule=rule, remedy="try again later")
+    return InputError("device-busy", name, held(holder), rule, "try again later")
 
 
 def client() -> str:

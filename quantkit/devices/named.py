@@ -114,7 +114,7 @@ def demand_name(name: str) -> str:
     """Refuse what cannot name a device. Raises InputError `usage`."""
     if not _NAME.fullmatch(name):
         rule = "a device's name is of small letters, digits, '-' and '_'"
-        raise InputError("usage", where="NAME", value=name[:80], rule=rule, remedy="pi5")
+        raise InputError("usage", "NAME", name[:80], rule, "pi5")
     return name
 
 
@@ -189,7 +189,7 @@ def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None, runtimes: It
     house = wheelhouse or (Path(device.wheelhouse).expanduser() if device.wheelhouse else None)
     if house is not None and not house.is_dir():
         rule, remedy = "a wheelhouse is a folder of wheels", "pip download -d FOLDER, or leave out --wheelhouse"
-        raise InputError("file-missing", where="--wheelhouse", value=f"no folder {house}", rule=rule, remedy=remedy)
+        raise InputError("file-missing", "--wheelhouse", f"no folder {house}", rule, remedy)
     with shell(device) as way:
         about = probed.probe(way, device.workdir)
         about.demand(device.name)
@@ -214,4 +214,4 @@ def demand_sessions(runtimes: Iterable[str], *, text: bool = False) -> None:
                 f"{what}; {name} is for `measure` there",
                 "--runtime onnxruntime, or work on the device itself",
             )
-            raise InputError("runtime-unsupported", where="--on, --runtime", value=name, rule=rule, remedy=remedy)
+            raise InputError("runtime-unsupported", "--on, --runtime", name, rule, remedy)

@@ -121,7 +121,7 @@ class Address:
         def refused(rule: str) -> InputError:
             shown = re.sub(r"//[^@]*@", "//…@", text)[:80]  # there may be a password in it
             remedy = "ssh://pi@raspberrypi.local, or ssh://NAME of ~/.ssh/config"
-            return InputError("address-invalid", where=where, value=shown, rule=rule, remedy=remedy)
+            return InputError("address-invalid", where, shown, rule, remedy)
 
         if not text.startswith(SCHEME) or not text.isprintable():
             raise refused("an address begins with ssh://")
@@ -157,7 +157,7 @@ def as_workdir(text: str, *, where: str = "--workdir") -> str:
     """Check a folder on a device. Raises InputError `workdir-invalid`."""
     if not _WORKDIR.fullmatch(text) or any(part in (".", "..") for part in text.split("/")):
         rule = "a folder of its own on the device, from / or ~/ on, without '..'"
-        raise InputError("workdir-invalid", where=where, value=text[:80], rule=rule, remedy=WORKDIR)
+        raise InputError("workdir-invalid", where, text[:80], rule, WORKDIR)
     return text
 
 
@@ -230,7 +230,7 @@ class OpenSSH:
             )
         except FileNotFoundError:
             rule, remedy = "devices are reached by OpenSSH", "install it: apt install openssh-client"
-            raise InputError("missing-ssh", where=self.name, value="no ssh", rule=rule, remedy=remedy) from None
+            raise InputError("missing-ssh", self.name, "no ssh", rule, remedy) from None
         return Conversation(self, process, mark, sent)
 
     def call(
@@ -280,7 +280,7 @@ class OpenSSH:
         """Make the error for what is no answer."""
         rule = "what is sent there answers JSON, of a limited size"
         remedy = "look with: ssh to it; if it stays, something stands between"
-        return InputError("answer-invalid", where=self.name, value=repr(text[:80]), rule=rule, remedy=remedy)
+        return InputError("answer-invalid", self.name, repr(text[:80]), rule, remedy)
 
     def refused(self, code: str, value: str = "") -> QuantkitError:
         """Make the error for what a program there refused, by its word for it."""
@@ -290,7 +290,7 @@ class OpenSSH:
         unknown = ("device-failed", words, rule, "look at the device, then run it again")
         code, words, rule, remedy = _FINDS.get(code, unknown)
         value = words.replace("{value}", value or "none")
-        return InputError(code, where=self.name, value=value, rule=rule, remedy=remedy)
+        return InputError(code, self.name, value, rule, remedy)
 
     def lost(self, value: str) -> Lost:
         """Make the error for a connection that broke."""
@@ -305,7 +305,7 @@ class OpenSSH:
                 value = lines[0].strip().strip("@").strip()[:200]
                 if self._was_there and known in _STARTING:
                     return self.lost(value)
-                return InputError(known, where=f"{self.name} ({self.address})", value=value, rule=rule, remedy=remedy)
+                return InputError(known, f"{self.name} ({self.address})", value, rule, remedy)
         last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
         # 255 is OpenSSH's own, and less than 0 a signal; else the program's
         return self.lost(last[:200]) if code < 0 or code == 255 else self.refused("failed", last)

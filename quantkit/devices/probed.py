@@ -109,12 +109,12 @@ class Probed(Closed):
         if self.implementation != "CPython" or self.bits != 64:
             value = f"{self.implementation} {self.python}, {self.bits} bits"
             rule = "wheels are of CPython, in 64 bits"
-            raise InputError("wrong-python", where=where, value=value, rule=rule, remedy="name one: --python PATH")
+            raise InputError("wrong-python", where, value, rule, "name one: --python PATH")
         if abs(self.off) > _OFF:
             value = f"its clock is {abs(self.off) / 86_400:,.0f} days {'ahead' if self.off > 0 else 'behind'}"
             rule = "times and certificates need a clock that is right to a day"
             remedy = "set it there: sudo timedatectl set-ntp true, or sudo date -s"
-            raise InputError("clock-off", where=where, value=value, rule=rule, remedy=remedy)
+            raise InputError("clock-off", where, value, rule, remedy)
 
     def demand_memory(self, models: Iterable[Path], where: str, running: float = 0.0) -> None:
         """Refuse models that do not fit together, before anything is carried there. Raises InputError `out-of-memory`.
@@ -138,14 +138,14 @@ class Probed(Closed):
         if disk > self.disk_free:
             value = f"{what} are {disk / 1e6:,.0f} MB of files, {self.disk_free / 1e6:,.0f} are free"
             rule, remedy = "what is timed lies on its disk", "fewer shapes or formats, or make room there"
-            raise InputError("device-full", where=where, value=value, rule=rule, remedy=remedy)
+            raise InputError("device-full", where, value, rule, remedy)
 
     def _demand_free(self, need: float, what: str, remedy: str, where: str) -> None:
         if need > self.memory_free:
             value = f"{what} take about {need / 1e9:.1f} GB there"
             rule = f"{self.memory_free / 1e9:.1f} GB of its {self.memory / 1e9:.1f} are free"
             remedy = f"{remedy}, or another device"
-            raise InputError("out-of-memory", where=where, value=value, rule=rule, remedy=remedy)
+            raise InputError("out-of-memory", where, value, rule, remedy)
 
     def why_no_kernels(self) -> str:
         """Why quantkit's own kernels do not run on its GPU; empty where they do."""
@@ -169,13 +169,13 @@ class Probed(Closed):
         """
         if not self.gpus:
             rule, remedy = "an engine runs on the GPU that it was built for", "another device, or --runtime torch"
-            raise InputError("gpu-absent", where=where, value="no NVIDIA GPU", rule=rule, remedy=remedy)
+            raise InputError("gpu-absent", where, "no NVIDIA GPU", rule, remedy)
         gpu = self.gpus[0]
         if gpu.memory and need > gpu.memory:
             value = f"the {what} and the float model take about {need / 1e9:.1f} GB of its GPU"
             rule = f"{gpu.name} has {gpu.memory / 1e9:.1f} GB"
             remedy = "--no-speed, which does without the float model there, or another device"
-            raise InputError("out-of-memory", where=where, value=value, rule=rule, remedy=remedy)
+            raise InputError("out-of-memory", where, value, rule, remedy)
 
     def installed(
         self, packages: Iterable[str], where: str, rule: str = "what is gigabytes is not carried"
@@ -191,11 +191,11 @@ class Probed(Closed):
         if missing:
             value = f"its Python has no {' and no '.join(missing)}"
             remedy = f"install {' and '.join(missing)} there, or name the Python that has them: --python PATH"
-            raise InputError("runtime-not-here", where=where, value=value, rule=rule, remedy=remedy)
+            raise InputError("runtime-not-here", where, value, rule, remedy)
         for name in names:
             if not _VERSION.fullmatch(have[name]):
                 rule = "a version is of digits, letters and dots"
-                raise InputError("answer-invalid", where=where, value=f"{name} {have[name][:80]!r}", rule=rule)
+                raise InputError("answer-invalid", where, f"{name} {have[name][:80]!r}", rule)
         return {name: have[name] for name in names}
 
 
@@ -357,14 +357,14 @@ def _fetch(
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     if any("No module named pip" in line for line in lines):
         rule = "wheels for a device are chosen by pip, here"
-        raise InputError("missing-pip", where=sys.executable, value="no pip", rule=rule, remedy="python -m ensurepip")
+        raise InputError("missing-pip", sys.executable, "no pip", rule, "python -m ensurepip")
     missing = next((line for line in lines if "No matching distribution" in line), lines[-1] if lines else "pip failed")
     raise InputError(
         "no-wheel",
-        where=where,
-        value=missing.removeprefix("ERROR: ")[:200],
-        rule=f"there is a wheel for {platforms[0] if platforms else platform.system()} and Python {version}",
-        remedy="install the package on the device, in the Python that --python names, where some have to be compiled, "
+        where,
+        missing.removeprefix("ERROR: ")[:200],
+        f"there is a wheel for {platforms[0] if platforms else platform.system()} and Python {version}",
+        "install the package on the device, in the Python that --python names, where some have to be compiled, "
         "or --wheelhouse with one",
     )
 

@@ -153,7 +153,7 @@ def _demand_finite(numbers: Mapping[str, Array], sequence: int) -> None:
             side = "the float model" if name == "nll_original" else "the model"
             where = f"sequence {sequence}, position {int(np.flatnonzero(~np.isfinite(numbers[name]))[0])}"
             value = f"{side} gives NaN, or no chance to a token that it must give one"
-            raise GateError("logits-not-finite", where=where, value=value, rule="logits are finite")
+            raise GateError("logits-not-finite", where, value, "logits are finite")
 
 
 def _streamed(job: Mapping[str, Any], outbox: Outbox) -> None:
@@ -241,7 +241,7 @@ def outputs(count: int, run: Callable[[slice], Mapping[str, Array]], outbox: Out
         if per_sample * count > _MOST:
             value, rule = f"{int(per_sample):,} numbers come out of each", f"{_MOST:,} numbers are sent back at most"
             remedy = "fewer samples: another calibration set"
-            raise InputError("outputs-too-many", where=f"{count} samples", value=value, rule=rule, remedy=remedy)
+            raise InputError("outputs-too-many", f"{count} samples", value, rule, remedy)
         shapes = {name: array.shape for name, array in arrays.items()}
         for at in range(0, max(flat.size, 1), NUMBERS):
             part = SampleOutputs(first=first, shapes=shapes, at=at, numbers=flat[at : at + NUMBERS].tolist())

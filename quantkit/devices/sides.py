@@ -111,7 +111,7 @@ class GraphSides(_Sides):
         own = load_runtime(runtime)
         if not own.graph:
             rule = f"a graph's runtimes are {' and '.join(of_graphs())}"
-            raise InputError("runtime-unsupported", where="--runtime", value=runtime, rule=rule)
+            raise InputError("runtime-unsupported", "--runtime", runtime, rule)
         self.graph, self.inputs = against.graph, against.samples
         ours, theirs = own.folder(bundle) / own.graph, self.graph.path
         beside = sorted(theirs.parent.glob(f"{theirs.name}*"))

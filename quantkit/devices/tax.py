@@ -54,7 +54,7 @@ class TaxDevice:
         if question.device not in ("", "cpu"):
             rule = "on a device products are timed on its processor: those of a GPU need torch there"
             remedy = "log in there, and run: quantkit tax --device cuda"
-            raise InputError("usage", where="--device", value=f"{question.device} with --on", rule=rule, remedy=remedy)
+            raise InputError("usage", "--device", f"{question.device} with --on", rule, remedy)
         about, name = self._reached.about, self._reached.device.name
         return replace(question, device="cpu", target=question.target or usual(name, about), cores=about.cores)
 

@@ -75,7 +75,7 @@ def work(data: Mapping[str, Any], caller: child.Caller) -> None:
         if is_out_of_memory(problem):
             raise
         value = f"{type(problem).__name__}: {problem}"[:500]
-        raise InputError("device-failed", where=str(data["work"]), value=value) from problem
+        raise InputError("device-failed", str(data["work"]), value) from problem
 
 
 def about() -> DeviceFacts:
@@ -285,7 +285,7 @@ def _kernels_on() -> str:
     if interpreted():
         return "cpu"
     rule, remedy = "quantkit's kernels are for NVIDIA GPUs", "a driver as new as its torch, or --no-speed"
-    raise InputError("device-absent", where="torch", value="no GPU that torch sees", rule=rule, remedy=remedy)
+    raise InputError("device-absent", "torch", "no GPU that torch sees", rule, remedy)
 
 
 def rounds(job: Mapping[str, Any], outbox: Outbox) -> None:

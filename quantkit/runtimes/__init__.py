@@ -133,7 +133,7 @@ class Runtime(Protocol):
             rule, remedy = "it runs on this machine", "use another machine"
             if self.floats not in (None, self.name):
                 remedy = f"use the runtime `{self.floats}`, which reads the same file"
-            raise InputError("runtime-not-here", where=self.name, value=why, rule=rule, remedy=remedy)
+            raise InputError("runtime-not-here", self.name, why, rule, remedy)
 
     def folder(self, bundle: Bundle) -> Path:
         """The folder of a bundle that it reads. Raises InputError, `bundle-without-...`."""
@@ -169,7 +169,7 @@ class Runtime(Protocol):
 
     def _not_timed(self, path: Path) -> InputError:
         rule, remedy = "it runs none of this kind by itself", "use another runtime: quantkit list runtimes"
-        return InputError("runtime-unsupported", where=str(path), value=self.name, rule=rule, remedy=remedy)
+        return InputError("runtime-unsupported", str(path), self.name, rule, remedy)
 
     def context(self, folder: Path) -> int:
         """Count the tokens of the longest sequence, for the model in a folder; by default as `config.json` says."""
@@ -250,7 +250,7 @@ class FileRuntime(Runtime):
         path = bundle.path / self.file
         if not path.is_file():
             (code, rule), remedy = self.absent, f"quantkit export BUNDLE --to {path.parent.name}"
-            raise InputError(code, where=str(bundle.path), value=f"no {self.file}", rule=rule, remedy=remedy)
+            raise InputError(code, str(bundle.path), f"no {self.file}", rule, remedy)
         return path.parent
 
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> Any:

@@ -148,9 +148,9 @@ def run(
         said.seek(0)
         last = next((line.strip() for line in reversed(said.read().splitlines()) if line.strip()), "")
     if over is not None and over.is_set() and ended != 0:
-        raise Stopped("interrupted", where=where)
+        raise Stopped("interrupted", where)
     if late.is_set():
-        raise InputError("timeout", where=where, value=f"not done after {seconds:g} s", rule="the limit", remedy=remedy)
+        raise InputError("timeout", where, f"not done after {seconds:g} s", "the limit", remedy)
     if ended != 0:
         how = f"ended with exit code {ended}"
         if ended < 0:
@@ -158,7 +158,7 @@ def run(
                 how = f"was ended by {signal.Signals(-ended).name}"
         value = f"its process {how}{f': {last[:200]}' if last else ''}"
         rule = "it ends by itself; SIGKILL is often too little memory"
-        raise InputError(died, where=where, value=value, rule=rule, remedy=remedy)
+        raise InputError(died, where, value, rule, remedy)
     return found
 
 
@@ -210,7 +210,7 @@ def heard(
         except (ValueError, TypeError, AttributeError, RecursionError) as problem:
             rule = f"a line of `row`, `at`, `note` or `error`, and JSON ({problem})"
             remedy = "run it again; if it stays, the program there is not this version's"
-            raise InputError("answer-invalid", where=where, value=line.strip()[:80], rule=rule, remedy=remedy) from None
+            raise InputError("answer-invalid", where, line.strip()[:80], rule, remedy) from None
         if kind == "error":
             raise answer
         if kind == "row":
@@ -250,7 +250,7 @@ def main(function: str, where: str) -> None:
     except QuantkitError as problem:
         met = problem
     except KeyboardInterrupt:
-        met = Stopped("interrupted", where=where)
+        met = Stopped("interrupted", where)
     except Exception as problem:
         if not is_out_of_memory(problem):
             raise

@@ -91,23 +91,23 @@ def demand_decoder(bundle: Bundle) -> None:
     """Refuse a bundle that makes no text. Raises InputError `not-a-decoder`."""
     kind = bundle.manifest.model.kind
     if kind != "decoder":
-        raise InputError("not-a-decoder", where=str(bundle.path), value=one(kind), rule="only decoders generate text")
+        raise InputError("not-a-decoder", str(bundle.path), one(kind), "only decoders generate text")
 
 
 def demand_tokens(count: int) -> None:
     """Refuse a prompt without any. Raises InputError `prompt-empty`."""
     if not count:
-        raise InputError("prompt-empty", where="--prompt", value="no token", rule="a prompt has at least one token")
+        raise InputError("prompt-empty", "--prompt", "no token", "a prompt has at least one token")
 
 
 def no_cache(where: str) -> InputError:
     """The refusal of a step of what is an encoder."""
-    return InputError("not-a-decoder", where=where, value="an encoder", rule="only decoders have a cache")
+    return InputError("not-a-decoder", where, "an encoder", "only decoders have a cache")
 
 
 def too_long(where: str, tokens: int, rule: str, remedy: str = "") -> InputError:
     """The refusal of more tokens than there is room for."""
-    return InputError("prompt-too-long", where=where, value=f"{tokens} tokens", rule=rule, remedy=remedy)
+    return InputError("prompt-too-long", where, f"{tokens} tokens", rule, remedy)
 
 
 def generated(
@@ -244,7 +244,7 @@ class FileModel:
                 f"{free / 1e9:.2f} GB are free",
             )
             remedy = "use a smaller batch or a shorter context"
-            raise InputError("out-of-memory", where=where, value=value, rule=rule, remedy=remedy)
+            raise InputError("out-of-memory", where, value, rule, remedy)
 
     def work(self) -> dict[str, Any]:
         """See `runtimes.Session`: what the exporter noted in the file."""

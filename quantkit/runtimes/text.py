@@ -29,7 +29,7 @@ class Tokenizer:
         if not path.is_file():
             rule = "text needs the model's tokenizer"
             remedy = "put the model's tokenizer.json there, or use the torch runtime"
-            raise InputError("no-tokenizer", where=str(path), value="no such file", rule=rule, remedy=remedy)
+            raise InputError("no-tokenizer", str(path), "no such file", rule, remedy)
         self._where = str(path)
         with reading(self._damaged):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -54,7 +54,7 @@ class Tokenizer:
         return found
 
     def _damaged(self, said: str) -> InputError:
-        return InputError("no-tokenizer", where=self._where, value=said, rule="a tokenizer.json of tokenizers")
+        return InputError("no-tokenizer", self._where, said, "a tokenizer.json of tokenizers")
 
     def chat(self, prompt: str) -> str:
         """One message of a user in the model's chat template.

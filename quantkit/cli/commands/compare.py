@@ -65,13 +65,7 @@ def compare(
 
     demand_device(on, wheelhouse)
     if on is not None and not measure:
-        raise InputError(
-            "usage",
-            where="--on",
-            value="without --measure",
-            rule="what is recorded is compared",
-            remedy="add --measure",
-        )
+        raise InputError("usage", "--on", "without --measure", "what is recorded is compared", "add --measure")
     check_place(html)
     if html is not None:
         pages.demand()
@@ -107,12 +101,12 @@ def compare(
         rule = "B may be worse by the margins, or by what its recipe's gates allow"
         options = {"accuracy": "--accuracy-margin", "latency": "--latency-margin", "size": "--size-margin"}
         remedy = f"keep A, or allow more: {', '.join(dict.fromkeys(options[cell.what] for cell in named))}"
-        error = GateError("worse", where=b, value=said, rule=rule, remedy=remedy)
+        error = GateError("worse", b, said, rule, remedy)
     elif answer is not None:
         rule = "a 95 % interval lies within the margin"
         longer = "time both for longer (--seconds)" if measure else "time both in one run (--measure)"
         remedy = f"{longer}, or score more text; or compare with --no-speed"
-        error = Inconclusive("inconclusive", where=b, value=said, rule=rule, remedy=remedy)
+        error = Inconclusive("inconclusive", b, said, rule, remedy)
     return Answer(found.as_dict(), shown, warnings=list(found.notes), error=error)
 
 

@@ -49,7 +49,7 @@ def add(
     if known != aimed:
         rule = "a name is one device's, as rows in bundles have it"
         remedy = f"another name, --force, or quantkit device remove {name}"
-        raise InputError("device-exists", where=name, value=f"it is {known}", rule=rule, remedy=remedy)
+        raise InputError("device-exists", name, f"it is {known}", rule, remedy)
     said: dict[str, Any] = {"name": name, "address": aimed, "workdir": as_workdir(workdir)}
     said |= {"python": python, "wheelhouse": str(wheelhouse.absolute()) if wheelhouse else None}
     answer = _probed(validated(named.NamedDevice, said, where=name, code="device-invalid"))

@@ -29,7 +29,7 @@ def doctor(
 
     demand_device(on, wheelhouse)
     if on is not None and target is not None:
-        raise InputError("usage", where="--target", value="with --on", rule="a device's target is its own")
+        raise InputError("usage", "--target", "with --on", "a device's target is its own")
     if on is not None:
         return on_device(on, write=write, wheelhouse=wheelhouse)
     aimed = Target.load(target or this_machine())
@@ -48,7 +48,7 @@ def on_device(on: str, *, write: bool, wheelhouse: Path | None = None) -> Answer
     device = find(on)
     if write and on not in names():
         rule, remedy = "a target is kept under the name of its device", f"quantkit device add NAME {on}"
-        raise InputError("usage", where="--write", value=on, rule=rule, remedy=remedy)
+        raise InputError("usage", "--write", on, rule, remedy)
     with showing() as progress, reach(device, wheelhouse=wheelhouse) as found:
         progress.begin(f"measuring {on}")
         report = doctor_on(found, progress, write=write)

@@ -43,11 +43,9 @@ def export(
 
     demand_device(on, wheelhouse)
     if autotune_qdq and on is not None:
-        raise InputError("usage", where="--autotune-qdq", value="with --on", rule="it searches on this machine's GPU")
+        raise InputError("usage", "--autotune-qdq", "with --on", "it searches on this machine's GPU")
     if calibration is not None and (on is not None or autotune_qdq):
-        raise InputError(
-            "usage", where="--calibration", value="for an engine", rule="engines are checked without samples"
-        )
+        raise InputError("usage", "--calibration", "for an engine", "engines are checked without samples")
     if autotune_qdq:
         return _autotuned(quantkit.load(bundle), to, set_ or (), inputs)
     with showing() as progress:
@@ -79,7 +77,7 @@ def _autotuned(bundle: Bundle, to: str, changes: Sequence[str], inputs: Path | N
 
     if to != "tensorrt":
         rule = "pairs are searched in the network of TensorRT"
-        raise InputError("set-invalid", where="--autotune-qdq", value=f"--to {to}", rule=rule, remedy="--to tensorrt")
+        raise InputError("set-invalid", "--autotune-qdq", f"--to {to}", rule, "--to tensorrt")
     with showing() as progress:
         progress.begin("measuring placements")
         progress.plan({"measure": 600.0})

@@ -39,6 +39,6 @@ def list_(
     if target or format_ or runtime:
         value = f"--target, --format or --runtime with {kind or 'all kinds'}"
         rule = "they choose among the cells of the matrix"
-        raise InputError("option-unused", where="quantkit list", value=value, rule=rule, remedy="quantkit list matrix")
+        raise InputError("option-unused", "quantkit list", value, rule, "quantkit list matrix")
     listed = catalog.listing(kind)
     return Answer(listed, terminal.listing(listed))

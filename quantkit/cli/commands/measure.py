@@ -60,15 +60,13 @@ def measure(
 
     demand_device(on, wheelhouse)
     if resume and on is None:
-        raise InputError("usage", where="--resume", value="no --on", rule="what was measured here is measured whole")
+        raise InputError("usage", "--resume", "no --on", "what was measured here is measured whole")
     opened = quantkit.load(bundle)
     chosen = runtime or default_runtime(opened)
     known = load_runtime(chosen, where="--runtime")
     if holds_graph(opened) and not known.graph:
         rule = "it is a runtime that bundles are scored in"
-        raise InputError(
-            "runtime-unsupported", where="--runtime", value=chosen, rule=rule, remedy=f"use {default_runtime(opened)}"
-        )
+        raise InputError("runtime-unsupported", "--runtime", chosen, rule, f"use {default_runtime(opened)}")
     plan = few(opened.manifest.model.kind) if quick else TimingPlan(batches=batches_of(opened))
     plan = with_changes(plan, batches(batch), seconds)
     decisions: list[Decision] = []
@@ -122,10 +120,10 @@ def measure(
     ):
         error = Inconclusive(
             "inconclusive",
-            where=str(bundle),
-            value="; ".join(verdict.because),
-            rule="an interval lies above or below 1",
-            remedy=f"measure again on a quieter machine, or for longer: --seconds {3 * plan.seconds:g}",
+            str(bundle),
+            "; ".join(verdict.because),
+            "an interval lies above or below 1",
+            f"measure again on a quieter machine, or for longer: --seconds {3 * plan.seconds:g}",
         )
     shown: list[Part] = [document(manifest, rows, notes, path=opened.path, whole=False)]
     if chosen.startswith("tensorrt"):

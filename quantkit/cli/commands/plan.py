@@ -127,23 +127,17 @@ def plan(
     error = None
     if failing is not None:
         line = failing.line.removeprefix(f"[{failing.code}] ")
-        error = InputError(failing.code, where="the rehearsal", value=line)
+        error = InputError(failing.code, "the rehearsal", line)
     return Answer(result, shown, warnings=list(outlook.notes), error=error)
 
 
 def _rehearsed(question: PlanQuestion, outlook: Outlook) -> Rehearsal:
-    """The recipe of the one candidate, run on the model's largest block.
-
-    Raises:
-        InputError: `usage`, where there are several.
-    """
+    """The recipe of the one candidate, run on the model's largest block."""
     from quantkit.pipeline.rehearsal import rehearse
     from quantkit.pipeline.request import Request, demand_model
 
     if len(outlook.candidates) != 1:
-        raise InputError(
-            "usage", where="--rehearse", value=f"{len(outlook.candidates)} recipes", rule="it runs one: --recipe"
-        )
+        raise InputError("usage", "--rehearse", f"{len(outlook.candidates)} recipes", "it runs one: --recipe")
     chosen = outlook.candidates[0]
     request = Request.of(
         question.model,

@@ -29,11 +29,11 @@ def sign(
     from quantkit.bundle import seal
 
     if sigstore == (key is not None):
-        raise InputError("usage", where="sign", value="--key and --sigstore", rule="one of the two")
+        raise InputError("usage", "sign", "--key and --sigstore", "one of the two")
     opened = quantkit.load(bundle)
     failed = next((check for check in opened.verify() if not check.ok), None)
     if failed is not None:
-        raise GateError("verify-failed", where=failed.where, value=failed.name, rule="what is signed is whole")
+        raise GateError("verify-failed", failed.where, failed.name, "what is signed is whole")
     signature = seal.sign(opened.path, key)
     found = seal.hash_of(opened.path)
     shown = [Text(f"signed: {signature}"), Text(f"  seal {found}", no_wrap=True)]

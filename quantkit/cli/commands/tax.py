@@ -125,10 +125,10 @@ def tax(
     if found.inconclusive:
         error = Inconclusive(
             "inconclusive",
-            where="quantkit tax",
-            value="; ".join(reason for advice in found.advice.values() for reason in advice.because),
-            rule="an interval lies above or below 1",
-            remedy=f"time it again on a quieter machine, or for longer: --seconds {3 * seconds:g}",
+            "quantkit tax",
+            "; ".join(reason for advice in found.advice.values() for reason in advice.because),
+            "an interval lies above or below 1",
+            f"time it again on a quieter machine, or for longer: --seconds {3 * seconds:g}",
         )
     shown = [tree, *(Code("", str(path)) for path in (html, out) if path is not None)]
     return Answer(found.as_dict(), shown, warnings=list(found.notes), error=error)

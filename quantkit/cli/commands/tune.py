@@ -89,10 +89,10 @@ def tune(
     if limit is not None and found is not None and found > limit:
         error = GateError(
             "budget-missed",
-            where="--budget",
-            value=f"KL {found:.4g} measured",
-            rule=f"at most {limit:g}",
-            remedy="allow more, or add candidates (--formats, --scheme)",
+            "--budget",
+            f"KL {found:.4g} measured",
+            f"at most {limit:g}",
+            "allow more, or add candidates (--formats, --scheme)",
         )
     shown = [document(tuned.front), *(Code("", f"{tuned.out}/{name}") for name in ("tuned.yaml", "report.html"))]
     return Answer(tuned.as_dict(), shown, taken, tuned.warnings, error)
@@ -104,7 +104,5 @@ def _scheme(text: str) -> dict[str, Any]:
 
     found = parse_yaml(text, where="--scheme")
     if not isinstance(found, dict):
-        raise InputError(
-            "usage", where="--scheme", value=text, rule="a YAML mapping", remedy="'{format: int4, group: 32}'"
-        )
+        raise InputError("usage", "--scheme", text, "a YAML mapping", "'{format: int4, group: 32}'")
     return found

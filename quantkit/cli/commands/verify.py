@@ -52,19 +52,19 @@ def verify(
     demand_device(on, wheelhouse)
     opened = quantkit.load(bundle)
     if issuer is not None and signer is None:
-        raise InputError("usage", where="--issuer", value="without --signer", rule="it vouches for a signer")
+        raise InputError("usage", "--issuer", "without --signer", "it vouches for a signer")
     if expect is not None:
         seal.demand(opened.path, expect)
     signed = None if signer is None else seal.demand_signer(opened.path, signer, issuer)
     for config in sorted(opened.path.glob("*/config.json")) if trust_remote_code else ():
         pretrained.trust(config.parent)
     if layers is not None and on is not None:
-        raise InputError("usage", where="--on", value="with --layers", rule="layers are compared on this machine")
+        raise InputError("usage", "--on", "with --layers", "layers are compared on this machine")
     if layers is not None:
         return _layers(opened, quantkit.load(layers), inputs, runtime)
     if inputs is not None or runtime is not None:
         said = "--inputs" if inputs is not None else "--runtime"
-        raise InputError("usage", where=said, value="without --layers", rule="it says how layers are compared")
+        raise InputError("usage", said, "without --layers", "it says how layers are compared")
     with showing() as progress:
         progress.begin(f"verifying {bundle}")
         if on is not None:
@@ -83,10 +83,10 @@ def verify(
     if failed is not None:
         error = GateError(
             "verify-failed",
-            where=f"{on}: {failed.where}" if on is not None else failed.where or str(bundle),
-            value=f"{failed.name} is {failed.value}",
-            rule=f"it is {failed.limit}" if failed.limit == 0 else f"at most {failed.limit}",
-            remedy="fetch or compile the bundle again" if on is None else _there(on, failed),
+            f"{on}: {failed.where}" if on is not None else failed.where or str(bundle),
+            f"{failed.name} is {failed.value}",
+            f"it is {failed.limit}" if failed.limit == 0 else f"at most {failed.limit}",
+            "fetch or compile the bundle again" if on is None else _there(on, failed),
         )
     sealed = seal.hash_of(opened.path)
     seals = [f"seal           {sealed}", *([f"signed by      {signed}"] if signed else [])]

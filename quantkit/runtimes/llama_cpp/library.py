@@ -51,12 +51,7 @@ class LlamaLibrary:
 
 @contextmanager
 def _waiting_shortly() -> Iterator[None]:
-    """Threads wait awake, but not for long, whatever quantkit asks of OpenMP besides.
-
-    Some hundred barriers stand in a decode step. With threads that sleep at each it takes a multiple of its time; with
-    threads that wait for long, as by default, a prompt does where others want the processors
-    (`benchmarks/llama_cpp_waits.py`). Where torch is loaded first, the OpenMP library has been told already.
-    """
+    """Threads wait awake, but not for long, whatever quantkit asks of OpenMP besides."""
     before = {name: os.environ.pop(name, None) for name in _WAITS}
     os.environ.update({name: value for name, value in _WAITS.items() if value is not None})
     try:
@@ -104,10 +99,10 @@ class Loaded:
         said = next((line for line in self._library.said if "error" in line or "unknown" in line), "")
         return InputError(
             "gguf-unreadable",
-            where=str(self.path),
-            value=f"{value}{f': {said[:200]}' if said else ''}" if self.path.is_file() else "no such file",
-            rule="llama.cpp loads it",
-            remedy="`quantkit verify` says whether the file differs; else update llama-cpp-python, or export again",
+            str(self.path),
+            f"{value}{f': {said[:200]}' if said else ''}" if self.path.is_file() else "no such file",
+            "llama.cpp loads it",
+            "`quantkit verify` says whether the file differs; else update llama-cpp-python, or export again",
         )
 
     def said(self, key: str) -> str | None:
@@ -137,7 +132,7 @@ class Vocabulary:
         room = (self._api.llama_token * (len(raw) + 8))()
         count = self._api.llama_tokenize(self._words, raw, len(raw), room, len(room), special, True)
         if count < 0:
-            raise InputError("no-tokenizer", where=str(self._loaded.path), value=f"{-count} tokens of {len(raw)} bytes")
+            raise InputError("no-tokenizer", str(self._loaded.path), f"{-count} tokens of {len(raw)} bytes")
         return list(room[:count])
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -174,7 +174,7 @@ class LlamaModel(FileModel):
             batch.n_tokens = len(tokens)
             if status := self.api.llama_decode(state.context, batch):
                 value = f"llama_decode gave {status}"
-                raise InputError("gguf-unreadable", where=str(self.path), value=value, rule="0 is fine")
+                raise InputError("gguf-unreadable", str(self.path), value, "0 is fine")
             for number, row, place in wanted:
                 logits = self.api.llama_get_logits_ith(state.context, number)
                 found[row, place - first] = np.ctypeslib.as_array(logits, (self.vocabulary,))
@@ -186,7 +186,7 @@ class LlamaModel(FileModel):
         memory = self.api.llama_get_memory(state.context)
         for row in range(len(state.lengths)):
             if not self.api.llama_memory_seq_rm(memory, row, length, -1):
-                raise InputError("not-cut", where=str(self.path), value="llama.cpp cannot cut this cache back")
+                raise InputError("not-cut", str(self.path), "llama.cpp cannot cut this cache back")
             state.lengths[row] = length
 
     def logits(self, ids: Array, mask: Array | None = None) -> Array:
@@ -195,7 +195,7 @@ class LlamaModel(FileModel):
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
         """Of encoders alone, which no file here holds. Raises InputError `not-an-encoder`."""
-        raise InputError("not-an-encoder", where=str(self.path), value="a decoder", rule="it gives logits")
+        raise InputError("not-an-encoder", str(self.path), "a decoder", "it gives logits")
 
     # --- what latency is measured on ----------------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ def unreadable(path: Path, text: str) -> InputError:
     reason = next((said for sign, said in _REASONS.items() if sign.lower() in text.lower()), "it does not load")
     value, rule = f"{reason}: {text.splitlines()[0][:200]}", f"onnxruntime {onnxruntime.__version__} loads it"
     remedy = "`quantkit verify` says whether a file differs; else update onnxruntime, or export again"
-    return InputError("onnx-unreadable", where=str(path), value=value, rule=rule, remedy=remedy)
+    return InputError("onnx-unreadable", str(path), value, rule, remedy)
 
 
 def _changed(path: Path, level: int | None, shown: Sequence[str], way: Way | None, own: bool) -> bytes:
@@ -124,10 +124,10 @@ def _changed(path: Path, level: int | None, shown: Sequence[str], way: Way | Non
     if own and not own_products(model):
         raise InputError(
             "nothing-to-multiply",
-            where=str(path),
-            value="no product of 4-bit weights at accuracy level 4",
-            rule="the operators of `quantkit_cpu` multiply these",
-            remedy="use the runtime `onnxruntime`, or compile with --recipe int4-cpu",
+            str(path),
+            "no product of 4-bit weights at accuracy level 4",
+            "the operators of `quantkit_cpu` multiply these",
+            "use the runtime `onnxruntime`, or compile with --recipe int4-cpu",
         )
     found: bytes = model.SerializeToString()
     return found

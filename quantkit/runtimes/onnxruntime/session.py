@@ -317,13 +317,13 @@ class OnnxModel(FileModel):
             InputError: `not-profiled`.
         """
         if self._profile is None:
-            raise InputError("not-profiled", where=str(self.folder), value="loaded without `profile`")
+            raise InputError("not-profiled", str(self.folder), "loaded without `profile`")
         events = json.loads(Path(self.session.end_profiling()).read_text(encoding="utf-8"))
         self._profile.cleanup()
         self._profile = None
         runs = [event for event in events if event.get("name") == "model_run"]
         if not runs:
-            raise InputError("not-profiled", where=str(self.folder), value="nothing was run")
+            raise InputError("not-profiled", str(self.folder), "nothing was run")
         last = runs[-1]
         inside = [
             event

@@ -78,7 +78,7 @@ def compiled(model: openvino.Model, path: Path, threads: int, device: str, level
 def _unreadable(path: Path, value: str) -> InputError:
     rule = f"OpenVINO {library().__version__.split('-')[0]} loads it"
     remedy = "`quantkit verify` says whether a file differs; else update openvino, or export again"
-    return InputError("openvino-unreadable", where=str(path), value=value, rule=rule, remedy=remedy)
+    return InputError("openvino-unreadable", str(path), value, rule, remedy)
 
 
 Device = Literal["CPU", "GPU", "NPU", "AUTO"]
@@ -111,4 +111,4 @@ def demand_device(device: str) -> None:
     if why := why_no(device):
         rule = "the device and its driver are there"
         remedy = "run it on a machine that has one, or export it with `openvino: {device: CPU}`"
-        raise InputError("runtime-not-here", where=f"openvino on {device}", value=why, rule=rule, remedy=remedy)
+        raise InputError("runtime-not-here", f"openvino on {device}", why, rule, remedy)

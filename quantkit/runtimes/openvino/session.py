@@ -161,7 +161,7 @@ class OpenvinoModel(FileModel):
             value, rule = f"{len(ids)} sequences of {ids.shape[1]} tokens", f"it was written for {batch} of {tokens}"
             remedy = "export it with another `openvino: {shape: …}`, or for a device that takes any shape"
             where = str(self.folder / MODEL)
-            raise InputError("shape-unsupported", where=where, value=value, rule=rule, remedy=remedy)
+            raise InputError("shape-unsupported", where, value, rule, remedy)
 
         def run(request: Any) -> list[Array]:
             request.infer(feed)
@@ -248,5 +248,5 @@ class OpenvinoGraph:
         except RuntimeError as problem:
             rule = "the shapes that the file was written for"
             where, value = ", ".join(feed), first_line(problem)
-            raise InputError("shape-unsupported", where=where, value=value, rule=rule) from None
+            raise InputError("shape-unsupported", where, value, rule) from None
         return {name: np.array(self._request.get_output_tensor(n).data) for n, name in enumerate(self.names)}

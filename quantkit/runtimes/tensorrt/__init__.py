@@ -141,7 +141,7 @@ class TensorrtRuntime(Runtime):
     def _absent(self, why: str) -> InputError:
         rule = "an engine runs on the GPU that it was built for"
         remedy = "run it there; the checkpoint runs here: --runtime torch"
-        return InputError("gpu-absent", where=self.name, value=why, rule=rule, remedy=remedy)
+        return InputError("gpu-absent", self.name, why, rule, remedy)
 
 
 RUNTIME = TensorrtRuntime("tensorrt")

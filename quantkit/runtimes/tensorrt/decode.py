@@ -40,11 +40,11 @@ class EngineModel(FileModel):
             value = f"an engine of {', '.join(engine.inputs)}"
             rule = "this runtime gives tokens to decoders and encoders"
             remedy = "run it with TensorRT's own tools; its network runs here: --runtime onnxruntime"
-            raise InputError("engine-of-graph", where=str(self.place), value=value, rule=rule, remedy=remedy)
+            raise InputError("engine-of-graph", str(self.place), value, rule, remedy)
         if self.decoder and "write_indices" not in engine.inputs:
             value, rule = "a cache that each step gives out anew", "this runtime writes into one in place"
             remedy = "export with cache: in_place"
-            raise InputError("cache-grown", where=str(self.place), value=value, rule=rule, remedy=remedy)
+            raise InputError("cache-grown", str(self.place), value, rule, remedy)
 
     @property
     def capacity(self) -> int:
@@ -77,7 +77,7 @@ class EngineModel(FileModel):
 
     def logits(self, ids: Array, mask: Array | None = None) -> Array:
         """Of an encoder with a head alone, which no engine has. Raises InputError `not-an-encoder`."""
-        raise InputError("not-an-encoder", where=str(self.place), value="no head", rule="it gives states")
+        raise InputError("not-an-encoder", str(self.place), "no head", "it gives states")
 
     def state(self, batch: int, capacity: int) -> EngineState:
         """Room for `batch` sequences of up to `capacity` tokens; it is always as large as the engine's cache.
@@ -100,7 +100,7 @@ class EngineModel(FileModel):
         except torch.OutOfMemoryError as problem:
             value, rule = str(problem).split(".")[0], f"a cache of {self.capacity} tokens a sequence fits"
             remedy = "a smaller batch"
-            raise InputError("out-of-memory", where=f"batch {batch}", value=value, rule=rule, remedy=remedy) from None
+            raise InputError("out-of-memory", f"batch {batch}", value, rule, remedy) from None
         mask = self.engine.tensor("attention_mask", (batch, self.capacity))
         return EngineState(batch, self.capacity, caches, mask, torch.zeros(batch, dtype=torch.long, device=mask.device))
 

@@ -148,7 +148,7 @@ class Engine:
         value = f"batch {batch}, {tokens} tokens"
         rule = " or ".join(f"batch {a[0]} to {b[0]} with {a[1]} to {b[1]} tokens" for a, b in ranges)
         remedy = "another batch, or an engine for it: `profiles` in the target"
-        raise InputError("shape-unsupported", where=str(self.file.path), value=value, rule=rule, remedy=remedy)
+        raise InputError("shape-unsupported", str(self.file.path), value, rule, remedy)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Zeros of a binding's type where it is read."""
@@ -170,7 +170,7 @@ class Engine:
             value = self._said.last or "no execution context"
             rule = "activations of the largest shapes fit into the GPU's memory"
             remedy = "a smaller batch or context in the target's `profiles`"
-            raise InputError("out-of-memory", where=str(self.file.path), value=value, rule=rule, remedy=remedy)
+            raise InputError("out-of-memory", str(self.file.path), value, rule, remedy)
         if profile and not made.set_optimization_profile_async(profile, self.stream()):
             raise unreadable(self.file.path, self._said.last or f"profile {profile} cannot be chosen")
         return made
@@ -192,7 +192,7 @@ class Engine:
             if not context.set_input_shape(name, tuple(tensor.shape)):
                 value, rule = " x ".join(map(str, tensor.shape)), "the engine was built for other shapes"
                 remedy = "another batch or length, or other `profiles` in the target"
-                raise InputError("shape-unsupported", where=name, value=value, rule=rule, remedy=remedy)
+                raise InputError("shape-unsupported", name, value, rule, remedy)
         found = {}
         for name in self.outputs:
             past = name.replace("present.", "past_key_values.")
@@ -210,7 +210,7 @@ class Engine:
         if not done:
             value, rule = self._said.last or "no word why", "an engine runs the shapes that it was built for"
             remedy = "please report it, with the recipe and the shapes"
-            raise InputError("engine-failed", where=str(self.file.path), value=value, rule=rule, remedy=remedy)
+            raise InputError("engine-failed", str(self.file.path), value, rule, remedy)
 
     def run(self, profile: int, feed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Outputs of one run in the context of a profile. Raises InputError `shape-unsupported`, `engine-failed`."""

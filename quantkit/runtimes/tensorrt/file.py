@@ -147,7 +147,7 @@ def choose(bundle: Path, engines: Mapping[Path, Description], library: Versioned
     where = f"{name}, SM {here}, {library.name} {library.version}"
     rule = "an engine is loaded by what built it, on the GPU that it was built for"
     remedy = f"build one for this GPU: {rebuild(bundle, library)}"
-    raise InputError("engine-foreign", where=where, value="; ".join(reasons), rule=rule, remedy=remedy)
+    raise InputError("engine-foreign", where, "; ".join(reasons), rule, remedy)
 
 
 def verified(bundle: Bundle) -> dict[Path, str]:
@@ -166,7 +166,7 @@ def verified(bundle: Bundle) -> dict[Path, str]:
     if strange:
         where, rule = f"{folder}/{strange[0]}", "the manifest lists what is run: an engine is executable code"
         remedy = f"delete it, and build anew: {REBUILD.format(bundle=bundle.path)}"
-        raise InputError("hash-mismatch", where=where, value="files.unlisted", rule=rule, remedy=remedy)
+        raise InputError("hash-mismatch", where, "files.unlisted", rule, remedy)
     bundle.demand_intact(f"{FOLDER}/")
     return {bundle.path / entry.path: entry.sha256 for entry in listed}
 
@@ -174,14 +174,14 @@ def verified(bundle: Bundle) -> dict[Path, str]:
 def _missing(bundle: Path) -> InputError:
     value, rule = f"no {FOLDER}/*.engine", "this runtime runs a TensorRT engine"
     remedy = REBUILD.format(bundle=bundle)
-    return InputError("bundle-without-engine", where=str(bundle), value=value, rule=rule, remedy=remedy)
+    return InputError("bundle-without-engine", str(bundle), value, rule, remedy)
 
 
 def unreadable(path: Path, why: str, *, update: bool = False) -> InputError:
     """The refusal of an engine that is as it was built, and still cannot be used; `update`: with this driver."""
     rule = "an engine is loaded by the version that built it, on the GPU that it was built for"
     remedy = f"{'update the driver, or ' * update}build it anew: {REBUILD.format(bundle=path.parent.parent)}"
-    return InputError("engine-unreadable", where=str(path), value=why, rule=rule, remedy=remedy)
+    return InputError("engine-unreadable", str(path), why, rule, remedy)
 
 
 def _read(path: Path, sha256: str) -> bytes:
@@ -191,7 +191,7 @@ def _read(path: Path, sha256: str) -> bytes:
         return data
     rule = "only what the manifest lists is run: an engine is executable code"
     remedy = f"build it anew: {REBUILD.format(bundle=path.parent.parent)}"
-    raise InputError("hash-mismatch", where=str(path), value="changed since it was verified", rule=rule, remedy=remedy)
+    raise InputError("hash-mismatch", str(path), "changed since it was verified", rule, remedy)
 
 
 def _described(path: Path, data: bytes | None) -> Description:

@@ -126,7 +126,7 @@ def unsupported(library: Library, capability: str) -> InputError:
     value = f"{library.name} {library.version} builds for {', '.join(library.capabilities())}"
     rule = "an engine is built for a GPU that the library lists"
     remedy = "a target whose runtimes list `tensorrt`, built on its own GPU; or another export"
-    return InputError("sm-unsupported", where=f"SM {capability}", value=value, rule=rule, remedy=remedy)
+    return InputError("sm-unsupported", f"SM {capability}", value, rule, remedy)
 
 
 def load(name: Name) -> Library:

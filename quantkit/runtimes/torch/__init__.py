@@ -100,7 +100,7 @@ class TorchRuntime(Runtime):
         if not (torch.cuda.is_available() if at == "cuda" else at == "cpu" and interpreted()):
             value, rule = "no GPU that torch sees" if at == "cuda" else f"a {at}", "the kernels are for NVIDIA GPUs"
             remedy = "without kernels=True the weights are expanded, and run anywhere"
-            raise InputError("device-absent", where=f"device {device}", value=value, rule=rule, remedy=remedy)
+            raise InputError("device-absent", f"device {device}", value, rule, remedy)
         reason = ""
         if table is None:
             name = torch.cuda.get_device_name(device) if at == "cuda" else "interpreter"
@@ -127,7 +127,7 @@ class TorchRuntime(Runtime):
         if not (bundle.model_folder / "config.json").is_file():
             value, rule = "no model/config.json", "this runtime loads the checkpoint"
             remedy = "compile with `export: [checkpoint: {}]`"
-            raise InputError("bundle-without-checkpoint", where=str(bundle.path), value=value, rule=rule, remedy=remedy)
+            raise InputError("bundle-without-checkpoint", str(bundle.path), value, rule, remedy)
         return bundle.model_folder
 
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> StreamedModel:

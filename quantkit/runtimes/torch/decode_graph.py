@@ -119,7 +119,7 @@ class DecodeGraph:
     def _demand(self, tokens: int) -> None:
         if tokens > self.length:
             value, rule = f"{tokens} tokens", f"the cache holds {self.length}"
-            raise InputError("context-full", where="decoding", value=value, rule=rule, remedy="a larger length")
+            raise InputError("context-full", "decoding", value, rule, "a larger length")
 
 
 class TorchDecoder:

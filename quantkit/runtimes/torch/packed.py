@@ -103,9 +103,7 @@ def load(
     source = open_written(folder)
     dtype = dtype or (torch.bfloat16 if source.dtype == "bfloat16" else torch.float16)
     if dtype not in (torch.float16, torch.bfloat16):
-        raise InputError(
-            "kernel-dtype", where="dtype", value=str(dtype), rule="kernels multiply in float16 or bfloat16"
-        )
+        raise InputError("kernel-dtype", "dtype", str(dtype), "kernels multiply in float16 or bfloat16")
     from quantkit.kernels.linear import QuantLinear, other
     from quantkit.kernels.matmul import Workspace
 
@@ -181,13 +179,11 @@ def _other(
     shape = weights.layout.shape(prefix, weights.stored.read)
     # what else a table may have for this shape was chosen for another format
     if table is not None and {choice.candidate for choice in table.choices.get(shape, ())} == {EXPANDED}:
-        raise InputError("kernel-unsupported", where=prefix, value="measured", rule=f"{NAME} was not the fastest")
+        raise InputError("kernel-unsupported", prefix, "measured", f"{NAME} was not the fastest")
     config = source.config["quantization_config"]
     groups = list(config.get("config_groups", {}).values())
     if not groups:
-        raise InputError(
-            "kernel-unsupported", where=prefix, value="its layout", rule=f"{NAME} reads compressed-tensors"
-        )
+        raise InputError("kernel-unsupported", prefix, "its layout", f"{NAME} reads compressed-tensors")
     group = next((each for each in groups if any(same(prefix, name) for name in each["targets"])), groups[0])
     # a layer has none of the model's tensors but its own, by their own names
     own = f"{prefix}."
@@ -208,9 +204,7 @@ def _linears(model_class: Any, config: Any) -> set[str]:
 def _entry(prefix: str, layers: dict[str, LayerEntry], linears: set[str]) -> LayerEntry:
     """What the manifest says of a stored linear. Raises InputError where it is no linear of the model."""
     if prefix not in layers or prefix not in linears:
-        raise InputError(
-            "layer-unknown", where=prefix, value="stored under another name", rule="it is no single linear of the model"
-        )
+        raise InputError("layer-unknown", prefix, "stored under another name", "it is no single linear of the model")
     return layers[prefix]
 
 
@@ -225,5 +219,5 @@ def _for_kernel(tensor: QuantTensor, layer: LayerEntry) -> PackedWeight:
     by_token = inputs.get("granularity") == "token" and inputs.get("symmetric", True)
     if not (own and inputs.get("dynamic") and by_token):
         rule = "kernels quantize inputs by token as they come, in the format of the weight"
-        raise InputError("kernel-unsupported", where=layer.name, value=f"inputs in {inputs.get('format')}", rule=rule)
+        raise InputError("kernel-unsupported", layer.name, f"inputs in {inputs.get('format')}", rule)
     return pack(tensor, native=True)
