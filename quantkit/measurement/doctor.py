@@ -124,12 +124,8 @@ def _noisy(row: Mapping[str, Any]) -> str:
 def shares(target: Target, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Tell what a GPU reached of the figures that a target states: place -> share; `rows`: `ceiling.*` of the GPU."""
     stated = {place: figure.value for place, figure in target.figures().items() if figure.value}
-    found = {}
-    for row in rows:
-        place = place_of(row)
-        if row["value"] is not None and place in stated:
-            found[place] = float(row["value"]) / float(stated[place])
-    return found
+    reached = {place_of(row): row["value"] for row in rows if row["value"] is not None}
+    return {place: float(value) / float(stated[place]) for place, value in reached.items() if place in stated}
 
 
 def place_of(row: Mapping[str, Any]) -> str:
@@ -210,22 +206,13 @@ def demand_architecture(target: Target, isa: list[str]) -> None:
     """Refuse figures of a machine for a target of another one. Raises InputError `wrong-machine`."""
     arm = any(name.startswith(("neon", "sve")) for name in isa)
     fits = {"x86": not arm, "intel": not arm, "amd": not arm, "arm": arm, "apple": arm}
+    remedy = f"use {'cpu-arm' if arm else 'cpu-x86'}, or run the doctor there"
     if not fits.get(target.arch.vendor, True):
-        raise InputError(
-            "wrong-machine",
-            where=target.name,
-            value=f"the machine has {isa[0]}",
-            rule=f"figures of a target are measured on that target ({target.arch.vendor})",
-            remedy=f"use {'cpu-arm' if arm else 'cpu-x86'}, or run the doctor there",
-        )
+        value, rule = f"the machine has {isa[0]}", f"figures are measured on their target ({target.arch.vendor})"
+        raise InputError("wrong-machine", where=target.name, value=value, rule=rule, remedy=remedy)
     # what the file names, and not what an earlier measurement found here
     named = target.arch.isa if target.arch.isa != read_measured(target.name).get("isa") else []
     missing = [name for name in named or [] if name not in isa]
     if missing and named != "auto":
-        raise InputError(
-            "wrong-machine",
-            where=target.name,
-            value=f"the machine has no {', '.join(missing)}",
-            rule="figures of a target are measured on a processor that has what it names",
-            remedy=f"use {'cpu-arm' if arm else 'cpu-x86'}, or run the doctor there",
-        )
+        value, rule = f"the machine has no {', '.join(missing)}", "figures are measured on what the target names"
+        raise InputError("wrong-machine", where=target.name, value=value, rule=rule, remedy=remedy)

@@ -16,10 +16,10 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -51,18 +51,12 @@ _TYPES = (
 _FLOATS = ("float32", "bfloat16", "float16")
 # a format of ours -> the library's type of its codes
 STORED = {
-    "int4": "int4",
-    "int8": "int8",
-    "int7": "int8",
-    "fp8_e4m3": "fp8",
-    "mxfp8": "fp8",
-    "nvfp4": "fp4",
-    "nf4": "int4",
+    **{"int4": "int4", "nf4": "int4", "int7": "int8", "int8": "int8"},
+    **{"fp8_e4m3": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"},
 }
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """What goes into a layer, or comes out."""
 
     name: str
@@ -187,14 +181,6 @@ class Inspected(Closed):
         return found
 
 
-@dataclass
-class _Weights:
-    """Where a product and its weight are."""
-
-    products: list[EngineLayer] = field(default_factory=list)
-    expanders: list[EngineLayer] = field(default_factory=list)
-
-
 def parse(information: Mapping[str, Any]) -> list[EngineLayer]:
     """Read the layers of `EngineInspector.get_engine_information(JSON)`.
 
@@ -202,13 +188,9 @@ def parse(information: Mapping[str, Any]) -> list[EngineLayer]:
     """
     raw = information.get("Layers")
     if not isinstance(raw, Sequence) or not raw or any(not isinstance(each, Mapping) for each in raw):
-        raise InputError(
-            "engine-opaque",
-            where="engine",
-            value="no details of its layers",
-            rule="an engine is built with ProfilingVerbosity.DETAILED",
-            remedy="build it anew: quantkit export BUNDLE --to tensorrt",
-        )
+        value, rule = "no details of its layers", "an engine is built with ProfilingVerbosity.DETAILED"
+        remedy = "build it anew: quantkit export BUNDLE --to tensorrt"
+        raise InputError("engine-opaque", where="engine", value=value, rule=rule, remedy=remedy)
     return [_layer(each) for each in raw]
 
 
@@ -226,15 +208,8 @@ def _layer(raw: Mapping[str, Any]) -> EngineLayer:
     profile = _PROFILE.search(name)
     nodes = tuple(_NODE.findall(str(raw.get("Metadata", ""))))
     inputs = [*_tensors(raw.get("Inputs")), *_tensors(raw.get("Constants"))]
-    return EngineLayer(
-        name=name,
-        kind=str(raw.get("LayerType", "")),
-        tactic=str(raw.get("TacticName", "")),
-        nodes=nodes,
-        inputs=tuple(inputs),
-        outputs=tuple(_tensors(raw.get("Outputs"))),
-        profile=int(profile[1]) if profile else 0,
-    )
+    kind, tactic, outputs = str(raw.get("LayerType", "")), str(raw.get("TacticName", "")), _tensors(raw.get("Outputs"))
+    return EngineLayer(name, kind, tactic, nodes, tuple(inputs), tuple(outputs), int(profile[1]) if profile else 0)
 
 
 def _tensors(raw: Any) -> Iterable[Tensor]:
@@ -258,27 +233,27 @@ def type_of(words: str) -> str:
 
 def products(layers: Sequence[EngineLayer], linears: Sequence[LayerEntry]) -> list[EngineProduct]:
     """Find what becomes of each quantized layer of the model, the worst of its places where there are several."""
-    places: dict[str, _Weights] = {}
-    known = {entry.name for entry in linears}
+    # linear -> layers that hold its product, and that expand its weight
+    multiply: dict[str, list[EngineLayer]] = {entry.name: [] for entry in linears}
+    expand: dict[str, list[EngineLayer]] = {entry.name: [] for entry in linears}
     for layer in layers:
         for node in layer.nodes:
-            if node.endswith("/output") and (name := node.removesuffix("/output")) in known:
-                places.setdefault(name, _Weights()).products.append(layer)
-                continue
             name, _, part = node.rpartition(".")
-            if name in known and "/" not in part:
-                places.setdefault(name, _Weights()).expanders.append(layer)
-    return [_product(entry, places.get(entry.name, _Weights())) for entry in linears]
+            if node.endswith("/output") and node.removesuffix("/output") in multiply:
+                multiply[node.removesuffix("/output")].append(layer)
+            elif name in expand and "/" not in part:
+                expand[name].append(layer)
+    return [_product(entry, multiply[entry.name], expand[entry.name]) for entry in linears]
 
 
-def _product(entry: LayerEntry, at: _Weights) -> EngineProduct:
+def _product(entry: LayerEntry, layers: Sequence[EngineLayer], expanders: Sequence[EngineLayer]) -> EngineProduct:
     asked = str(entry.scheme.get("format"))
-    given = None if entry.activations is None else str(entry.activations.get("format"))
-    if not at.products:
-        return EngineProduct(linear=entry.name, asked=asked, got=None, inputs_asked=given)
-    found = [_read(entry, asked, given, layer, at.expanders) for layer in at.products]
+    inputs = None if entry.activations is None else str(entry.activations.get("format"))
+    read = [_read(entry, asked, inputs, layer, expanders) for layer in layers]
+    if not read:
+        return EngineProduct(linear=entry.name, asked=asked, got=None, inputs_asked=inputs)
     # with several profiles a product stands in several layers
-    return next((each for each in found if each.fell_back), found[0])
+    return next((product for product in read if product.fell_back), read[0])
 
 
 def _read(
@@ -315,14 +290,8 @@ def _read(
 
 def unconsumed(layers: Sequence[EngineLayer]) -> list[str]:
     """List DequantizeLinear nodes of inputs whose layer holds no product."""
-    found = [
-        node
-        for layer in layers
-        if not any(each.endswith("/output") for each in layer.nodes)
-        for node in layer.nodes
-        if node.endswith("/input.values")
-    ]
-    return list(dict.fromkeys(found))
+    without = [layer.nodes for layer in layers if not any(node.endswith("/output") for node in layer.nodes)]
+    return list(dict.fromkeys(node for nodes in without for node in nodes if node.endswith("/input.values")))
 
 
 def costliest(

@@ -10,7 +10,7 @@ value/baseline where higher is. Above 1 the subject wins, whatever the quantity.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -64,11 +64,8 @@ class _Sparse(_Part):
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data: dict[str, Any] = handler(self)
-        return {
-            key: value
-            for key, value in data.items()
-            if key not in _LEFT_OUT or getattr(self, _LEFT_OUT[key]) is not None
-        }
+        left_out = {key for key, without in _LEFT_OUT.items() if key in data and getattr(self, without) is None}
+        return {key: value for key, value in data.items() if key not in left_out}
 
 
 class Baseline(_Sparse):
@@ -225,7 +222,22 @@ def read_rows(path: Path) -> list[Row]:
 
     Raises InputError: `measurements-invalid` with the line number, or `file-unreadable`.
     """
-    return list(_read(path))
+    rows: list[Row] = []
+    try:
+        text = limits.read(path, limits.DATA).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where, rule = f"{path}:{number}", "one JSON object a line"
+        try:
+            rows.append(Row.model_validate(json.loads(line, parse_constant=_refuse)))
+        except ValidationError as error:
+            raise from_validation(error, where=where, code="measurements-invalid", known=known_keys(Row)) from None
+        except (ValueError, RecursionError) as error:
+            raise InputError("measurements-invalid", where=where, value=str(error), rule=rule) from None
+    return rows
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
@@ -236,27 +248,6 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     data = "".join(f"{row.line()}\n" for row in rows).encode()
     with writing(path):
         write_atomic(path, data)
-
-
-def _read(path: Path) -> Iterator[Row]:
-    try:
-        text = limits.read(path, limits.DATA).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            data = json.loads(line, parse_constant=_refuse)
-        except (ValueError, RecursionError) as error:
-            raise InputError(
-                "measurements-invalid", where=where, value=str(error), rule="one JSON object a line"
-            ) from None
-        try:
-            yield Row.model_validate(data)
-        except ValidationError as error:
-            raise from_validation(error, where=where, code="measurements-invalid", known=known_keys(Row)) from None
 
 
 def _refuse(constant: str) -> float:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import prod
+from typing import Any
 
 from quantkit.bundle import FileEntry, LayerEntry
 from quantkit.exporters import load_exporter
 from quantkit.measurement.rows import Baseline, Row
+
+_BYTES: dict[str, Any] = {"unit": "B", "stat": "total", "better": "lower"}
 
 
 def bits_per_weight(layers: Iterable[LayerEntry]) -> float | None:
@@ -34,26 +37,15 @@ def folder_of(export: str) -> str:
 
 def weight_bytes(files: Iterable[FileEntry], *, folder: str = "model") -> int:
     """Count bytes of the weight files under one folder of a bundle (`model`, `onnx`, ...): of one export."""
-    inside = [file for file in files if file.path.startswith(f"{folder}/")]
     # an engine has weights of its own: the graph that it is built from stays behind
     roles = {"engine"} if folder == "engine" else {"weights", "onnx", "gguf", "openvino"}
-    return sum(file.bytes for file in inside if file.role in roles)
+    return sum(file.bytes for file in files if file.path.startswith(f"{folder}/") and file.role in roles)
 
 
 def read_rows(ways: Mapping[str, float], *, subject: str, folder: str) -> list[Row]:
     """Give `size.bytes_read`: bytes that each way to multiply reads, of an export that has two."""
-    return [
-        Row(
-            name="size.bytes_read",
-            value=value,
-            unit="B",
-            stat="total",
-            better="lower",
-            subject=subject,
-            settings={"export": folder, "way": way},
-        )
-        for way, value in ways.items()
-    ]
+    how: dict[str, dict[str, Any]] = {way: {"export": folder, "way": way} for way in ways}
+    return [Row(name="size.bytes_read", value=ways[way], subject=subject, settings=how[way], **_BYTES) for way in ways]
 
 
 def size_rows(
@@ -69,27 +61,11 @@ def size_rows(
     size = weight_bytes(files, folder=folder)
     against = None
     if baseline is not None and baseline_bytes is not None:
-        ratio = baseline_bytes / size if size else None
-        against = Baseline(subject=baseline, value=baseline_bytes, ratio=ratio)
+        against = Baseline(subject=baseline, value=baseline_bytes, ratio=baseline_bytes / size if size else None)
     bits = bits_per_weight(layers)
+    flags = [] if bits is not None else ["no-quantized-layer"]
+    average: dict[str, Any] = {"unit": "bit", "stat": "mean", "better": "lower", "flags": flags}
     return [
-        Row(
-            name="size.bytes",
-            value=size,
-            unit="B",
-            stat="total",
-            better="lower",
-            subject=subject,
-            baseline=against,
-            settings={"export": folder},
-        ),
-        Row(
-            name="size.bits_per_weight",
-            value=bits,
-            unit="bit",
-            stat="mean",
-            better="lower",
-            subject=subject,
-            flags=[] if bits is not None else ["no-quantized-layer"],
-        ),
+        Row(name="size.bytes", value=size, subject=subject, baseline=against, settings={"export": folder}, **_BYTES),
+        Row(name="size.bits_per_weight", value=bits, subject=subject, **average),
     ]

@@ -96,13 +96,9 @@ def verdict(
         return _instead(subject, failed, wanted, others)
     found = _judged(subject.rows, wanted, traffic)
     if found is None:
-        raise InputError(
-            "not-measured",
-            where=subject.format,
-            value=f"no latency at batch {listed(wanted)}",
-            rule="a verdict rests on measured rows",
-            remedy="quantkit measure, or other batches",
-        )
+        value, rule = f"no latency at batch {listed(wanted)}", "a verdict rests on measured rows"
+        remedy = "quantkit measure, or other batches"
+        raise InputError("not-measured", where=subject.format, value=value, rule=rule, remedy=remedy)
     return found
 
 
@@ -226,11 +222,7 @@ def _worst(rows: Sequence[Row]) -> Row | None:
 
 
 def _deciding(
-    answer: str,
-    limit: int | None,
-    worst: Mapping[int, Row | None],
-    states: Mapping[int, State],
-    timed: Sequence[Row],
+    answer: str, limit: int | None, worst: Mapping[int, Row | None], states: Mapping[int, State], timed: Sequence[Row]
 ) -> list[Row]:
     """Three rows at most: what the answer turns on first, then the ends of the range, then what came closest to it."""
     batches = [batch for batch, row in worst.items() if row is not None and row.value is not None]

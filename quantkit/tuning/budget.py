@@ -45,13 +45,9 @@ class Budget:
             except ValueError:
                 amount = 0.0
             if not equals or kind in found or amount <= 0:
-                raise InputError(
-                    "budget-invalid",
-                    where="--budget",
-                    value=text or "nothing",
-                    rule="one of bits=, bytes=, kl=, latency=, each once, with a number above 0",
-                    remedy="e.g. bits=4.25, bytes=100MB, kl=0.05, latency=12ms",
-                )
+                value, rule = text or "nothing", "one of bits=, bytes=, kl=, latency=, each once, with a number above 0"
+                remedy = "e.g. bits=4.25, bytes=100MB, kl=0.05, latency=12ms"
+                raise InputError("budget-invalid", where="--budget", value=value, rule=rule, remedy=remedy)
             found[kind] = amount
         return cls(**found)
 

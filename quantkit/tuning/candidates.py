@@ -87,13 +87,8 @@ def choices(
     recipe = prepared.request.recipe
     base = recipe.scheme.weights
     if base is None:
-        raise InputError(
-            "nothing-to-choose",
-            where=recipe.name,
-            value="no weight scheme",
-            rule="tune chooses among weight schemes",
-            remedy="take a recipe that quantizes weights, such as gptq-int4",
-        )
+        rule, remedy = "tune chooses among weight schemes", "take a recipe that quantizes weights, such as gptq-int4"
+        raise InputError("nothing-to-choose", where=recipe.name, value="no weight scheme", rule=rule, remedy=remedy)
     known = [*plugins.FORMATS.names(), FLOAT]
     for name in formats or ():
         if name not in known:
@@ -118,13 +113,9 @@ def choices(
     if not named or any(name == FLOAT or name.startswith(("float", "bfloat")) for name in wanted):
         found.append(Candidate(FLOAT, None))
     if len(found) < 2 or not tuned:
-        raise InputError(
-            "nothing-to-choose",
-            where=recipe.name,
-            value=f"{', '.join(each.name for each in found) or 'no candidate'} for {len(tuned)} linears",
-            rule="a choice is between two at least",
-            remedy="--formats int4,int8",
-        )
+        value = f"{', '.join(each.name for each in found) or 'no candidate'} for {len(tuned)} linears"
+        rule, remedy = "a choice is between two at least", "--formats int4,int8"
+        raise InputError("nothing-to-choose", where=recipe.name, value=value, rule=rule, remedy=remedy)
     fixed = {name: scheme for name, scheme in prepared.layers.schemes.items() if name not in tuned}
     kept = [name for name in prepared.layers.shapes if name not in tuned and name not in fixed]
     return Choices(found, fixed, kept, prepared.layers.shapes, prepared.layers.head, decisions)

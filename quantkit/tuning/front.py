@@ -91,13 +91,7 @@ class Tables:
         return np.full(len(self.units), column)
 
 
-def tables(
-    harms: Sequence[UnitHarm],
-    found: Choices,
-    *,
-    dtype_bits: int,
-    total_bytes: float,
-) -> Tables:
+def tables(harms: Sequence[UnitHarm], found: Choices, *, dtype_bits: int, total_bytes: float) -> Tables:
     """Make the tables of a model; `dtype_bits`: of a weight in the source, `total_bytes`: of all of them."""
     members = list(dict.fromkeys((harm.block, harm.members) for harm in harms))
     shapes = found.shapes
@@ -173,13 +167,9 @@ def best(tables: Tables, budget: Budget, factor: float = 1.0) -> FrontPoint:
         limits.append((tables.bits, 8 * (budget.bytes - tables.rest_bytes) - tables.fixed_bits))
     if budget.latency is not None:
         if not tables.seconds:
-            raise InputError(
-                "timings-missing",
-                where="--budget",
-                value="latency without timings",
-                rule="a latency budget needs measured `latency.op` rows",
-                remedy="--timings measurements.jsonl",
-            )
+            value, rule = "latency without timings", "a latency budget needs measured `latency.op` rows"
+            remedy = "--timings measurements.jsonl"
+            raise InputError("timings-missing", where="--budget", value=value, rule=rule, remedy=remedy)
         limits += [(table, budget.latency) for table in tables.seconds.values()]
     if budget.kl is not None:
         limits.append((tables.harm, budget.kl / factor))
@@ -208,13 +198,8 @@ def _unreachable(tables: Tables, budget: Budget, factor: float) -> InputError:
         fewest = choose(tables.bits, [(tables.harm, budget.kl / factor)]) if budget.kl is not None else None
         if fewest is not None:
             rule = f"{rule}: kl={budget.kl:g} takes bits={_upwards(tables.mean_bits(fewest))}"
-    return InputError(
-        "budget-unreachable",
-        where="--budget",
-        value=str(budget),
-        rule=rule,
-        remedy="allow that, or add candidates (--formats, --scheme)",
-    )
+    remedy = "allow that, or add candidates (--formats, --scheme)"
+    return InputError("budget-unreachable", where="--budget", value=str(budget), rule=rule, remedy=remedy)
 
 
 def _upwards(value: float) -> str:

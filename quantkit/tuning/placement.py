@@ -94,12 +94,7 @@ Report = Callable[[float, str], None]
 
 
 def search(
-    groups: Collection[str],
-    measure: Measure,
-    *,
-    harm_max: float,
-    journal: Path,
-    progress: Report | None = None,
+    groups: Collection[str], measure: Measure, *, harm_max: float, journal: Path, progress: Report | None = None
 ) -> FoundPlacement:
     """Search for the fastest placement. Raises InputError `nothing-to-tune`: no group.
 
@@ -109,13 +104,9 @@ def search(
         journal: file of what was measured so far.
     """
     if not groups:
-        raise InputError(
-            "nothing-to-tune",
-            where="--autotune-qdq",
-            value="no pair before a product",
-            rule="inputs with fixed scales have pairs that can be left out",
-            remedy="a recipe with fixed scales of inputs: int8-tensorrt",
-        )
+        value, rule = "no pair before a product", "inputs with fixed scales have pairs that can be left out"
+        remedy = "a recipe with fixed scales of inputs: int8-tensorrt"
+        raise InputError("nothing-to-tune", where="--autotune-qdq", value=value, rule=rule, remedy=remedy)
     tell = progress or (lambda share, words: None)
     known = _read(journal)
 
@@ -180,11 +171,7 @@ Build = Callable[[Path], "EngineModel | LoadedGraph"]
 
 
 def autotune(
-    bundle: Bundle,
-    options: Mapping[str, Any],
-    *,
-    inputs: Path | None = None,
-    progress: Report | None = None,
+    bundle: Bundle, options: Mapping[str, Any], *, inputs: Path | None = None, progress: Report | None = None
 ) -> tuple[FoundPlacement, dict[str, Any]]:
     """Search on this machine's GPU.
 
@@ -202,34 +189,20 @@ def autotune(
     assert isinstance(runtime, TensorrtRuntime)
     why = runtime.why_not_here()
     if why is not None:
-        raise InputError(
-            "gpu-absent",
-            where="--autotune-qdq",
-            value=why,
-            rule="placements are measured on the GPU that runs them",
-            remedy="run it there",
-        )
+        value, rule, remedy = why, "placements are measured on the GPU that runs them", "run it there"
+        raise InputError("gpu-absent", where="--autotune-qdq", value=value, rule=rule, remedy=remedy)
     folder = bundle.path / FOLDER
     if not (folder / NETWORK).is_file():
-        raise InputError(
-            "engine-missing",
-            where=str(bundle.path),
-            value=f"no {FOLDER}/{NETWORK}",
-            rule="pairs are searched in the network that engines are built from",
-            remedy=f"quantkit export {bundle.path} --to tensorrt",
-        )
+        value, rule = f"no {FOLDER}/{NETWORK}", "pairs are searched in the network that engines are built from"
+        remedy = f"quantkit export {bundle.path} --to tensorrt"
+        raise InputError("engine-missing", where=str(bundle.path), value=value, rule=rule, remedy=remedy)
     bundle.demand_intact(f"{FOLDER}/network")
     gpus, _ = machine.gpus()
     network = folder / NETWORK
     graph = "input_ids" not in inputs_of(network)
     if graph and inputs is None:
-        raise InputError(
-            "inputs-missing",
-            where="--autotune-qdq",
-            value="a graph",
-            rule="placements are compared on what it will be given",
-            remedy="--inputs FILE.npz, an array for each input",
-        )
+        rule, remedy = "placements are compared on what it will be given", "--inputs FILE.npz, an array for each input"
+        raise InputError("inputs-missing", where="--autotune-qdq", value="a graph", rule=rule, remedy=remedy)
     feed = fed(network, inputs)[0] if graph else tokens(folder)
     key = json.dumps([bundle.manifest.content_sha256, gpus[0]["name"], runtime.name, dict(options)], sort_keys=True)
     name = hashlib.sha256(key.encode() + (inputs.read_bytes() if inputs else b"")).hexdigest()[:32]

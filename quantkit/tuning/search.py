@@ -127,13 +127,9 @@ class _Search:
         self.request = replace(question.request, out=None, speed=False)
         self.prepared: Prepared = prepare(self.request)
         if self.prepared.source.kind != "decoder":
-            raise InputError(
-                "model-kind",
-                where=self.prepared.source.ref,
-                value=words.article(self.prepared.source.kind),
-                rule="harm is measured in the distribution of the next word",
-                remedy="tune a decoder",
-            )
+            value = words.article(self.prepared.source.kind)
+            rule, remedy = "harm is measured in the distribution of the next word", "tune a decoder"
+            raise InputError("model-kind", where=self.prepared.source.ref, value=value, rule=rule, remedy=remedy)
         if question.check:
             recipe = self.prepared.request.recipe
             scored_in([reader(step.name, step.options) for step in recipe.export], recipe.name)
@@ -417,13 +413,9 @@ def scored_in(runtimes: Sequence[str], where: str) -> str:
     found = next((runtime for runtime in runtimes if runs_here(runtime)), None)
     if found is None:
         why = "; ".join(f"{runtime}: {load_runtime(runtime).why_not_here()}" for runtime in runtimes)
-        raise InputError(
-            "tune-unscored",
-            where=where,
-            value=why,
-            rule="what is chosen is compiled and scored, so one of its exports runs here",
-            remedy="--set 'export=[{checkpoint: {}}]', and export the engine from what is written; or --no-check",
-        )
+        value, rule = why, "what is chosen is compiled and scored, so one of its exports runs here"
+        remedy = "--set 'export=[{checkpoint: {}}]', and export the engine from what is written; or --no-check"
+        raise InputError("tune-unscored", where=where, value=value, rule=rule, remedy=remedy)
     return found
 
 

@@ -141,12 +141,7 @@ def test_vectors_are_pooled_as_the_folder_says(
 ) -> None:
     wide = WIDTH * len(modes)
     dense = {"in_features": wide, "out_features": 24, "activation_function": "torch.nn.modules.activation.Tanh"}
-    last = {
-        "in_features": 24,
-        "out_features": 8,
-        "bias": False,
-        "activation_function": IDENTITY,
-    }
+    last = {"in_features": 24, "out_features": 8, "bias": False, "activation_function": IDENTITY}
     modules = [
         ("Pooling", config),
         ("Dense", dense),

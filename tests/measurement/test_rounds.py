@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.measurement.timing.rounds import (
-    BASELINE,
-    CANDIDATE,
-    LEAST,
-    MOST,
-    RoundsJob,
-    in_rounds,
-    joined,
-    run,
-    take,
-)
+from quantkit.measurement.timing.rounds import BASELINE, CANDIDATE, LEAST, MOST, RoundsJob, in_rounds, joined, run, take
 from quantkit.measurement.timing.schedule import Array, Shape, Step, Timing, TimingPlan
 from quantkit.stats.decision import decide
 from quantkit.stats.slowdown import BLOCKS, slowdown

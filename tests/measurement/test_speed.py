@@ -197,10 +197,7 @@ def test_an_error_of_the_child_is_ours(job: SpeedJob, child: Callable[[str], Non
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        (
-            "echo 'Traceback' >&2; echo 'RuntimeError: no luck' >&2; exit 1",
-            "exit code 1: RuntimeError: no luck",
-        ),
+        ("echo 'Traceback' >&2; echo 'RuntimeError: no luck' >&2; exit 1", "exit code 1: RuntimeError: no luck"),
         ("kill -9 $$", "ended by SIGKILL"),
         ("exit 3", "ended with exit code 3"),
     ],

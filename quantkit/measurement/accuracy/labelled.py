@@ -164,24 +164,13 @@ def demand_finite(values: Array, where: str, what: str, side: str) -> None:
     if wrong.any():
         own = side == "the candidate"
         kind = GateError if own else InputError
-        raise kind(
-            "outputs-not-finite",
-            where=where,
-            value=f"{side} gives NaN or infinity for {int(wrong.sum())} items, first item {int(wrong.argmax())}",
-            rule=f"{what} are finite",
-            remedy="look for NaN or infinite weights and scales" if own else "check the model and the items",
-        )
+        value = f"{side} gives NaN or infinity for {int(wrong.sum())} items, first item {int(wrong.argmax())}"
+        remedy = "look for NaN or infinite weights and scales" if own else "check the model and the items"
+        raise kind("outputs-not-finite", where=where, value=value, rule=f"{what} are finite", remedy=remedy)
 
 
 def share_row(
-    name: str,
-    right: Array,
-    before: Array | None,
-    drawn: Drawn,
-    *,
-    about: About,
-    seed: int = 0,
-    **others: Any,
+    name: str, right: Array, before: Array | None, drawn: Drawn, *, about: About, seed: int = 0, **others: Any
 ) -> Row:
     """Give a row of the share of `right` [n] bool.
 
@@ -282,13 +271,9 @@ def classification(
     demand_alike(original, candidate, about.data.set, "logits")
     count, classes = original.shape
     if classes < 2:
-        raise InputError(
-            "one-class",
-            where=about.data.set,
-            value="one logit an item",
-            rule="a class is chosen among two or more",
-            remedy="it is no classifier: its outputs are compared as they are",
-        )
+        value, rule = "one logit an item", "a class is chosen among two or more"
+        remedy = "it is no classifier: its outputs are compared as they are"
+        raise InputError("one-class", where=about.data.set, value=value, rule=rule, remedy=remedy)
     chances = _are_chances(original)
     flags, drawn = ["outputs-are-chances"] if chances else [], Drawn(count, unit, clusters)
     common: dict[str, Any] = {"about": about, "shape": {"classes": classes}}
@@ -336,13 +321,10 @@ def _checked(labels: Array, count: int, classes: int, where: str) -> Array:
     wrong = (labels < 0) | (labels >= classes)
     if wrong.any():
         first = int(wrong.argmax())
-        raise InputError(
-            "label-out-of-range",
-            where=where,
-            value=f"label {int(labels[first])} of item {first}",
-            rule=f"the model tells {classes} classes apart, 0 to {classes - 1}",
-            remedy="score it on samples with labels of its own classes",
-        )
+        value = f"label {int(labels[first])} of item {first}"
+        rule = f"the model tells {classes} classes apart, 0 to {classes - 1}"
+        remedy = "score it on samples with labels of its own classes"
+        raise InputError("label-out-of-range", where=where, value=value, rule=rule, remedy=remedy)
     return labels.astype(np.int64)
 
 

@@ -123,13 +123,9 @@ def compared(floats: Path, network: Path, feed: Feed, engine: MakeRunner | None 
     (before, after) = (layers(model) for model in loaded)
     names = {name: tensor for name, tensor in after.items() if name in before}
     if not names:
-        raise InputError(
-            "networks-differ",
-            where=str(network),
-            value=f"none of its {len(after)} layers has the name of one of {floats}",
-            rule="both are networks of one model",
-            remedy="compile the float side of the same model, for the same export",
-        )
+        value = f"none of its {len(after)} layers has the name of one of {floats}"
+        rule, remedy = "both are networks of one model", "compile the float side of the same model, for the same export"
+        raise InputError("networks-differ", where=str(network), value=value, rule=rule, remedy=remedy)
     tensors = [tensor for tensor, _ in names.values()]
     runners = [
         OnnxrtRunner(_session(model, path.parent, tensors), name=name)
@@ -204,22 +200,18 @@ def prepared(
 
     model = ir.load(network)
     if any(node.op_type == "TensorScatter" for node in model.graph):
-        raise InputError(
-            "cache-in-place",
-            where=str(network),
-            value="a cache that is written in place",
-            rule="Polygraphy gives outputs memory of their own",
-            remedy="compile with --set tensorrt.cache=grown to compare layers on a GPU",
-        )
+        value, rule = "a cache that is written in place", "Polygraphy gives outputs memory of their own"
+        remedy = "compile with --set tensorrt.cache=grown to compare layers on a GPU"
+        raise InputError("cache-in-place", where=str(network), value=value, rule=rule, remedy=remedy)
     _mark(model, tensors)
     for data in network.parent.glob("*.data"):
         shutil.copyfile(data, place / data.name)
     ir.save(model, place / network.name)
     profile = Profile()
-    for value in model.graph.inputs:
-        given = feed[str(value.name)]
-        shape = tuple(int(each) for each in given) if value.name == "logits_to_keep" else given.shape
-        profile.add(str(value.name), shape, shape, shape)
+    for source in model.graph.inputs:
+        array = feed[str(source.name)]
+        shape = tuple(int(size) for size in array) if source.name == "logits_to_keep" else array.shape
+        profile.add(str(source.name), shape, shape, shape)
     target: dict[str, Any] = {}
     if library.ahead_of_time:
         target = {"use_gpu": True} if sm is None else {"compute_capabilities": [tuple(map(int, sm.split(".")))]}
@@ -254,13 +246,10 @@ def _mark(model: ir.Model, tensors: list[str]) -> None:
 
 
 def _unrunnable(where: Path, problem: Exception) -> InputError:
-    return InputError(
-        "network-unrunnable",
-        where=str(where),
-        value=" ".join(str(problem).split())[:240],
-        rule="both networks run in ONNX Runtime on the CPU; FP4 and bfloat16 do not",
-        remedy="a bundle in float16 with int4, int8 or fp8",
-    )
+    value = " ".join(str(problem).split())[:240]
+    rule = "both networks run in ONNX Runtime on the CPU; FP4 and bfloat16 do not"
+    remedy = "a bundle in float16 with int4, int8 or fp8"
+    return InputError("network-unrunnable", where=str(where), value=value, rule=rule, remedy=remedy)
 
 
 def _number(value: Any) -> float | None:

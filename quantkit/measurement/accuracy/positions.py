@@ -106,12 +106,8 @@ class Items:
         Raises InputError: `nothing-scored`.
         """
         if self.n == 0:
-            raise InputError(
-                "nothing-scored",
-                where=about.data.set,
-                value="no scored position",
-                rule="at least two tokens a sequence",
-            )
+            value, rule = "no scored position", "at least two tokens a sequence"
+            raise InputError("nothing-scored", where=about.data.set, value=value, rule=rule)
         drawn = Drawn(self.n, self.clusters()[1])
         shape = {"sequences": int(np.unique(self.sequence).size)}
 
@@ -239,13 +235,9 @@ class Accuracy:
 def _not_finite(where: str, original_is: bool) -> InputError | GateError:
     side = "the candidate" if original_is else "the original"
     kind = GateError if original_is else InputError
-    return kind(
-        "logits-not-finite",
-        where=where,
-        value=f"{side} gives NaN, or no chance to a token that it must give one",
-        rule="logits are finite",
-        remedy="look for NaN or infinite weights and scales (`quantkit verify`)" if original_is else "check the model",
-    )
+    value, rule = f"{side} gives NaN, or no chance to a token that it must give one", "logits are finite"
+    remedy = "look for NaN or infinite weights and scales (`quantkit verify`)" if original_is else "check the model"
+    return kind("logits-not-finite", where=where, value=value, rule=rule, remedy=remedy)
 
 
 def _score(
@@ -324,13 +316,9 @@ def against(baseline: Items, candidate: Items, margins: Mapping[str, float], *, 
     same_items(baseline.kl, candidate.kl, items, where)
     apart = float(np.mean(np.abs(baseline.nll_original - candidate.nll_original)))
     if not apart <= _SAME_ORIGINAL:
-        raise InputError(
-            "items-differ",
-            where=where,
-            value=f"the originals' log-likelihoods are {apart:.3g} nats apart on average",
-            rule="both were scored on one text, against one original",
-            remedy="score both again",
-        )
+        value = f"the originals' log-likelihoods are {apart:.3g} nats apart on average"
+        rule, remedy = "both were scored on one text, against one original", "score both again"
+        raise InputError("items-differ", where=where, value=value, rule=rule, remedy=remedy)
     clusters = candidate.clusters()[0]
     means = {
         "accuracy.kl": (baseline.kl, candidate.kl),

@@ -297,13 +297,9 @@ def _module(folder: Path, module: Module) -> Callable[[Tensor], Tensor]:
     except InputError:
         raise
     except Exception as problem:  # whatever another library makes of a damaged file
-        raise InputError(
-            "modules-invalid",
-            where=where,
-            value=" ".join(str(problem).split())[:160],
-            rule="its tensors are those of its config",
-            remedy="download the folder again",
-        ) from None
+        value, rule = " ".join(str(problem).split())[:160], "its tensors are those of its config"
+        remedy = "download the folder again"
+        raise InputError("modules-invalid", where=where, value=value, rule=rule, remedy=remedy) from None
     return made.eval()
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +17,10 @@ import numpy as np
 from quantkit import machine
 from quantkit.bundle import cached
 from quantkit.calibrate.tokens.ids import TokenSet
-from quantkit.measurement.accuracy.labelled import About
+from quantkit.measurement.accuracy.labelled import About, Drawn
 from quantkit.measurement.accuracy.positions import Accuracy, Items, data_of
 from quantkit.measurement.accuracy.purpose import kept_at, result_rows
-from quantkit.measurement.rows import Baseline, Device, Row
+from quantkit.measurement.rows import Device, Row
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,21 +91,19 @@ def score(
     return accuracy.items()
 
 
-def _ways(candidate: Scored) -> dict[str, int | None]:
-    """Of a graph that multiplies in two ways: each, and how many tokens at a time go it at most; else empty."""
-    return {way: candidate.prompt_rows - 1 if way == "steps" else None for way in candidate.ways}
-
-
-def _part(tell: Callable[[float], None], number: int, count: int, done: float) -> None:
-    tell((number + done) / count)
-
-
 def flagged(rows: list[Row], was: str | None) -> list[Row]:
     """Flag rows with what the source was before it was converted, if it was."""
     if was is None:
         return rows
     flag = f"source-was-{was.replace(' ', '-').lower()}"
     return [row.model_copy(update={"flags": [*row.flags, flag]}) for row in rows]
+
+
+def _about(
+    original: StreamedModel, candidate: Scored, tokens: TokenSet, subject: str, runtime: str, settings: Any
+) -> About:
+    device, versions = Device.model_validate(dict(candidate.where)), machine.versions()
+    return About(subject, original.source.sha256, runtime, data_of(tokens), device, versions, settings)
 
 
 def rows(
@@ -123,23 +120,18 @@ def rows(
     A graph that multiplies in two ways has rows for each, told apart by `settings.way`: first of whole sequences, as
     prompts are, whose positions are what is given back, then of a few tokens at a time, as steps are.
     """
-    about = About(
-        subject=subject,
-        baseline=original.source.sha256,
-        runtime=runtime,
-        data=data_of(tokens),
-        device=Device.model_validate(dict(candidate.where)),
-        versions=machine.versions(),
-        settings=dict(candidate.settings),
-    )
+    about = _about(original, candidate, tokens, subject, runtime, dict(candidate.settings))
     if original.source.kind == "decoder":
-        ways = _ways(candidate)
-        if not ways:
+        if not candidate.ways:
             items = score(original, candidate, tokens, progress)
             return items.rows(about), items
-        found, scored = [], []
-        for number, (way, at_once) in enumerate(ways.items()):
-            tell = partial(_part, progress or (lambda done: None), number, len(ways))
+        found, scored, count = [], [], len(candidate.ways)
+        for number, way in enumerate(candidate.ways):
+
+            def tell(done: float, number: int = number) -> None:
+                (progress or (lambda done: None))((number + done) / count)
+
+            at_once = candidate.prompt_rows - 1 if way == "steps" else None
             scored.append(score(original, candidate, tokens, tell, at_once=at_once))
             found += scored[-1].rows(replace(about, settings={**about.settings, "way": way}))
         return found, scored[0]
@@ -175,28 +167,13 @@ def long_rows(
     found: list[Row] = []
     for number, (cache, candidate) in enumerate(candidates.items()):
         items = score(original, candidate, tokens)
-        found += [
-            Row(
-                name="accuracy.kl",
-                value=part.mean(part.kl).value,
-                unit="nat",
-                stat="mean",
-                better="lower",
-                ci95=part.mean(part.kl).ci95,
-                n=part.n,
-                subject=subject,
-                baseline=Baseline(subject=original.source.sha256, value=0.0),
-                shape={"sequences": int(tokens.ids.shape[0]), "context": context},
-                runtime=runtime,
-                settings={**settings, "kv_cache": cache},
-                device=Device.model_validate(dict(candidate.where)),
-                versions=machine.versions(),
-                data=data_of(tokens),
-                flags=[f"ci95-by-{part.clusters()[1]}"],
-            )
-            for context in contexts(tokens.ids.shape[1])
-            for part in (up_to(items, context),)
-        ]
+        about = _about(original, candidate, tokens, subject, runtime, {**settings, "kv_cache": cache})
+        for context in contexts(tokens.ids.shape[1]):
+            part = up_to(items, context)
+            mean, drawn = part.mean(part.kl), Drawn(part.n, part.clusters()[1])
+            shape = {"sequences": int(tokens.ids.shape[0]), "context": context}
+            kl: dict[str, Any] = {"against": 0.0, "ci95": mean.ci95, "shape": shape, "unit": "nat", "better": "lower"}
+            found.append(about.row("accuracy.kl", mean.value, drawn, **kl))
         tell((number + 1) / len(candidates))
     return found
 

@@ -236,13 +236,7 @@ def _compute_int8(size: int, runs: int, pool: Pool) -> Ceiling:
 
 
 def _compute(
-    kind: str,
-    unit: str,
-    kernels: Kernels,
-    pair: Callable[[int], tuple[Any, Any]],
-    size: int,
-    runs: int,
-    pool: Pool,
+    kind: str, unit: str, kernels: Kernels, pair: Callable[[int], tuple[Any, Any]], size: int, runs: int, pool: Pool
 ) -> Ceiling:
     """The rate of the fastest of some kernels.
 

@@ -131,13 +131,9 @@ def demand_room(models: Sequence[Path]) -> None:
     """
     need, free = sum(2.2 * _bytes(model) for model in models), machine.memory_available()
     if need > free:
-        raise InputError(
-            "out-of-memory",
-            where=str(models[0]),
-            value=f"the models take about {need / 1e9:.1f} GB",
-            rule=f"{free / 1e9:.1f} GB are free",
-            remedy="measure on a machine with more memory",
-        )
+        value, rule = f"the models take about {need / 1e9:.1f} GB", f"{free / 1e9:.1f} GB are free"
+        remedy = "measure on a machine with more memory"
+        raise InputError("out-of-memory", where=str(models[0]), value=value, rule=rule, remedy=remedy)
 
 
 def _bytes(model: Path) -> int:
