@@ -37,8 +37,7 @@ from harness.record import RESULTS, layout, parsing, record, show, verdicts
 from quantkit.stats.decision import ALPHA, CellDecision, confirm, decide
 from quantkit.stats.evidence import Resampled
 from quantkit.stats.flips import Flips
-from quantkit.stats.noise import Noise
-from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS, SETTLE, slowdown
+from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS, SETTLE, Noise, slowdown
 
 Array = Any
 CELLS, MANY = 16, 400

@@ -3,7 +3,7 @@
     python benchmarks/verdict_noise.py
     python benchmarks/verdict_noise.py --verdicts 50 --no-record
 
-Noise is planted (`quantkit/stats/noise.py`): steps of both sides vary log-normally, follow their neighbours, and some
+Noise is planted (`stats/slowdown.py`): steps of both sides vary log-normally, follow their neighbours, and some
 are interrupted and take three times as long; a quiet machine, a busy one and a noisy one, with few blocks and with
 many. Nothing differs in one half of the verdicts; in the other half the subject takes 1/1.3 of the time. Each verdict
 is about batches 1, 4 and 16, by the one function that compile, measure and tax share. What the plain 95 % intervals
@@ -21,7 +21,7 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.latency import latency_row
 from quantkit.measurement.verdict import MeasuredFormat, verdict
 from quantkit.stats.abba import compare
-from quantkit.stats.noise import Noise
+from quantkit.stats.slowdown import Noise
 
 NOISES = {"quiet": Noise(), "busy": Noise(0.05, 0.05, 3.0, 0.9), "noisy": Noise(0.2, 0.1, 3.0, 0.9)}
 BLOCKS, BATCHES, FASTER = (4, 8, 24), (1, 4, 16), 1.3

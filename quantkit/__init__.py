@@ -354,8 +354,9 @@ def tune(
     from quantkit import given
     from quantkit.measurement.rows import read_rows
     from quantkit.pipeline.progress import showing
-    from quantkit.tuning import Budget, TuneQuestion, asked
-    from quantkit.tuning import tune as search
+    from quantkit.tuning.front import Budget
+    from quantkit.tuning.search import TuneQuestion, asked
+    from quantkit.tuning.search import tune as search
 
     given.flags(exact=exact, check=check)
     given.numbers(samples=samples)

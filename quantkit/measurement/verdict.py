@@ -37,7 +37,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Literal
 
 from quantkit.bundle import Check, PromptVerdict, Verdict
@@ -111,7 +111,8 @@ def state(row: Row) -> State:
     if speed.open:
         return "open"
     if low > 1:
-        return "loses" if _p99_worse(row) else "wins"
+        tail = _p99(row)
+        return "loses" if tail is not None and tail[2] < 1 and (row.n or 0) >= P99_FROM else "wins"
     return "open" if high > _WORTH else "loses"
 
 
@@ -142,11 +143,12 @@ def _wanted(batches: Iterable[int], traffic: Mapping[int, float] | None) -> list
 def _latencies(rows: Sequence[Row]) -> tuple[list[Row], bool]:
     """(the rows that a verdict rests on, whether they are predictions)."""
     for name in _NAMES:
-        found = [row for row in rows if row.name == name]
-        measured = [row for row in found if PREDICTED not in row.flags]
-        if any(row.value is not None for row in found):
-            seen = any(row.value is not None for row in measured)
-            return (measured, False) if seen else (found, True)
+        named = [row for row in rows if row.name == name]
+        measured = [row for row in named if PREDICTED not in row.flags]
+        if any(row.value is not None for row in measured):
+            return measured, False
+        if any(row.value is not None for row in named):
+            return named, True
     return [], False
 
 
@@ -176,8 +178,13 @@ def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, fl
     if set(states.values()) == {"missing"}:
         return None
     answer, limit = _answer(states, traffic)
+
+    def order(row: Row) -> tuple[int, int]:
+        shape = row.shape or {}
+        return row.batch or 0, shape.get("context") or shape.get("new_tokens") or 0
+
     # what decides is chosen by its weight and told in the order of the batches
-    deciding = sorted(_deciding(answer, limit, worst, states, timed), key=lambda row: (row.batch or 0, _context(row)))
+    deciding = sorted(_deciding(answer, limit, worst, states, timed), key=order)
     because = [sentence(row) for row in deciding]
     because[-1] += _few_steps(deciding)
     if answer == "intervals":
@@ -199,7 +206,10 @@ def _instead(
     subject: MeasuredFormat, failed: Sequence[Check], wanted: Sequence[int], others: Sequence[MeasuredFormat]
 ) -> Verdict:
     """The verdict after a failed check."""
-    reasons = [_failure(subject.format, check) for check in failed]
+    reasons = [
+        f"{subject.format} failed {check.name}: {_figure(check.value)} against a limit of {_figure(check.limit)}"
+        for check in failed
+    ]
     passing = [other for other in others if all(check.ok for check in other.checks)]
     judged = [(other, _judged(other.rows, wanted, None)) for other in passing]
     winning = [
@@ -230,9 +240,8 @@ def _deciding(
     if answer == "ship_it":
         first = by_low[:1]
     elif answer == "ship_up_to":
-        first = [batch for batch in batches if batch == limit] + [batch for batch in batches if batch > (limit or 0)][
-            :1
-        ]
+        beyond = [batch for batch in batches if batch > (limit or 0)]
+        first = [*(batch for batch in batches if batch == limit), *beyond[:1]]
     elif answer == "intervals":
         first = [b for a, b in pairwise(batches) if states[a] != states[b]]
     else:
@@ -258,11 +267,6 @@ def _p99(row: Row) -> tuple[float, float, float] | None:
     if isinstance(low, int | float) and isinstance(ratio, int | float) and isinstance(high, int | float):
         return low, ratio, high
     return None
-
-
-def _p99_worse(row: Row) -> bool:
-    tail = _p99(row)
-    return tail is not None and tail[2] < 1 and (row.n or 0) >= P99_FROM
 
 
 def sentence(row: Row) -> str:
@@ -298,11 +302,6 @@ def _few_steps(rows: Sequence[Row]) -> str:
     return f"; p99 from {few[0]}{f' to {few[-1]}' if few[0] != few[-1] else ''} steps is not judged" if few else ""
 
 
-def _context(row: Row) -> int:
-    shape = row.shape or {}
-    return shape.get("context") or shape.get("new_tokens") or 0
-
-
 def _what(row: Row) -> str:
     """`context 128: 11.3 ms a step`, `4096x14336: 2.1 ms`."""
     shape, op = row.shape or {}, row.op
@@ -313,11 +312,6 @@ def _what(row: Row) -> str:
         return f"{time_} a pass"
     sizes = f"context {shape['context']}" if shape.get("context") else f"{shape.get('new_tokens', 1)} tokens"
     return f"{sizes}: {time_} {_NAMES[row.name]}"
-
-
-def _failure(name: str, check: Check) -> str:
-    against = f"{_figure(check.value)} against a limit of {_figure(check.limit)}"
-    return f"{name} failed {check.name}: {against}"
 
 
 def _over_traffic(rows: Sequence[Row], traffic: Mapping[int, float]) -> str:
@@ -350,15 +344,7 @@ def over_traffic(rows: Sequence[Row], traffic: Mapping[int, float]) -> tuple[flo
 
 def _ranges(states: Mapping[int, State]) -> str:
     """Runs of batches that win: `2 to 8, 32`."""
-    runs: list[list[int]] = []
-    before: State = "loses"
-    for batch, found in states.items():
-        if found == "wins":
-            if before == "wins":
-                runs[-1].append(batch)
-            else:
-                runs.append([batch])
-        before = found
+    runs = [list(run) for wins, run in groupby(states, lambda batch: states[batch] == "wins") if wins]
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
@@ -368,10 +354,8 @@ def listed(batches: Sequence[int]) -> str:
 
 
 def _time(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{_figure(seconds * factor)} {unit}"
-    return f"{_figure(seconds * 1e6)} µs"
+    unit, factor = ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds * 1e3 >= 1 else ("µs", 1e6)
+    return f"{_figure(seconds * factor)} {unit}"
 
 
 def _figure(value: float | None) -> str:

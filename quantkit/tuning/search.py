@@ -38,16 +38,13 @@ from quantkit.report.kit import words
 from quantkit.runtimes import load_runtime
 from quantkit.tuning import answer, front
 from quantkit.tuning.answer import RECIPE
-from quantkit.tuning.budget import Budget
 from quantkit.tuning.candidates import Choices, choices, name_of
-from quantkit.tuning.front import FrontPoint, Tables
+from quantkit.tuning.front import Budget, FrontPoint, Tables
 
 if TYPE_CHECKING:
     from quantkit.bundle import Bundle
     from quantkit.calibrate.tokens.ids import TokenSet
-    from quantkit.measurement.rows import Row
     from quantkit.pipeline import Prepared
-    from quantkit.recipe import Recipe
     from quantkit.scheme import WeightScheme
     from quantkit.tuning.harm import HarmSubject, UnitHarm
 
@@ -412,8 +409,8 @@ def scored_in(runtimes: Sequence[str], where: str) -> str:
 
     found = next((runtime for runtime in runtimes if runs_here(runtime)), None)
     if found is None:
-        why = "; ".join(f"{runtime}: {load_runtime(runtime).why_not_here()}" for runtime in runtimes)
-        value, rule = why, "what is chosen is compiled and scored, so one of its exports runs here"
+        value = "; ".join(f"{runtime}: {load_runtime(runtime).why_not_here()}" for runtime in runtimes)
+        rule = "what is chosen is compiled and scored, so one of its exports runs here"
         remedy = "--set 'export=[{checkpoint: {}}]', and export the engine from what is written; or --no-check"
         raise InputError("tune-unscored", where=where, value=value, rule=rule, remedy=remedy)
     return found
@@ -424,8 +421,6 @@ def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSe
 
     Raises GateError, InputError, Stopped: of the compile.
     """
-    from dataclasses import replace
-
     from quantkit.measurement.accuracy import score
     from quantkit.model.source.open import open_model
     from quantkit.model.streaming.stream import StreamedModel

@@ -131,8 +131,7 @@ def test_what_is_not_finite_is_an_error(value):
     accuracy.add(*logits(0, 9, 50))
     with pytest.raises(GateError, match=r"sequence 1, position 4.*candidate") as caught:
         accuracy.add(ids, original, candidate)
-    assert caught.value.code == "logits-not-finite"
-    assert accuracy.items().n == 8
+    assert (caught.value.code, accuracy.items().n) == ("logits-not-finite", 8)
     with pytest.raises(InputError, match="original"):
         accuracy.add(ids, candidate, original)
 
@@ -179,8 +178,7 @@ def test_standard_error_of_the_divergence(sequences, clusters, flag):
 
 def test_blocks_are_contiguous_and_inside_one_sequence():
     labels, _ = scored(1, 17).clusters()
-    assert labels.tolist() == sorted(labels)
-    assert np.bincount(labels).tolist() == [2] * 8
+    assert (labels.tolist(), np.bincount(labels).tolist()) == (sorted(labels), [2] * 8)
 
 
 def test_a_ruined_model_still_has_a_row():

@@ -53,11 +53,9 @@ def test_doctor_measures_what_the_target_leaves_open_and_writes_it() -> None:
         assert row.ci95[0] <= row.value <= row.ci95[1]
     after = Target.load(HERE)
     assert after.memory.read_bandwidth.number == rows[0].value
-    assert after.memory.capacity.number == machine.memory_limit()
-    assert after.arch.isa == machine.isa_features()
+    assert (after.memory.capacity.number, after.arch.isa) == (machine.memory_limit(), machine.isa_features())
     assert machine.cpu_name() in after.memory.read_bandwidth.source
-    assert set(after.unmeasured()) == set(report["unmeasured"])
-    assert report["written"] == str(measured_path(HERE))
+    assert (set(after.unmeasured()), report["written"]) == (set(report["unmeasured"]), str(measured_path(HERE)))
 
 
 def test_nothing_is_written_unasked() -> None:
@@ -194,8 +192,7 @@ def test_noisy_runs_are_flagged() -> None:
     steady = ceilings.Ceiling("ceiling.read", "B/s", (1.0,) * 8, {}, {"bytes": 1})
     shaken = ceilings.Ceiling("ceiling.read", "B/s", (1.0,) * 4 + (2.0,) * 4, {}, {"bytes": 1})
     about = {"device": machine.device(), "versions": {}}
-    assert steady.row(**about).flags == []
-    assert shaken.row(**about).flags == ["noisy"]
+    assert (steady.row(**about).flags, shaken.row(**about).flags) == ([], ["noisy"])
     assert shaken.row(**about).aa_spread == 0.5
 
 

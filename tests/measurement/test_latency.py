@@ -110,22 +110,18 @@ def test_a_decode_row_has_all_that_the_contract_names():
     world = World()
     rows = run(FakeSide(world, lambda b, c: 0.01), FakeSide(world, lambda b, c: 0.03), world=world)
     (row,) = named(rows, "latency.decode_step", batch=8)
-    assert row.value == pytest.approx(0.01, rel=0.02)
-    assert set(row.quantiles) == {"p50", "p90", "p99"}
+    assert (row.value, set(row.quantiles)) == (pytest.approx(0.01, rel=0.02), {"p50", "p90", "p99"})
     assert row.quantiles["p50"] == row.value
     assert row.ci95[0] <= row.value <= row.ci95[1]
     assert row.n >= 30
     assert 0 < row.aa_spread < 0.05
-    assert row.baseline.subject == "theirs"
-    assert row.baseline.ratio == pytest.approx(3.0, rel=0.02)
+    assert (row.baseline.subject, row.baseline.ratio) == ("theirs", pytest.approx(3.0, rel=0.02))
     assert row.baseline.ratio_ci95[0] > 2.9
-    assert row.shape == {"new_tokens": 1, "context": 128}
-    assert row.resident_bytes == 85_000_000
+    assert (row.shape, row.resident_bytes) == ({"new_tokens": 1, "context": 128}, 85_000_000)
     assert row.settings["threads"] == 2
     assert row.settings["p99_ratio_low"] < 3.0 < row.settings["p99_ratio_high"]
     (rate,) = named(rows, "throughput.decode", batch=8)
-    assert rate.value == pytest.approx(8 / row.value)
-    assert rate.baseline.ratio == row.baseline.ratio
+    assert (rate.value, rate.baseline.ratio) == (pytest.approx(8 / row.value), row.baseline.ratio)
     (prefill,) = named(rows, "throughput.prefill")
     assert prefill.value == pytest.approx(1000, rel=0.02)
 
@@ -139,8 +135,7 @@ def test_tax_is_time_beyond_the_bound():
     assert row.op.hp_bound_s == pytest.approx((540e6 + 129 * 46e3) / READ)
     assert row.value == pytest.approx(0.02 - row.op.bound_s)
     assert row.baseline.value == pytest.approx(0.07 - row.op.hp_bound_s)
-    assert row.settings["share_of_baseline"] == pytest.approx(row.value / 0.07)
-    assert row.op.M == 1
+    assert (row.settings["share_of_baseline"], row.op.M) == (pytest.approx(row.value / 0.07), 1)
     assert row.op.raw_s is None
     assert "sum-only" in row.flags
     seen = (129 * 46e3 / READ, 129 * 140e3 / FP32)
@@ -161,8 +156,7 @@ def test_a_prefill_is_bound_by_its_arithmetic():
     rows = run(FakeSide(world, lambda b, c: 0.02), FakeSide(world, lambda b, c: 0.07), world=world)
     (row,) = named(rows, "tax.total", shape={"new_tokens": 64, "context": 0})
     # int8 products and attention in float32
-    assert row.op.bound_s == pytest.approx(64 * 270e6 / INT8 + 64 * 65 / 2 * 140e3 / FP32)
-    assert row.op.M == 64
+    assert (row.op.bound_s, row.op.M) == (pytest.approx(64 * 270e6 / INT8 + 64 * 65 / 2 * 140e3 / FP32), 64)
 
 
 def test_a_step_below_its_bound_is_shown_and_flagged():
@@ -346,8 +340,7 @@ def test_a_model_that_does_not_decode():
     rows = run(side, FakeSide(world, falling, lambda b, t: 0.02 * b), world=world, plan=plan)
     assert [row.batch for row in named(rows, "latency.prefill")] == [1, 8]
     (row,) = named(rows, "tax.break_even")
-    assert row.settings["over"] == "batch"
-    assert row.settings["measured_to"] == 8
+    assert (row.settings["over"], row.settings["measured_to"]) == ("batch", 8)
 
 
 def test_progress_rises():
@@ -355,9 +348,7 @@ def test_progress_rises():
     side = FakeSide(world, falling)
     run(side, side, world=world, progress=lambda share, words: told.append((share, words)))
     shares = [share for share, _ in told]
-    assert shares == sorted(shares)
-    assert shares[0] == 0.0
-    assert shares[-1] == 1.0
+    assert (shares, shares[0], shares[-1]) == (sorted(shares), 0.0, 1.0)
     assert any("batch 8, context 128" in words for _, words in told)
 
 

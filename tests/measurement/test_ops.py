@@ -88,8 +88,7 @@ def test_the_tax_of_one_product_by_hand() -> None:
     bound = max(moved / READ, 2 * 8 * 1024 * 4096 / INT8)
     hp_moved = 1024 * 4096 * 4 + 8 * 4 * (1024 + 4096)
     hp_bound = max(hp_moved / READ, 2 * 8 * 1024 * 4096 / FP32)
-    assert row.op.bound_s == pytest.approx(bound)
-    assert row.op.hp_bound_s == pytest.approx(hp_bound)
+    assert (row.op.bound_s, row.op.hp_bound_s) == (pytest.approx(bound), pytest.approx(hp_bound))
     assert row.value == pytest.approx(falling(8) - bound, rel=0.05)
     assert row.baseline.value == pytest.approx(1e-3 - hp_bound, rel=0.05)
     assert row.settings["promised"] == pytest.approx(hp_bound / bound)
@@ -112,8 +111,7 @@ def test_faster_than_its_bound_is_flagged() -> None:
 def test_quantizing_the_input_has_a_row_of_its_own_where_it_can_be_had_apart() -> None:
     rows = rows_of(sweep({**TWO, "int8": falling}, (1,)))
     (row,) = named(rows, "tax.activation")
-    assert row.op.format == "int8"
-    assert row.value == pytest.approx(1e-6, rel=0.02)
+    assert (row.op.format, row.value) == ("int8", pytest.approx(1e-6, rel=0.02))
 
 
 def test_where_it_stops_winning() -> None:
@@ -138,8 +136,7 @@ def test_a_model_is_the_sum_of_its_linears_as_often_as_they_occur() -> None:
         assert whole.baseline.ratio_ci95[0] < whole.baseline.ratio < whole.baseline.ratio_ci95[1]
         (tax,) = named(rows, "tax.total", ALL, format="int4", M=M)
         bounds = [each.op.bound_s for each in named(rows, "tax.total", format="int4", M=M)]
-        assert tax.op.bound_s == pytest.approx(2 * bounds[0] + bounds[1])
-        assert whole.settings["linears"] == 3
+        assert (tax.op.bound_s, whole.settings["linears"]) == (pytest.approx(2 * bounds[0] + bounds[1]), 3)
     assert len(named(rows, "tax.break_even", ALL)) == 1
     assert not named(rows_of(sweep(TWO, (1,), (UP, DOWN))), "latency.op", ALL)
 

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import humming_library
 import pytest
 import torch
 
-pytest.importorskip("triton")  # Linux alone has it
-
 from quantkit.errors import InputError
-from quantkit.kernels.dispatch import EXPANDED, INT_MM, OURS
+from quantkit.kernels.dispatch import EXPANDED, INT_MM, LAYERS, OURS, Recorded
 from quantkit.measurement.cuda import device, sides
 from quantkit.measurement.cuda.device import GpuDevice, Implementation
 from quantkit.measurement.cuda.sides import known
 from quantkit.measurement.operators import cuda as ops_cuda
 from quantkit.measurement.operators import run as ops_rows
 from quantkit.measurement.operators import run as ops_run
-from quantkit.measurement.operators.cuda import BASELINE, CudaBench, check_shape, torch_names, variant_of
+from quantkit.measurement.operators.cuda import BASELINE, CudaBench, check_shape, foreign, torch_names, variant_of
 from quantkit.measurement.operators.products import SweepPlan, measure
 from quantkit.measurement.operators.run import Setting
 from quantkit.measurement.operators.tax import Limits
 from quantkit.model.sizes.shapes import LinearShape
+from quantkit.pipeline.tax import TaxAnswer
+
+pytest.importorskip("triton")  # Linux alone has it
+
 
 LINEAR = LinearShape(name="up", K=128, N=32)
 DEVICE = GpuDevice("cpu", dry=True)
@@ -42,8 +45,7 @@ def test_each_variant_is_ready_and_says_how_it_runs() -> None:
     side: Any = found["int4.g32.zeros"]
     how = side.settings(3)
     assert how["kernel"] in (OURS, EXPANDED)
-    assert how["copies"] == 2
-    assert ("config.block_n" in how) == (how["kernel"] == OURS)
+    assert (how["copies"], "config.block_n" in how) == (2, how["kernel"] == OURS)
     assert isinstance(side.step(3)(), float), "seconds by the device's own clock"
     assert side.cost.weight_bytes == 128 * 32 / 2 + 32 * 4 * 3
     assert found[BASELINE].resident_bytes == 2 * 128 * 32  # type: ignore[union-attr]
@@ -60,8 +62,7 @@ def test_the_fastest_way_is_taken_and_has_a_twin_if_it_is_ours(monkeypatch: pyte
     one = bench().prepare(LINEAR, ["int4.g32"], [3])["int4.g32"]
     assert one.settings(3)["kernel"] == OURS
     whole: Any = bench().prepare(LINEAR, ["int8.dynamic"], [3])["int8.dynamic"]
-    assert whole.settings(3)["kernel"] == INT_MM
-    assert one.settings(3)["config.block_m"] == 16
+    assert (whole.settings(3)["kernel"], one.settings(3)["config.block_m"]) == (INT_MM, 16)
 
 
 def test_what_gives_wrong_numbers_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,3 +149,45 @@ def test_a_whole_run_in_a_process_of_its_own() -> None:
     assert all(row.settings.get("threads") is None for row in rows)
     (read,) = [row for row in rows if row.name == "ceiling.read"]
     assert read.settings["last_level_cache"] == 1
+
+
+WIDE = LinearShape(name="up", K=256, N=128)
+NAMES = list(foreign())
+
+
+def prepared_foreign() -> Any:
+    return CudaBench(GpuDevice("cpu", dry=True), torch.bfloat16).prepare(WIDE, NAMES, [3])
+
+
+def test_each_format_is_timed_in_the_library_as_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    humming_library.install(monkeypatch)
+    bench, found = CudaBench(GpuDevice("cpu", dry=True), torch.bfloat16), prepared_foreign()
+    assert not [side for side in found.values() if isinstance(side, str)]
+    for name, bits in zip(NAMES, (4.5, 4.25, 8, 4.125), strict=True):
+        side = found[name]
+        assert (bench.quantizer(name), bench.twin(name)) == ("", "")
+        assert side.settings(3)["kernel"] in LAYERS
+        assert abs(8 * side.resident_bytes / (128 * 256) - bits) < 0.01, name
+        assert isinstance(side.step(3)(), float)
+
+
+def test_what_was_timed_is_a_choice_that_a_bundle_can_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+    humming_library.install(monkeypatch)
+    device = GpuDevice("cpu", dry=True)
+    timed = measure(
+        CudaBench(device, torch.bfloat16), [WIDE], BASELINE, ["mxfp4"], SweepPlan([3], seconds=0.05, rounds=1)
+    )
+    setting = Setting("torch", None, device.identity(), {}, Limits(1e9, {"bf16": 1e12}), 1e-6, 1, BASELINE)
+    answer: Any = TaxAnswer(None, ops_rows.rows(timed, setting), {}, {})  # type: ignore[arg-type]
+    found = Recorded.of(answer.choices("mxfp4").as_bytes())
+    choice = found.table.choose((128, 256), 3)
+    # the codes and an exponent for 32 of them
+    assert (choice.candidate, choice.config, choice.resident_bytes) == ("humming", None, 128 * 256 // 2 + 128 * 8)
+
+
+def test_wrong_numbers_are_not_timed_and_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(prepared_foreign().values()) == {"kernel-unsupported"}
+    humming_library.install(monkeypatch)
+    forward = humming_library.HummingLayer.forward
+    monkeypatch.setattr(humming_library.HummingLayer, "forward", lambda self, x: forward(self, x) * 1.1)
+    assert set(prepared_foreign().values()) == {"wrong-result"}

@@ -5,8 +5,10 @@ import json
 import pytest
 from pydantic import ValidationError
 
+from quantkit.bundle import FileEntry, LayerEntry
 from quantkit.errors import InputError
 from quantkit.measurement.rows import NAMES, Row, read_rows, write_rows
+from quantkit.measurement.size import size_rows
 
 # the design's own example
 FULL = {
@@ -38,8 +40,7 @@ TAX = {"layer": None, "K": 4096, "N": 14336, "M": 8, "format": "int4", "bound_s"
 
 def test_the_contract_comes_back_as_it_was():
     row = Row.model_validate(FULL)
-    assert row.as_dict() == FULL
-    assert list(json.loads(row.line())) == list(FULL)
+    assert (row.as_dict(), list(json.loads(row.line()))) == (FULL, list(FULL))
     assert "\n" not in row.line()
 
 
@@ -64,8 +65,7 @@ def test_file_round_trip(tmp_path):
     assert read_rows(path) == rows
     assert json.loads(path.read_text().splitlines()[2])["value"] is None
     write_rows(path, rows[:1])
-    assert read_rows(path) == rows[:1]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["measurements.jsonl"]
+    assert (read_rows(path), [entry.name for entry in tmp_path.iterdir()]) == (rows[:1], ["measurements.jsonl"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -137,3 +137,42 @@ def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(InputError) as caught:
         read_rows(tmp_path / "no/m.jsonl")
     assert caught.value.code == "file-unreadable"
+
+
+LAYERS = [
+    LayerEntry(name="a", shape=[100, 64], scheme={"format": "int4"}, bits_per_weight=4.25),
+    LayerEntry(name="b", shape=[300, 64], scheme={"format": "int8"}, bits_per_weight=8.25),
+]
+
+
+def file(path: str, size: int, role: str) -> FileEntry:
+    return FileEntry(path=path, bytes=size, sha256="0" * 64, role=role, deterministic=True)
+
+
+FILES = [
+    file("model/model-00001-of-00002.safetensors", 1000, "weights"),
+    file("model/model-00002-of-00002.safetensors", 500, "weights"),
+    file("model/config.json", 70, "config"),
+    file("onnx/model.onnx.data", 900, "onnx"),
+]
+
+
+def test_bytes_and_bits():
+    size, bits = size_rows(LAYERS, FILES, subject="aa", baseline="bb", baseline_bytes=6000)
+    assert (size.name, size.value, size.unit) == ("size.bytes", 1500, "B")
+    assert (size.baseline.subject, size.baseline.value, size.baseline.ratio) == ("bb", 6000, 4.0)
+    # weighted by weights, not by layers
+    assert bits.value == pytest.approx((4.25 + 3 * 8.25) / 4)
+    assert (bits.unit, bits.flags) == ("bit", [])
+
+
+def test_each_export_by_itself():
+    size, _ = size_rows(LAYERS, FILES, subject="aa", folder="onnx")
+    assert size.value == 900
+    assert size.baseline is None
+
+
+def test_nothing_quantized():
+    _, bits = size_rows([], FILES, subject="aa")
+    assert bits.value is None
+    assert bits.flags == ["no-quantized-layer"]

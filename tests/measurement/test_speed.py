@@ -85,8 +85,7 @@ def test_it_times_both_and_says_how_far_it_is(
     step = named["latency.decode_step"]
     assert step.baseline is not None
     assert (step.subject, step.baseline.subject) == ("ours", "theirs")
-    assert step.settings["accuracy_level"] == 4
-    assert step.settings["compute_type"] == "int8"
+    assert (step.settings["accuracy_level"], step.settings["compute_type"]) == (4, "int8")
     assert step.settings["baseline_format"] == "float32"
     tax = named["tax.total"]
     assert tax.op is not None
@@ -117,8 +116,7 @@ def test_an_encoder_is_timed_by_its_passes(tmp_path: Path, monkeypatch: pytest.M
     # 3 layers of 4 matrices 64 x 64 and two of 64 x 96, and attention over all tokens
     meta = ours.load().meta
     assert int(meta["quantkit.flops"]) == 2 * 3 * (4 * 64 * 64 + 2 * 64 * 96)
-    assert int(meta["quantkit.attention_flops"]) == 3 * 8 * 64
-    assert footprint(sides[0], 1)["new_tokens"] == 64
+    assert (int(meta["quantkit.attention_flops"]), footprint(sides[0], 1)["new_tokens"]) == (3 * 8 * 64, 64)
 
 
 def test_what_it_meets_is_its_answer(job: SpeedJob, tmp_path: Path) -> None:
@@ -182,8 +180,7 @@ def test_rows_come_back_with_the_memory_of_both(
     assert peak.baseline is not None
     assert (peak.value, peak.resident_bytes) == (50_000, 40_000)
     assert (peak.baseline.value, peak.baseline.ratio) == (100_000, 2.0)
-    assert peak.shape == {"new_tokens": 1, "context": 63}
-    assert peak.settings["baseline_resident"] == 80_000
+    assert (peak.shape, peak.settings["baseline_resident"]) == ({"new_tokens": 1, "context": 63}, 80_000)
 
 
 def test_an_error_of_the_child_is_ours(job: SpeedJob, child: Callable[[str], None], tmp_path: Path) -> None:
@@ -251,5 +248,4 @@ def test_a_graph_that_says_nothing_of_its_work_is_taken_by_its_files(pair: tuple
     model: Any = pair[1].load()
     model.meta = {}
     cost = StepCost(job.theirs.format, **model.work())
-    assert cost.weight_bytes == model.weight_bytes
-    assert cost.flops_per_token == 0
+    assert (cost.weight_bytes, cost.flops_per_token) == (model.weight_bytes, 0)

@@ -1,18 +1,26 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import gguf
 import numpy as np
 import pytest
+import zoo
+from exported import export, write_as
 
+from quantkit.exporters.gguf.exporter import EXPORT
 from quantkit.measurement.operators.tax import Limits, StepCost, captured_gain, ideal, win_intervals
 from quantkit.measurement.rows import Operation, Row
+from quantkit.runtimes.llama_cpp.session import AttentionSizes, work_of_file
+from quantkit.scheme import WeightScheme
 
 LIMITS = Limits(10e9, {"fp32": 100e9, "int8": 400e9})
 
 
 def test_cost_counts_each_byte_once():
     cost = StepCost("int4", 100.0, kv_bytes_per_token=2.0, io_bytes_per_token=3.0)
-    assert cost.bytes(1, 1, 0) == 100 + 2 + 3
-    assert cost.bytes(4, 1, 10) == 100 + 4 * (11 * 2 + 3)
+    assert (cost.bytes(1, 1, 0), cost.bytes(4, 1, 10)) == (100 + 2 + 3, 100 + 4 * (11 * 2 + 3))
     assert cost.bytes(1, 8, 0) == 100 + 8 * (2 + 3)
 
 
@@ -108,3 +116,32 @@ def test_an_end_is_covered_by_its_interval():
 def test_one_size_has_no_ends():
     (win,) = wins([1.5], sizes=(1,))
     assert (win.start, win.end) == (None, None)
+
+
+# of `zoo.tiny`
+SIZES = AttentionSizes(layers=2, heads=4, kv_heads=2, head_dim=16, vocabulary=258)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+@pytest.mark.parametrize("form", ["q8_0", "float32"])
+def test_it_is_what_the_parameters_are(name: str, form: str, tmp_path: Path, merging_tokenizer: Any) -> None:
+    model = zoo.tiny(name, vocab_size=len(merging_tokenizer))
+    model.save_pretrained(tmp_path / "m")
+    merging_tokenizer.save_pretrained(tmp_path / "m")
+    how = None if form == "float32" else WeightScheme(format=form)
+    made = export(tmp_path / "m", tmp_path / "b", how, layout="dense")
+    write_as(EXPORT, made.folder, made.source, made.stream, made.results, {"floats": "float32"})
+    path = made.folder / "gguf" / "model.gguf"
+    found = StepCost(form, **work_of_file(path, SIZES))
+    tied = name == "llama-tied"
+    inside = [value for key, value in model.named_parameters() if value.dim() > 1 and ".layers." in key]
+    table = model.get_input_embeddings().weight
+    assert found.flops_per_token == 2 * sum(value.numel() for value in inside)
+    assert found.head_flops == 2 * table.numel()
+    stored = {each.name: int(each.n_bytes) for each in gguf.GGUFReader(path).tensors}
+    assert ("output.weight" in stored) is not tied
+    read = sum(stored.values()) - (0 if tied else stored["token_embd.weight"])
+    assert (found.weight_bytes, found.compute) == (read, "fp32" if form == "float32" else "int8")
+    assert found.float_bytes == (4 * table.numel() if form == "q8_0" else found.flops_per_token * 2 + 4 * table.numel())
+    # keys and values of two layers, two heads of 16, in float16
+    assert (found.kv_bytes_per_token, found.attention_flops) == (2 * 2 * 2 * 16 * 2, 4 * 2 * 4 * 16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,9 +14,9 @@ from quantkit.errors import InputError
 from quantkit.measurement.operators.tax import Limits
 from quantkit.measurement.rows import Baseline, Row
 from quantkit.measurement.timing.latency import latency_row
-from quantkit.measurement.verdict import MeasuredFormat, advise, state, verdict, with_prompts
+from quantkit.measurement.verdict import MeasuredFormat, advise, state, verdict, verdicts, with_prompts
 from quantkit.stats.abba import compare
-from quantkit.stats.noise import Noise
+from quantkit.stats.slowdown import Noise
 
 BATCHES = (1, 2, 4, 8)
 FAILED = Check(name="gate.kl_max", value=0.4, limit=0.25, ok=False)
@@ -141,8 +143,7 @@ def test_a_gain_within_the_aa_spread_is_no_gain():
 
 def test_two_measurements_of_one_side_that_differ_by_108_percent_ship_nothing():
     seen = row(1, 1.9, width=0.1, aa_spread=1.08)
-    assert state(seen) == "open"
-    assert answer(MeasuredFormat("int8.dynamic", [seen]), [1])[0] == "inconclusive"
+    assert (state(seen), answer(MeasuredFormat("int8.dynamic", [seen]), [1])[0]) == ("open", "inconclusive")
 
 
 def test_faster_than_bytes_and_operations_allow_is_not_believed():
@@ -393,3 +394,107 @@ def test_what_is_slower_nowhere_needs_nothing_instead() -> None:
 
 def test_without_prompts_nothing_is_said_of_them() -> None:
     assert with_prompts(STEPS, []) == STEPS
+
+
+SIZES = (1, 8, 64)
+# milliseconds at each batch; float32 takes 10, 12, 40
+FLOAT = {1: 10.0, 8: 12.0, 64: 40.0}
+INT4 = {1: 2.5, 8: 8.0, 64: 50.0}
+INT8 = {1: 4.0, 8: 6.0, 64: 25.0}
+NF4 = {1: 50.0, 8: 55.0, 64: 70.0}
+
+
+def timed(batch: int, time: float, spread: float = 0.02) -> Row:
+    ratio = FLOAT[batch] / time
+    return Row.model_validate(
+        {
+            "name": "latency.op",
+            "value": time / 1e3,
+            "unit": "s",
+            "subject": "op",
+            "batch": batch,
+            "n": 40,
+            "op": {"layer": "all linears", "M": batch},
+            "baseline": {
+                "subject": "op:float32",
+                "value": FLOAT[batch] / 1e3,
+                "ratio": ratio,
+                "ratio_ci95": [ratio * (1 - spread), ratio * (1 + spread)],
+            },
+        }
+    )
+
+
+def measured(name: str, times: Mapping[int, float], spread: float = 0.02) -> MeasuredFormat:
+    return MeasuredFormat(name, [timed(batch, time, spread) for batch, time in times.items()])
+
+
+def test_the_best_of_those_that_win() -> None:
+    found = advise([measured("int4", INT4), measured("int8", INT8), measured("nf4", NF4)], SIZES)
+    assert (found.answer, found.format, found.batch) == ("ship_it", "int8", None)
+    assert found.because[-1].startswith("batch 64, all linears: 25 ms against 40 ms, 1.60 times as fast")
+
+
+def test_swapped_times_swap_the_advice() -> None:
+    straight = advise([measured("a", INT4), measured("b", NF4)], SIZES)
+    swapped = advise([measured("a", NF4), measured("b", INT4)], SIZES)
+    assert (straight.answer, straight.format, straight.batch) == ("ship_up_to", "a", 8)
+    assert (swapped.answer, swapped.format, swapped.batch) == ("ship_up_to", "b", 8)
+    assert straight.because == swapped.because
+
+
+def test_about_one_format_another_is_named_where_it_is_better() -> None:
+    formats = [measured("nf4", NF4), measured("int4", INT4)]
+    found = advise(formats, SIZES, subject="nf4")
+    assert (found.answer, found.format, found.batch) == ("use_instead", "int4", 8)
+    assert found.because[0].startswith("nf4: batch")
+    assert "0.20 times as fast" in found.because[0], "in the order of the batches"
+    assert all(reason.startswith("int4: ") for reason in found.because[1:])
+    assert (len(found.because), advise(formats, SIZES, subject="int4").answer) == (3, "ship_up_to")
+
+
+def test_traffic_decides_between_two_that_win() -> None:
+    formats = [measured("int4", INT4), measured("int8", INT8)]
+    assert advise(formats, SIZES, traffic={1: 1.0}).format == "int4"
+    assert advise(formats, SIZES, traffic={1: 0.1, 8: 0.9}).format == "int8"
+    mostly = advise(formats, SIZES, traffic={1: 0.999, 8: 0.001})
+    assert (mostly.answer, mostly.format) == ("ship_it", "int4")
+    assert "over the traffic" in mostly.because[0]
+    # int4 loses at 64, which the traffic has
+    assert advise([formats[0]], SIZES, traffic={1: 0.9, 64: 0.1}).batch == 1
+
+
+def test_none_wins() -> None:
+    found = advise([measured("nf4", NF4)], SIZES)
+    assert (found.answer, found.format) == ("do_not_quantize", "nf4")
+    several = advise([measured("nf4", NF4), measured("fp8", {1: 90.0, 8: 95.0, 64: 99.0})], SIZES)
+    assert (several.answer, several.format) == ("do_not_quantize", None)
+    assert [reason.partition(":")[0] for reason in several.because] == ["nf4", "fp8"]
+
+
+def test_noise_is_no_loss() -> None:
+    even = {batch: time / 1.02 for batch, time in FLOAT.items()}
+    found = advise([measured("nf4", NF4), measured("int4", even, spread=0.2)], SIZES)
+    assert (found.answer, found.format) == ("inconclusive", "int4")
+
+
+def test_each_has_its_own_verdict() -> None:
+    absent = Row.model_validate(
+        {"name": "latency.op", "value": None, "unit": "s", "subject": "x", "batch": 1, "flags": ["wrong-result"]}
+    )
+    formats = [measured("int4", INT4), measured("int8", INT8), measured("nf4", NF4), MeasuredFormat("int2", [absent])]
+    found = {own.format: own.answer for own in verdicts(formats, SIZES)}
+    assert found == {"int4": "ship_up_to", "int8": "ship_it", "nf4": "do_not_quantize", "int2": "not_measured"}
+    assert verdicts(formats, SIZES)[3].because == ["nothing was timed: wrong-result"]
+
+
+def test_single_shapes_have_to_win_all() -> None:
+    rows = [timed(1, 5.0), timed(1, 20.0)]
+    assert verdicts([MeasuredFormat("int4", rows)], (1,))[0].answer == "do_not_quantize"
+
+
+def test_what_cannot_be_judged_is_refused() -> None:
+    with pytest.raises(InputError, match="not-measured"):
+        advise([], SIZES)
+    with pytest.raises(InputError, match="traffic-invalid"):
+        advise([measured("int4", INT4)], SIZES, traffic={1: -1.0})

@@ -13,8 +13,7 @@ from reference import plain_decisions as plain
 from quantkit.stats.decision import ALPHA, confirm, decide, holm
 from quantkit.stats.evidence import Resampled
 from quantkit.stats.flips import Flips, increase
-from quantkit.stats.noise import Noise
-from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS, slowdown
+from quantkit.stats.slowdown import BLOCKS, BURST, ROUNDS, Noise, slowdown
 
 DEFAULT = [BLOCKS] * ROUNDS
 OPPOSITE = {"better": "worse", "worse": "better", "same": "same", "inconclusive": "inconclusive"}
@@ -84,15 +83,13 @@ def test_exchanged_sides_have_the_opposite_answer(slower, seed):
 @pytest.mark.parametrize("counts", [(60, 10), (12, 10), (200, 170), (3, 90)])
 def test_exchanged_answers_have_the_opposite_answer(counts):
     there, back = (decide([Flips(*order, 5000, margin=0.01)])[0] for order in (counts, counts[::-1]))
-    assert back.answer == OPPOSITE[there.answer]
-    assert back.effect == -there.effect
+    assert (back.answer, back.effect) == (OPPOSITE[there.answer], -there.effect)
 
 
 def test_more_cells_ask_for_more():
     alone = decide([Flips(40, 18, 5000, margin=0.004)])[0]
     among = decide([Flips(40, 18, 5000, margin=0.004)] + [Flips(5, 5, 5000, margin=0.004)] * 99)
-    assert alone.answer == "worse"
-    assert among[0].answer == "inconclusive"
+    assert (alone.answer, among[0].answer) == ("worse", "inconclusive")
     assert among[0].p_worse == pytest.approx(100 * alone.p_worse)
     assert among[0].detectable > alone.detectable
     # what the others are does not depend on their order
@@ -106,8 +103,7 @@ def test_kinds_of_evidence_go_together():
     risen = increase(before, before + generator.normal(0.05, 0.05, 500), margin=0.01)
     found = decide([timed(0, slower=1.05), Flips(60, 10, 5000, margin=0.01), risen])
     assert [each.answer for each in found] == ["worse"] * 3
-    assert [each.margin for each in found] == pytest.approx([0.02, 0.01, 0.01])
-    assert decide([]) == []
+    assert ([each.margin for each in found], decide([])) == (pytest.approx([0.02, 0.01, 0.01]), [])
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,7 @@ def test_against_a_margin_it_is_tangos_score():
     found = Flips(60, 20, 5000, margin=0.01)
     assert found.p_above(0.01) == pytest.approx(stats.norm.sf(tango_score(60, 20, 5000, 0.01)))
     assert found.p_below(0.01) == pytest.approx(1 - found.p_above(0.01))
-    assert found.interval(0.95) == tango_interval(60, 20, 5000)
-    assert found.effect == pytest.approx(0.008)
+    assert (found.interval(0.95), found.effect) == (tango_interval(60, 20, 5000), pytest.approx(0.008))
 
 
 def test_exchanged_sides_have_the_opposite_effect():
@@ -51,10 +50,8 @@ def test_items_that_flip_together_count_for_one():
     before, after = generator.random(400) < 0.7, generator.random(400) < 0.65
     once = flips(before, after, margin=0.01, clusters=np.arange(400))
     often = flips(np.repeat(before, 5), np.repeat(after, 5), margin=0.01, clusters=np.repeat(np.arange(400), 5))
-    assert once.design_effect == pytest.approx(1.0)
-    assert often.design_effect == pytest.approx(5.0, rel=0.01)
-    assert often.effect == once.effect
-    assert often.p_above(0.0) == pytest.approx(once.p_above(0.0), rel=0.02)
+    assert (once.design_effect, often.design_effect) == (pytest.approx(1.0), pytest.approx(5.0, rel=0.01))
+    assert (often.effect, often.p_above(0.0)) == (once.effect, pytest.approx(once.p_above(0.0), rel=0.02))
     assert often.interval(0.95) == pytest.approx(once.interval(0.95), rel=0.01)
     # clusters whose items differ less than chance would have it are no better than single items
     balanced = np.tile([True, False], 200)
@@ -63,8 +60,7 @@ def test_items_that_flip_together_count_for_one():
 
 def test_one_cluster_is_one_item():
     found = flips(np.ones(50, bool), np.zeros(50, bool), margin=0.01, clusters=np.zeros(50))
-    assert found.design_effect == 50
-    assert found.p_above(0.0) == 0.5
+    assert (found.design_effect, found.p_above(0.0)) == (50, 0.5)
 
 
 @pytest.mark.parametrize("noise", [0, 10, 60])
@@ -104,9 +100,7 @@ def test_is_what_plain_loops_give():
     before, after, labels = texts(0, clusters=9)
     found = increase(before, after, margin=0.01, clusters=labels + 100, resamples=60, seed=4)
     effect, draws = plain.increase(before, after, labels, 60, 4)
-    assert found.effect == pytest.approx(effect)
-    assert found.draws == pytest.approx(draws)
-    assert found.groups == 9
+    assert (found.effect, found.draws, found.groups) == (pytest.approx(effect), pytest.approx(draws), 9)
 
 
 def test_its_spread_is_that_of_the_clusters():
@@ -121,8 +115,7 @@ def test_exchanged_sides_of_a_mean_have_the_opposite_effect():
     before, after, labels = texts(2)
     there = increase(before, after, margin=0.01, clusters=labels)
     back = increase(after, before, margin=0.01, clusters=labels)
-    assert there.effect == -back.effect
-    assert there.p_above(0.01) == pytest.approx(back.p_below(-0.01))
+    assert (there.effect, there.p_above(0.01)) == (-back.effect, pytest.approx(back.p_below(-0.01)))
 
 
 def test_resamples_by_parts_are_the_same_draws(monkeypatch):

@@ -8,8 +8,7 @@ import pytest
 from reference import plain_decisions as plain
 
 from quantkit.errors import InputError
-from quantkit.stats.noise import Noise
-from quantkit.stats.slowdown import BLOCKS, ROUNDS, slowdown
+from quantkit.stats.slowdown import BLOCKS, ROUNDS, Noise, slowdown
 
 DEFAULT = [BLOCKS] * ROUNDS
 
@@ -20,8 +19,7 @@ def test_is_what_plain_loops_give(rounds, burst, quantile, stands):
     a, b = Noise().night(np.random.default_rng(0), sum(rounds), burst)
     found = slowdown(a, b, rounds=rounds, quantile=quantile, resamples=40, seed=3)
     effect, draws = plain.slowdown(a, b, rounds, 40, 3, stands=stands)
-    assert found.effect == pytest.approx(effect, abs=1e-14)
-    assert found.draws == pytest.approx(draws, abs=1e-14)
+    assert (found.effect, found.draws) == (pytest.approx(effect, abs=1e-14), pytest.approx(draws, abs=1e-14))
     assert found.groups == len(rounds)
 
 
@@ -73,8 +71,7 @@ def test_the_order_of_rounds_does_not_matter_but_that_of_blocks_does():
     found = slowdown(a, b, rounds=DEFAULT)
     rounds = np.concatenate([np.arange(4) + 4 * i for i in generator.permutation(10)])
     moved = slowdown(a[rounds], b[rounds], rounds=DEFAULT)
-    assert moved.effect == found.effect
-    assert moved.standard_error == pytest.approx(found.standard_error, rel=0.1)
+    assert (moved.effect, moved.standard_error) == (found.effect, pytest.approx(found.standard_error, rel=0.1))
     # blocks of one round are alike: mixed over the rounds they would look like more than they are
     mixed = generator.permutation(40)
     assert slowdown(a[mixed], b[mixed], rounds=DEFAULT).standard_error < 0.8 * found.standard_error
@@ -89,8 +86,7 @@ def test_what_is_no_time_is_refused_in_one_line(wrong, code):
     b[3, 1, 0] = wrong
     with pytest.raises(InputError) as refused:
         slowdown(a, b, where="decode, batch 1")
-    assert refused.value.code == code
-    assert refused.value.exit == 2
+    assert (refused.value.code, refused.value.exit) == (code, 2)
     line = refused.value.line()
     assert "decode, batch 1, baseline" in line
     assert "step 0 of visit 1 in block 3" in line
@@ -114,7 +110,23 @@ def test_what_is_no_pair_of_sides_is_refused(sides, rounds):
 
 def test_times_without_noise_are_certain():
     found = slowdown(np.full((12, 2, 1), 1.03), np.ones((12, 2, 1)))
-    assert found.p_above(log1p(0.03)) == 1.0
-    assert found.p_above(found.alarm) == 0.0
+    assert (found.p_above(log1p(0.03)), found.p_above(found.alarm)) == (1.0, 0.0)
     assert found.interval(0.95) == pytest.approx((log1p(0.03), log1p(0.03)))
     assert expm1(found.detectable(0.01, 0.9)) == pytest.approx(0.02)
+
+
+def test_steps_have_the_spread_the_spikes_and_the_correlation_that_are_asked_for():
+    a, b = Noise(cv=0.02, spikes=0.03, size=5.0, lag=0.5).night(np.random.default_rng(0), 5000, burst=1)
+    assert a.shape == b.shape == (5000, 2, 1)
+    times = np.concatenate([a.ravel(), b.ravel()])
+    spikes = times > 2
+    assert spikes.mean() == pytest.approx(0.03, abs=0.004)
+    assert np.std(times[~spikes]) / np.mean(times[~spikes]) == pytest.approx(0.02, rel=0.03)
+    # of a block A B B A or B A A B the inner two stand side by side, the outer two three steps apart
+    calm = np.log(Noise(spikes=0.0).night(np.random.default_rng(1), 20000)[0][..., 0])
+    assert np.corrcoef(calm.T)[0, 1] == pytest.approx((0.5 + 0.5**3) / 2, abs=0.02)
+
+
+def test_steps_that_settle_are_not_among_them():
+    a, _ = Noise().night(np.random.default_rng(0), 6, burst=2, settle=1)
+    assert a.shape == (6, 2, 2)

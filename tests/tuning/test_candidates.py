@@ -80,7 +80,6 @@ def test_a_recipe_without_a_weight_scheme_is_refused(prepared: Callable[..., Pre
 
 def test_bits_count_scales_and_padding() -> None:
     int4 = WeightScheme(format="int4", granularity="group", group=32, symmetric=True)
-    assert name_of(int4) == "int4 g32"
-    assert name_of(None) == "float"
+    assert (name_of(int4), name_of(None)) == ("int4 g32", "float")
     assert stored_bits((10, 64), int4) == 10 * 64 * 4 + 10 * 2 * 16
     assert stored_bits((10, 40), int4) == stored_bits((10, 64), int4)

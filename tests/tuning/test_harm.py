@@ -63,8 +63,7 @@ def test_a_units_harm_is_what_the_whole_model_says(prepared: Callable[..., Prepa
     given = prepared(passes=[{"rtn": {"range": "minmax"}}])
     found = choices(given, ["int4", "int8"])
     harms = measured(subject(given, found))
-    assert len(harms) == 3 * 4 * 2
-    assert [each.block for each in harms] == sorted(each.block for each in harms)
+    assert (len(harms), [each.block for each in harms]) == (3 * 4 * 2, sorted(each.block for each in harms))
     assert harms[0].members == tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
     candidates = {each.name: each for each in found.candidates}
     for each in harms[::5]:
@@ -83,8 +82,7 @@ def test_waves_and_a_later_start_change_nothing(
     assert len(whole) == 1
     monkeypatch.setattr(harm, "STATES", 1)
     parts = list(harm.measure(asked))
-    assert [len(part) for part in parts] == [8, 8, 8]
-    assert [each for part in parts for each in part] == whole[0]
+    assert ([len(part) for part in parts], [each for part in parts for each in part]) == ([8, 8, 8], whole[0])
     assert measured(asked, start=1) == whole[0][8:]
 
 
@@ -93,8 +91,7 @@ def test_progress_rises_to_the_end(prepared: Callable[..., Prepared]) -> None:
     seen: list[float] = []
     for _ in harm.measure(subject(given, choices(given, ["int4", "int8"])), tell=seen.append):
         pass
-    assert seen == sorted(seen)
-    assert seen[-1] == pytest.approx(1.0)
+    assert (seen, seen[-1]) == (sorted(seen), pytest.approx(1.0))
 
 
 def test_other_candidates_follow_from_the_anchor_by_their_error(prepared: Callable[..., Prepared]) -> None:

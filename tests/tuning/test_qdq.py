@@ -135,8 +135,7 @@ def test_placements_are_built_compared_and_timed(folder: Path, tmp_path: Path) -
     assert 0 < one.harm < every.harm
     assert measure(frozenset(groups)).harm == 0
     found = search(groups, measure, harm_max=1.0, journal=tmp_path / "j.jsonl")
-    assert found.off == tuple(sorted(groups))
-    assert [path.name for path in folder.parent.iterdir()] == ["engine"]
+    assert (found.off, [path.name for path in folder.parent.iterdir()]) == (tuple(sorted(groups)), ["engine"])
 
 
 def test_an_encoder_s_passes_are_compared_by_cosine(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.pipeline import Request
 from quantkit.recipe import Recipe
-from quantkit.tuning import Budget, Tuned, TuneQuestion, tune
 from quantkit.tuning import harm as measurement
+from quantkit.tuning.front import Budget
+from quantkit.tuning.search import Tuned, TuneQuestion, scored_in, tune
 from tuning.conftest import recipe
 
 
@@ -49,8 +50,7 @@ def test_the_choice_is_compiled_and_is_what_was_promised(model: Path, tmp_path: 
     assert chosen["content_sha256"] == bundle.manifest.content_sha256
     assert front["factor"] == pytest.approx(chosen["measured"] / chosen["predicted"])
     # one scheme for all that fits was compiled too, and is worse
-    assert front["uniform"]["name"] == "int4 g32"
-    assert front["uniform"]["bits"] == pytest.approx(4.5)
+    assert (front["uniform"]["name"], front["uniform"]["bits"]) == ("int4 g32", pytest.approx(4.5))
     assert front["uniform"]["measured"] > chosen["measured"]
     assert front["texts"]["harm"]["split"] == front["texts"]["check"]["split"] == "tune"
 
@@ -79,8 +79,7 @@ def test_a_search_that_was_killed_goes_on_where_it_was(
     )
     (tmp_path / "again.partial").mkdir()  # and left something
     again = search(model, tmp_path / "again", "bits=5")
-    assert started == [1]
-    assert (again.out / "harm.jsonl").read_text() == (whole.out / "harm.jsonl").read_text()
+    assert (started, (again.out / "harm.jsonl").read_text()) == ([1], (whole.out / "harm.jsonl").read_text())
     assert not (tmp_path / "again.partial").exists()
 
 
@@ -150,3 +149,18 @@ def test_what_was_not_measured_keeps_the_recipes_scheme(
     large = sum(unit["weights"] for unit in wide)
     bits = (8.5 * large + 4.5 * (sizes - large + 64 * 64)) / (sizes + 64 * 64)
     assert tuned.front["chosen"]["bits"] == pytest.approx(bits)
+
+
+def test_the_first_runtime_that_is_here_scores() -> None:
+    assert scored_in(["torch", "onnxruntime"], "a recipe") == "torch"
+
+
+def test_an_engine_alone_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantkit.runtimes.tensorrt import TensorrtRuntime
+
+    monkeypatch.setattr(TensorrtRuntime, "why_not_here", lambda self, folder=None: "no NVIDIA GPU")
+    assert scored_in(["tensorrt", "onnxruntime"], "a recipe") == "onnxruntime"
+    with pytest.raises(InputError) as caught:
+        scored_in(["tensorrt"], "int4-tensorrt")
+    assert caught.value.code == "tune-unscored"
+    assert "tensorrt: no NVIDIA GPU" in caught.value.line()

@@ -67,8 +67,7 @@ def test_a_block_or_a_part_of_it_is_one_override() -> None:
 
 def test_one_scheme_for_all_needs_no_override() -> None:
     made = recipe_of(base(), dict.fromkeys(LAYERS, INT8), SIZES, name="tuned", summary="s")
-    assert made.overrides == []
-    assert made.scheme.weights == INT8
+    assert (made.overrides, made.scheme.weights) == ([], INT8)
 
 
 def test_nothing_quantized_is_a_recipe_without_passes() -> None:

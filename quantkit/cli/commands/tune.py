@@ -54,7 +54,8 @@ def tune(
     from quantkit.measurement.rows import read_rows
     from quantkit.report.kit.tree import Code
     from quantkit.report.tune import document
-    from quantkit.tuning import Budget, TuneQuestion, asked
+    from quantkit.tuning.front import Budget
+    from quantkit.tuning.search import TuneQuestion, asked
 
     allowed = Budget.parse(budget)
     request = asked(
@@ -80,7 +81,7 @@ def tune(
     )
     with showing() as progress:
         progress.begin(f"opening {model}")
-        from quantkit.tuning import tune as search
+        from quantkit.tuning.search import tune as search
 
         tuned = search(question, progress)
     taken = [decision.as_dict() for decision in tuned.decisions]

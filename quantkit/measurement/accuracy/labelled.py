@@ -64,18 +64,6 @@ class About:
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str | bool | int | float | None] = field(default_factory=dict)
 
-    def common(self, *, flags: Sequence[str], **settings: str | bool | int | float) -> dict[str, Any]:
-        """Give the fields that every row of the run has, with settings of its own."""
-        return {
-            "subject": self.subject,
-            "runtime": self.runtime,
-            "settings": {**self.settings, **settings},
-            "device": self.device,
-            "versions": dict(self.versions),
-            "data": self.data,
-            "flags": list(flags),
-        }
-
     def row(
         self,
         name: str,
@@ -107,8 +95,19 @@ class About:
             flags = [f"ci95-by-{drawn.by}", *flags]
             fields |= {"stat": "mean", "n": drawn.n}
             shape = {**(shape or {}), **drawn.shape} or None
-        common = self.common(flags=flags, **(settings or {}))
-        return Row(name=name, value=value, shape=dict(shape) if shape else None, **{**fields, **others}, **common)
+        return Row(
+            name=name,
+            value=value,
+            shape=dict(shape) if shape else None,
+            subject=self.subject,
+            runtime=self.runtime,
+            settings={**self.settings, **(settings or {})},
+            device=self.device,
+            versions=dict(self.versions),
+            data=self.data,
+            flags=list(flags),
+            **{**fields, **others},
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,7 +68,8 @@ def outputs(
         alike = clusters if clusters is None or len(clusters) == len(original) else None
         if name in chosen or original.shape[1:] != candidate.shape[1:] or object in (original.dtype, candidate.dtype):
             for side, each in zip(sets, (original, candidate), strict=True):
-                side[name] = _by_item(each)
+                # a number by itself is one row
+                side[name] = [np.asarray(item) if np.ndim(item) else np.reshape(item, 1) for item in each]
         elif original.dtype.kind != "f":
             equal = (original == candidate).reshape(len(original), -1)
             size = np.full(len(equal), equal.shape[1])
@@ -81,11 +82,6 @@ def outputs(
     if not rows:
         raise InputError("nothing-scored", where=about.data.set, value="no outputs", rule="one is scored")
     return rows
-
-
-def _by_item(values: Array) -> list[Array]:
-    """The rows of each item; a number by itself is one row."""
-    return [np.asarray(each) if np.ndim(each) else np.reshape(each, 1) for each in values]
 
 
 def _of_sets(

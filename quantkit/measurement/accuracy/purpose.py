@@ -422,15 +422,14 @@ def rows_of(
         sides = np.concatenate(before), np.concatenate(after)
         return classification(sides[0], sides[1], None, about=about, unit="token", clusters=texts)
     places = max(len(each) for each in before)
-    filled = [np.concatenate([_filled(each, places) for each in side]) for side in (before, after)]
+    # logits [T, N] of a text's places as [N, places]
+    filled = [
+        np.concatenate([np.pad(one.T, ((0, 0), (0, places - len(one))), constant_values=_NOWHERE) for one in side])
+        for side in (before, after)
+    ]
     return classification(
         filled[0], filled[1], None, about=about, unit="place", clusters=np.repeat(np.arange(len(before)), 2)
     )
-
-
-def _filled(logits: Array, places: int) -> Array:
-    """Logits [T, N] of a text's places as [N, places]."""
-    return np.pad(logits.T, ((0, 0), (0, places - len(logits))), constant_values=_NOWHERE)
 
 
 def _of_texts(before: Array, after: Array, problem: str, about: About) -> list[Row]:
@@ -481,7 +480,9 @@ def results(model: Scored, ids: Sequence[Sequence[int]], of: Callable[[Array, Ar
         for start in range(0, len(places), step):
             some = places[start : start + step]
             same = np.asarray([ids[place] for place in some], dtype=np.int64)
-            own = _logits(model, same) if isinstance(of, TextResults) and of.purpose.gives != "vectors" else None
+            # a candidate may have a head of its own
+            headed = isinstance(of, TextResults) and of.purpose.gives != "vectors" and model.headed
+            own = model.logits(same) if headed else None
             found |= zip(some, of(model.encode(same), same) if own is None else own, strict=True)
     return [found[place] for place in range(len(ids))]
 
@@ -490,11 +491,6 @@ def embeddings(model: Scored, ids: Sequence[Sequence[int]], pooling: Sequence[st
     """Pool the last hidden states of texts, [n, width] float32; no length is taken out."""
     found = results(model, ids, lambda states, _: pooled(states, pooling, skip))
     return np.stack(found) if found else np.empty((0, 0), np.float32)
-
-
-def _logits(model: Scored, ids: Array) -> Array | None:
-    """Return what a candidate's own head gives for texts of one length; None of one that gives states alone."""
-    return model.logits(ids) if model.headed else None
 
 
 # of how models are run block by block: another number, and what was kept before is not read again. Until 2, classes
