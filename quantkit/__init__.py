@@ -354,13 +354,12 @@ def tune(
     from quantkit import given
     from quantkit.measurement.rows import read_rows
     from quantkit.pipeline.progress import showing
+    from quantkit.tuning import search
     from quantkit.tuning.front import Budget
-    from quantkit.tuning.search import TuneQuestion, asked
-    from quantkit.tuning.search import tune as search
 
     given.flags(exact=exact, check=check)
     given.numbers(samples=samples)
-    request = asked(
+    request = search.asked(
         given.model(model),
         recipe=recipe,
         target=target,
@@ -371,7 +370,7 @@ def tune(
         allow_code=allow_code,
     )
     measured = given.path(timings, "timings")
-    question = TuneQuestion(
+    question = search.TuneQuestion(
         request,
         Budget.parse(given.texts(budget, "budget")),
         formats=None if formats is None else given.texts(formats, "formats"),
@@ -384,7 +383,7 @@ def tune(
     )
     with showing(progress) as shown:
         shown.begin(f"opening {request.model}")
-        return search(question, shown)
+        return search.tune(question, shown)
 
 
 def export(

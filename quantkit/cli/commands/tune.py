@@ -54,11 +54,11 @@ def tune(
     from quantkit.measurement.rows import read_rows
     from quantkit.report.kit.tree import Code
     from quantkit.report.tune import document
+    from quantkit.tuning import search
     from quantkit.tuning.front import Budget
-    from quantkit.tuning.search import TuneQuestion, asked
 
     allowed = Budget.parse(budget)
-    request = asked(
+    request = search.asked(
         model,
         recipe=recipe,
         target=target,
@@ -68,7 +68,7 @@ def tune(
         trust_remote_code=trust_remote_code,
         allow_code=allow_code,
     )
-    question = TuneQuestion(
+    question = search.TuneQuestion(
         request,
         allowed,
         formats=None if formats is None else listed(formats),
@@ -81,9 +81,7 @@ def tune(
     )
     with showing() as progress:
         progress.begin(f"opening {model}")
-        from quantkit.tuning.search import tune as search
-
-        tuned = search(question, progress)
+        tuned = search.tune(question, progress)
     taken = [decision.as_dict() for decision in tuned.decisions]
     error = None
     limit, found = allowed.kl, tuned.front["chosen"]["measured"]
