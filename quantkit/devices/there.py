@@ -369,7 +369,7 @@ def _product(number: int, one: TimedVariant, before: Clocks, after: Clocks) -> P
 
 
 def night(job: Mapping[str, Any], outbox: Outbox) -> None:
-    """Give one cell for each round, and one for each side that does not load; see `timing.anew.Task`."""
+    """Give one cell for each round, and one for each side that does not load; see `timing.rounds.Task`."""
     samples = speed.samples_of(job["samples"])
 
     def load(side: str) -> Step:
