@@ -212,7 +212,7 @@ class Scheme(Closed):
 
     Args:
         mixture: a file of GGUF by its name, such as `q4_k_m`: each linear gets the type that llama.cpp gives it there
-            (`model/sizes/mixtures.py`). `weights` is then that of most of them, and not written.
+            (`model/sizes/storage.py`). `weights` is then that of most of them, and not written.
     """
 
     mixture: Literal["q3_k_m", "q4_0", "iq4_nl", "q4_k_m", "q5_k_m", "q8_0"] | None = None

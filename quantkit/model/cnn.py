@@ -94,10 +94,7 @@ class CnnConfig(Closed):
 
 
 class Convolution(nn.Module):
-    """Convolution without bias, norm, and an activation if any: [n, K, s, s] to [n, N, t, t], t = ceil(s / stride).
-
-    `groups`: 1, or as many as channels for a depthwise convolution.
-    """
+    """Convolution without bias, a norm, and an activation if any; `groups`: 1, or as many as channels (depthwise)."""
 
     def __init__(
         self,
@@ -195,10 +192,7 @@ def fill(network: Cnn, values: Mapping[str, Tensor], *, where: str) -> None:
 
 
 def load(folder: Path) -> Cnn:
-    """Load the network of a folder with `config.json` and `model.safetensors`, in evaluation mode.
-
-    Raises InputError: `config-invalid`, `weights-names`, `weights-shape`, and those of `Weights.open`.
-    """
+    """Load the network of a folder. Raises InputError: `config-invalid`, `weights-names`, `weights-shape`."""
     network = Cnn(CnnConfig.load(folder / CONFIG)).eval()
     weights = Weights.open(folder)
     fill(network, {name: weights.read(name) for name in weights.entries}, where=folder.name)

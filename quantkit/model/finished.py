@@ -177,10 +177,7 @@ class DenseWeights(Weights):
 
     @classmethod
     def of_checkpoint(cls, stored: Weights, config: Mapping[str, Any], dtype: str) -> DenseWeights:
-        """Show packed weights: `X.weight` instead of what a layout stores of X, expanded by its library's own code.
-
-        `config`: the `quantization_config` of config.json.
-        """
+        """Show packed weights by the `quantization_config` in `config`, expanded by their library's own code."""
         layout = layouts.of(config)
         packed = {f"{prefix}.weight": prefix for prefix in layout.prefixes(stored.entries)}
         parts = {prefix + part for prefix in packed.values() for part in layout.parts}

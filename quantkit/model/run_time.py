@@ -107,10 +107,7 @@ def described(
     activations: Mapping[str, ActivationScheme],
     cache: CacheScheme | None,
 ) -> dict[str, Any] | None:
-    """Make a `quantization_config` that also says how activations and the cache are quantized.
-
-    `config`: what the weights' layout wrote; None where they are dense.
-    """
+    """Add to `config`, None for dense weights, how activations and the cache are quantized."""
     if not activations and cache is None:
         return None if config is None else dict(config)
     from compressed_tensors.quantization import QuantizationConfig
@@ -237,10 +234,7 @@ def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attention_of(block: nn.Module) -> str:
-    """Find the module of a block that the library gives its cache's scales to, such as `self_attn`.
-
-    Raises InputError: `layout-unsupported`.
-    """
+    """Find the module of a block that the library gives its cache's scales to; `layout-unsupported`."""
     from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
 
     found: list[str] = [name for name, module in block.named_modules() if is_cached_attention_module(module)]

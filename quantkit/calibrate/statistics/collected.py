@@ -54,7 +54,7 @@ class Original:
 
     Args:
         hidden: [samples, tokens, width], its input.
-        skips: linear -> the module whose input its output is added to (`model/structure/skip.py`).
+        skips: linear -> the module whose input its output is added to (`model/structure/residual.py`).
         outputs: its output, once it has run.
     """
 

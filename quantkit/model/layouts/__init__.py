@@ -66,10 +66,7 @@ class Layout(Protocol):
     parts: ClassVar[tuple[str, ...]]
 
     def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
-        """Refuse what it cannot hold: `layout-unsupported`, naming the first linear; MissingDependency.
-
-        `shapes`: linear -> [N, K], of those that are known.
-        """
+        """Refuse what it cannot hold of linears -> [N, K]: `layout-unsupported`, the first one; MissingDependency."""
 
     def served(self, scheme: WeightScheme) -> bool:
         """Tell whether vLLM has a kernel that reads it."""

@@ -128,10 +128,7 @@ class CompressedTensors(Layout):
 
 
 def exact_scale(prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast scales to the dtype that their scheme stores them in.
-
-    Raises InputError: `scale-inexact`, a scale that `dtype` cannot hold: loaders cast scales to it.
-    """
+    """Cast scales to the dtype that they are stored in; `scale-inexact` where it cannot hold one."""
     stored, plain = tensor.scale.to(getattr(torch, tensor.scheme.scale)), str(dtype).removeprefix("torch.")
     if torch.equal(stored.to(dtype).float(), tensor.scale.float()):
         return stored

@@ -134,10 +134,7 @@ _TYPES = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
 class Figures:
-    """One config, read figure by figure; `assumed` collects what was taken for what it leaves open, in words.
-
-    `defaults`: key -> what transformers' config class takes where the key is absent.
-    """
+    """One config, read figure by figure; `assumed`: in words, what was taken for keys that it leaves open."""
 
     def __init__(self, config: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None) -> None:
         self.config, self.where = config, where
@@ -145,10 +142,7 @@ class Figures:
         self.assumed: list[str] = []
 
     def size(self, *keys: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
-        """Read a whole number; `keys` are names of one figure, of which several may be there if they agree.
-
-        `default`: where none is there and transformers has no default of its own. Raises InputError (`config-invalid`).
-        """
+        """Read a whole number by any of its names; `default`: where transformers has none. Raises `config-invalid`."""
         value = self.maybe(*keys, least=least, most=most)
         if value is None:
             value = default

@@ -63,10 +63,7 @@ def takes_head(recipe: Recipe) -> bool:
 
 
 def assign_sizes(recipe: Recipe, architecture: Architecture, names: Mapping[str, Matrix] | None = None) -> Assigned:
-    """Decide for every linear of a model that is not opened; raises as `assign`.
-
-    `names`: what the linears inside the blocks are called one by one; None: as the architecture calls them.
-    """
+    """Decide for every linear of a model that is not opened; `names`: of those inside the blocks, if not as usual."""
     inside = names if names is not None else {matrix.name: matrix for matrix in architecture.inside()}
     shapes = {name: (matrix.N, matrix.K) for name, matrix in inside.items()}
     routers = [name for name, matrix in inside.items() if matrix.router]

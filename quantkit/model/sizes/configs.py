@@ -33,11 +33,7 @@ _HEADS = ("ForCausalLM", "LMHeadModel")
 
 
 def read(reference: str) -> Architecture:
-    """Read a model by shipped name, path, or from the hub's cache.
-
-    Raises InputError (`unknown-model`, `file-missing`, `config-missing`, `config-invalid`, `config-unknown`,
-    `hub-not-cached`, `manifest-invalid`).
-    """
+    """Read a model by shipped name, path, or from the hub's cache. Raises InputError."""
     if reference.startswith("hf:"):
         return from_config(_parsed(_cached(reference)), reference[3:].partition("@")[0].rpartition("/")[2])
     if is_path(reference):
@@ -50,10 +46,7 @@ def read(reference: str) -> Architecture:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Architecture:
-    """Read the sizes that a transformers `config.json` stands for; of several modalities, those of the text part.
-
-    Raises InputError (`config-invalid`; `config-unknown`, a `model_type` whose blocks are not known by their config).
-    """
+    """Read the sizes of a `config.json`, or of its text part. Raises `config-invalid`, `config-unknown`."""
     if not isinstance(config, Mapping):
         raise InputError("config-invalid", name, one(type(config).__name__), "it is an object")
     inner, assumed = _text_part(config, name)

@@ -39,10 +39,7 @@ class LinearShape(Closed):
 
 @dataclass(frozen=True)
 class LinearShapes:
-    """The linears of one model, fused or separate as it has them.
-
-    `name`: "" for typed shapes, which are no model: nothing is summed over them.
-    """
+    """The linears of one model, fused or separate as it has them; typed shapes have the `name` "", and no sums."""
 
     name: str
     linears: Sequence[LinearShape]
@@ -88,10 +85,7 @@ def typed(texts: Iterable[str]) -> LinearShapes:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> LinearShapes:
-    """Read the linears that a transformers `config.json` stands for.
-
-    Raises InputError (`config-invalid`; `config-unknown`, a type whose blocks are not known by it, or with experts).
-    """
+    """Read the linears of a `config.json`. Raises `config-invalid`; `config-unknown`, with experts too."""
     if not configs.is_known(config):
         raise _unknown(name, f"model_type {config.get('model_type')!r:.60}", "models whose blocks are known")
     return _of(configs.from_config(config, name), f"config.json, {config.get('model_type')}")
@@ -132,10 +126,7 @@ def _unknown(name: str, value: str, rule: str) -> InputError:
 
 
 def from_tensors(stored: Mapping[str, Sequence[int]], name: str, *, tied_head: bool = False) -> LinearShapes:
-    """Find the linears among stored tensors: matrices called `*.weight` that are neither embeddings nor norms.
-
-    `tied_head`: whether the embedding is the head as well. Raises InputError (`no-linears`).
-    """
+    """Find the linears among stored tensors: matrices `*.weight`, no embeddings or norms. Raises `no-linears`."""
     counts = Counter[tuple[str, int, int]]()
     for tensor, shape in stored.items():
         module = tensor.removesuffix(".weight")

@@ -148,10 +148,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class LaidOver:
-    """A recipe laid over a model, for an exporter to say what it stores; sizes of linears are still to be filled in.
-
-    `moved`: whether channels of inputs are moved before they are quantized.
-    """
+    """A recipe laid over a model, for an exporter to say what it stores; `moved`: whether channels of inputs are."""
 
     architecture: Architecture
     linears: Sequence[StoredLinear]
@@ -428,10 +425,7 @@ def instead(scheme: WeightScheme, columns: int) -> WeightScheme:
 
 
 def of_table(scheme: WeightScheme, columns: int, floats: str, name: str) -> tuple[WeightScheme | None, list[Decision]]:
-    """Return what a table of embeddings is stored in, None where 32 does not divide its width, and the decision.
-
-    `floats`: the float format of what has no codes.
-    """
+    """Return what a table of embeddings is stored in, None where 32 does not divide its width, and the decision."""
     found = instead(scheme, columns)
     if found == scheme and not found.padding(columns):
         return scheme, []

@@ -108,10 +108,7 @@ ALIASES = {name: _alias(name, stated) for name, stated in read_yaml(_FILE).items
 
 
 def demand_no_graph(ref: str, recipe: str = "int8-network") -> None:
-    """Refuse a float ONNX graph where only a model of transformers will do: `model-graph`.
-
-    `recipe`: for graphs, nearest to what was asked for.
-    """
+    """Refuse a float ONNX graph where a model must be: `model-graph`, with the nearest `recipe` for graphs."""
     shipped = ref in ALIASES and ALIASES[ref].kind == "network"
     if not shipped and not ref.lower().endswith(".onnx"):
         return
@@ -133,18 +130,12 @@ def unknown_model(name: str, where: str = "") -> InputError:
 
 
 def materialize(alias: Alias) -> Path:
-    """Return the folder of an alias, converted on first use (about 5 s and 600 MB of disk for smollm2-135m).
-
-    Raises InputError: `alias-missing`, `not-writable`; Stopped: `disk-full`.
-    """
+    """Return an alias's folder, made on first use. Raises `alias-missing`, `not-writable`; Stopped: `disk-full`."""
     return converted(alias.name, alias.source.find(alias.name), alias.convert)
 
 
 def converted(name: str, source: Path, convert: Callable[[Path, Path], None]) -> Path:
-    """Return the folder that a file becomes, made on first use and named after what it was made from.
-
-    Raises InputError: those of `convert`; `not-writable`; Stopped: `disk-full`.
-    """
+    """Return the folder that a file becomes, made on first use and named after what it was made from."""
     home = cache_dir() / "models"
     folder = home / f"{name}-{file_sha256(source)[:16]}-{_CONVERTER}"
     if cached.is_intact(folder):

@@ -101,10 +101,7 @@ class Module:
 
 
 def modules_of(folder: Path) -> list[Module]:
-    """List the modules of a folder, in their order; none where it has no `modules.json`.
-
-    Raises InputError: `modules-invalid`, what is no list of modules, or leads out of the folder.
-    """
+    """List a folder's modules in order; none without `modules.json`. Raises InputError: `modules-invalid`."""
     if not (folder / MODULES).is_file():
         return []
     where = f"{folder.name}: {MODULES}"

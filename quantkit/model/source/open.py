@@ -79,10 +79,7 @@ class Source:
     untied: bool = False
 
     def demand_unchanged(self) -> None:
-        """Refuse to say what a bundle was made from where that is not so any more; hashes again only what changed.
-
-        Raises InputError: `source-changed`.
-        """
+        """Hash again what changed since it was opened. Raises InputError: `source-changed`."""
         try:
             same = not self.sha256 or identity(self.path, self.weights, self.trust_remote_code) == self.sha256
         except OSError:
@@ -95,10 +92,7 @@ class Source:
         return [self.path / name for name in files_of(self.path, self.weights, self.trust_remote_code)]
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the folder's tokenizer; nothing is downloaded.
-
-        Raises InputError: `tokenizer-missing`, `tokenizer-damaged`.
-        """
+        """Load the folder's tokenizer. Raises `tokenizer-missing`, `tokenizer-damaged`."""
         if not any((self.path / name).is_file() for name in _TOKENIZERS):
             value, rule = "no tokenizer file in the folder", f"one of {', '.join(_TOKENIZERS)}"
             remedy = "copy the original's tokenizer files, or calibrate on token ids (input_ids)"
@@ -211,10 +205,7 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
 
 
 def open_written(folder: Path) -> Source:
-    """Open the checkpoint of a bundle, quantized or not, to check it; its `dtype` is the config's.
-
-    Raises InputError: as `open_model`, but for `already-quantized`.
-    """
+    """Open a bundle's checkpoint, quantized or not, to check it; its `dtype` is the config's."""
     return _open_folder(folder, f"path:{folder.name}", folder.name, pretrained.is_trusted(folder), written=True)
 
 

@@ -102,10 +102,7 @@ def convert_network(source: Path, folder: Path, *, network: str, licence: str, p
 
 
 def copy_folder(source: Path, folder: Path, *, licence: str) -> None:
-    """Copy the Hugging Face folder that `source` (its `model.safetensors`) lies in, with a `provenance.json`.
-
-    Raises InputError: `alias-damaged`, a file that is not there.
-    """
+    """Copy the folder of `source`, its `model.safetensors`, with a `provenance.json`. Raises `alias-damaged`."""
     for name in _COPIED:
         if not (source.parent / name).is_file():
             remedy = "install the package again"

@@ -105,10 +105,7 @@ def config_of_gguf(path: Path) -> Any:
 
 
 def of_gguf(path: Path, unread: Mapping[str, Any]) -> Any:
-    """Load the model that transformers makes of a GGUF file, float32; raises whatever it makes of a damaged file.
-
-    `unread`: of its config what transformers does not read there.
-    """
+    """Load what transformers makes of a GGUF file, float32; `unread`: what it does not read of its config."""
     from transformers import AutoModelForCausalLM
 
     loaded = config_of_gguf(path)
@@ -188,10 +185,7 @@ def settled(config: dict[str, Any], folder: Path, *, trusted: bool) -> dict[str,
 
 
 def trust(folder: Path) -> None:
-    """Let the folder's code run, here and wherever the same files lie.
-
-    Raises InputError: `remote-code`, a class whose file is not there; `file-unreadable`. Stopped: `disk-full`.
-    """
+    """Let the folder's code run, here and wherever the same files lie. Raises `remote-code`, `file-unreadable`."""
     there = {path.stem for path in code_files(folder)}
     for place, reference in _references(folder):
         if _plain(reference).partition(".")[0] not in there and "--" in reference:

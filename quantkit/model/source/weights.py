@@ -92,10 +92,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors of a model folder by name, none of them read yet.
-
-    `shards` holds file names in the order in which the index first names them.
-    """
+    """All tensors of a model folder by name, none read yet; `shards`: files, in the order the index names them."""
 
     entries: dict[str, TensorEntry]
     folder: Path
@@ -195,10 +192,7 @@ class Weights:
 
 
 def checked_file(folder: Path, name: str) -> Path:
-    """Return the regular file `name` directly in `folder`; what leads out of the folder is refused.
-
-    Raises InputError (`weights-outside`, `weights-missing-shard`, `file-unreadable`).
-    """
+    """Return the regular file `name` directly in `folder`; what leads out of the folder is refused."""
     if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
         raise InputError("weights-outside", repr(name), "has a path in it", _INSIDE)
     path, home = folder / name, folder.resolve()
@@ -380,10 +374,7 @@ def write_safetensors(path: Path, headers: Iterable[Header], producer: Callable[
 
 
 def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
-    """Write chunks to `path`, complete or not at all, durable on return; return the sha256 of what was written.
-
-    Raises Stopped: `disk-full`. InputError: `not-writable`.
-    """
+    """Write chunks to `path`, complete or not at all, durable on return; return their sha256."""
     with disk_errors(path):
         return disk.write_atomic(path, chunks)
 

@@ -267,10 +267,7 @@ def primary(output: Any) -> Tensor:
 
 
 def gathered(parts: Iterable[Tensor], samples: int, device: torch.device | None = None) -> Tensor:
-    """Gather chunks [n, tokens, width] in one tensor [samples, tokens, width]; from `ON_DISK` bytes on, in a file.
-
-    `device`: the CPU if all of it does not fit beside a block; None: where its parts lie.
-    """
+    """Gather chunks [n, tokens, width] in one tensor; from `ON_DISK` bytes on, in a file."""
     whole: Tensor | None = None
     start = 0
     for part in parts:

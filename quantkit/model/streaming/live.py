@@ -38,10 +38,7 @@ _ORDER = "calls its blocks in an order that depends on what they put out"
 
 
 class LiveCalls(Calls):
-    """Forwards that stand still at the same call, one a sequence; see `stream.record`. The model is ours from here on.
-
-    `batch`: the dimension of hidden states that counts sequences.
-    """
+    """Forwards that stand at the same call, one a sequence, which `batch` counts; the model is ours from here on."""
 
     live = True
 

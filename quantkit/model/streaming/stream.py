@@ -443,10 +443,7 @@ class Answers:
 
     @torch.no_grad()
     def given(self, linear: str, index: int) -> Tensor:
-        """Return what a linear behind the blocks is given for one sequence, [tokens, K], by the model's own forward.
-
-        Nothing after the linear runs. Of a live model each sequence can be asked for once, and gives no answers then.
-        """
+        """Return what a linear behind the blocks is given for a sequence, [tokens, K]; of a live model, once each."""
         inputs: list[Tensor] = []
 
         def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:

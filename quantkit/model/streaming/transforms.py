@@ -222,10 +222,7 @@ def shaped(scale: InputScale, scheme: CacheScheme, heads: int) -> InputScale:
 
 @dataclass(frozen=True)
 class QuantizedCaches(Transform):
-    """Every block stores its keys and values as `scheme` says.
-
-    `scales` of keys and values, a block, are cast to the `dtype` that the model is loaded in.
-    """
+    """Every block stores keys and values as `scheme` says; `scales` of them are cast to the model's `dtype`."""
 
     scheme: CacheScheme
     scales: Sequence[tuple[InputScale, InputScale]] | Mapping[int, tuple[InputScale, InputScale]]

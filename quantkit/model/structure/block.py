@@ -89,10 +89,7 @@ class Block:
         return self._padded(linear, self.module)
 
     def original_weight(self, linear: str) -> Tensor:
-        """Return what the codes of a linear stand for, [N, K + padding], float32: folds applied, clipping not.
-
-        Only where a pass asked for the original stream.
-        """
+        """Return what a linear's codes stand for, float32: folds applied, clipping not; of the original stream."""
         assert self.original is not None
         weight = self._padded(linear, self.original)
         moved = self.inputs[linear].moved if linear in self.inputs else None

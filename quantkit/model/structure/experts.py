@@ -190,10 +190,7 @@ def stacks(rule: Any) -> bool:
 
 
 def prove(experts: Experts) -> float:
-    """Measure how far our form is from transformers': the largest difference over the largest value, in float64.
-
-    A few of the experts, with their weights, on random tokens that are routed at random.
-    """
+    """Measure, on a few experts, how far our form is from transformers': relative to the largest, in float64."""
     count = min(_EXPERTS, len(experts))
     generator = torch.Generator().manual_seed(0)
     ours = copy.deepcopy(experts)

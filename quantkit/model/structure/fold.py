@@ -11,7 +11,7 @@ single channels finds that part.
 
 Proved: on every block, in float64, with random scales in 0.25..4, the block's outputs before and after agree within
 1e-10. What does not hold is declined with its reason. On a GPU, a block that computes what an earlier one did
-(`computed.py`) is not run for it: there they were also proved with all weights moved at random, none of which is zero,
+(`Computed`) is not run for it: there they were also proved with all weights moved at random, none of which is zero,
 so that they hold for that function and not only for those weights.
 """
 

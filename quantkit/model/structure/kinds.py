@@ -75,10 +75,7 @@ def unknown_architecture(name: str, where: str, model_type: Any = None) -> Input
 
 
 def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: str) -> Kind:
-    """Judge the kind of a model.
-
-    Raises InputError: `architecture-unsupported`: encoder-decoders, models of several modalities, of sound.
-    """
+    """Judge a model's kind. Raises `architecture-unsupported`: encoder-decoders, several modalities, sound."""
     from transformers.models.auto import modeling_auto as auto
 
     claimed = model_class.input_modalities

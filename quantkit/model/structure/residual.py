@@ -43,10 +43,7 @@ class Unturnable(Exception):
 
 @torch.no_grad()
 def find(part: ModelPart) -> Residual:
-    """Find the norms, readers and writers of a part; embeddings and heads are not looked for.
-
-    Raises Unturnable: something stands in between, or a linear never ran.
-    """
+    """Find a part's norms, readers and writers, not embeddings and heads. Raises Unturnable."""
     with InDouble():  # type: ignore[no-untyped-call]
         seen = _watch(part)
         width = part.hidden.shape[-1]

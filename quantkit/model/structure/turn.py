@@ -108,10 +108,7 @@ class Residual:
 
 
 def turn(part: nn.Module, found: Residual, rotation: Orthogonal, heads: Rotations | None = None) -> None:
-    """Turn a part of a model (a block, or what lies outside the blocks) in place, by a rotation as wide as the stream.
-
-    `heads`: size of a head -> R; None leaves the value paths as they are.
-    """
+    """Turn a part in place by a rotation as wide as the stream; `heads`: size -> R, None: no value paths."""
     for norm in found.norms:
         module = part.get_submodule(norm.name)
         gain = gain_of(module, norm.form)
@@ -166,10 +163,7 @@ def gain_of(norm: nn.Module, form: Form) -> Tensor | None:
 
 @dataclass
 class ModelPart:
-    """A copy of a part of a model in float64, and how to run it: hidden states [samples, tokens, width] in, output out.
-
-    `turns_output`: whether its output is the stream again (a block), or logits.
-    """
+    """A float64 copy of a part and how to run it; `turns_output`: it is the stream again (a block), not logits."""
 
     module: nn.Module
     run: Callable[[Tensor], Tensor]

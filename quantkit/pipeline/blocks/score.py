@@ -42,7 +42,7 @@ CONFIRMING = "a few of them by plain transformers"
 _SCORED = 0.8
 LOSS, KL, ORIGINAL, OUTPUT = "score.loss", "score.kl", "score.original", "score.output"
 # nats; of outputs, of the Euclidean norm of a token's. Where a library multiplies in kernels of its own, more is
-# allowed: `model/transforms.py`
+# allowed: `model/streaming/transforms.py`
 LIMIT = 1e-3
 _SEQUENCES, _TOKENS = 2, 96
 # positions whose logits are in float64 at one time

@@ -128,10 +128,7 @@ def _tensor(cursor: _Cursor, known: Mapping[int, tuple[int, int]]) -> tuple[str,
 
 
 def fields(path: Path) -> dict[str, Any]:
-    """Read a file's metadata, without the library: its reader takes seconds where a vocabulary is large.
-
-    Raises InputError: `gguf-damaged`. MissingDependency: the `gguf` package.
-    """
+    """Read a file's metadata without the library, whose reader takes seconds. Raises `gguf-damaged`."""
     with reading(lambda problem: damaged(str(path), problem)):
         demand_lengths(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

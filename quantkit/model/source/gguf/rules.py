@@ -324,10 +324,7 @@ _CONTEXTS = [2**exponent for exponent in range(4, 21)]
 
 
 def rope_scaling(stated: dict[str, Any], context: int) -> dict[str, Any] | None:
-    """Make transformers' `rope_scaling` of what a file says by name; None: the rotary embedding is as it is.
-
-    What of `stated` is understood is taken out of it; what is left would compute something else.
-    """
+    """Make transformers' `rope_scaling`, None for plain ones; takes out of `stated` what is understood."""
     kind = stated.pop("rope.scaling.type", None)
     factors = [stated.pop(key, 0) for key in ("rope.scaling.factor", "rope.scale_linear")]
     factor = next((short(each) for each in factors if each), 1.0)
@@ -349,10 +346,7 @@ def rope_scaling(stated: dict[str, Any], context: int) -> dict[str, Any] | None:
 
 
 def llama3(factors: NDArray[np.float32], base: float, where: str) -> dict[str, Any] | None:
-    """Make transformers' `rope_scaling` that divides frequencies by these factors [d / 2]; None where all are 1.
-
-    Raises InputError: `gguf-architecture`: no numbers of Llama 3's rule give these factors.
-    """
+    """Make Llama 3's `rope_scaling` of factors [d / 2]; None for ones. Raises `gguf-architecture`: no numbers fit."""
     import numpy as np
 
     half = len(factors)

@@ -41,10 +41,7 @@ _STRIPPING, _NOT_STRIPPING = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>"
 
 
 def tokenizer_json(meta: dict[str, Any], where: str) -> str:
-    """Make tokenizer.json of a GGUF file.
-
-    Raises InputError: `gguf-tokenizer`: another kind, or a pre-tokenizer that is known by no name here.
-    """
+    """Make tokenizer.json of a GGUF file. Raises `gguf-tokenizer`: a kind or pre-tokenizer not known here."""
     from tokenizers import AddedToken, processors
 
     tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
@@ -85,10 +82,7 @@ def tokenizer_json(meta: dict[str, Any], where: str) -> str:
 
 
 def demand_whole(meta: dict[str, Any], where: str) -> None:
-    """Check that lists are as long as the vocabulary, and numbers of tokens are in it.
-
-    Raises InputError: `gguf-damaged`; `gguf-tokenizer`: there is none.
-    """
+    """Hold lists against the vocabulary. Raises `gguf-damaged`; `gguf-tokenizer`: there is none."""
     if "tokenizer.ggml.tokens" not in meta:
         raise _unknown(where, "no tokens", "a model comes with its vocabulary")
     tokens = meta["tokenizer.ggml.tokens"]
