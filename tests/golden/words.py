@@ -52,6 +52,10 @@ def _codes() -> Iterator[str]:
                 pairs = zip(reversed(node.args.args), reversed(node.args.defaults), strict=False)
                 named = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
                 yield from _texts(*(value for argument, value in (*pairs, *named) if argument.arg == "code"))
+            elif (
+                isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "absent"
+            ):  # code and rule, of a runtime
+                yield from _texts(*node.value.elts[:1] if isinstance(node.value, ast.Tuple) else ())
 
 
 def _of_call(node: ast.Call) -> Iterator[str]:
