@@ -94,13 +94,8 @@ def read(path: Path, limit: Limit = DOCUMENT) -> bytes:
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(21, os.strerror(21), str(path))
         if not stat.S_ISREG(status.st_mode):
-            raise InputError(
-                "not-a-file",
-                where=str(path),
-                value="a pipe, a socket or a device",
-                rule="a file has an end",
-                remedy="write its content into a file",
-            )
+            rule, remedy = "a file has an end", "write its content into a file"
+            raise InputError("not-a-file", str(path), "a pipe, a socket or a device", rule, remedy)
         limit.demand(status.st_size, str(path))
         # as much as there is: a buffer is made for as much as is asked for. Files of /proc say that they are empty
         content = stream.read(status.st_size) if status.st_size else stream.read(_UNKNOWN)

@@ -110,24 +110,14 @@ class Values:
         bundle = Bundle.load(path)
         folder = bundle.model_folder
         if not (folder / "config.json").is_file():
-            raise InputError(
-                "bundle-without-checkpoint",
-                where=str(path),
-                value="no model/config.json",
-                rule="an export is made from the checkpoint",
-                remedy="compile with `export: [checkpoint: {}]`",
-            )
+            rule, remedy = "an export is made from the checkpoint", "compile with `export: [checkpoint: {}]`"
+            raise InputError("bundle-without-checkpoint", str(path), "no model/config.json", rule, remedy)
         stream = reloaded(folder)
         layers = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in bundle.manifest.layers}
         weights = stream.source.weights
         if layers and not isinstance(weights, DenseWeights):
-            raise InputError(
-                "bundle-dense",
-                where=str(path),
-                value="its checkpoint holds dequantized weights",
-                rule="an export needs the codes",
-                remedy="compile with `export: [checkpoint: {layout: pack-quantized}]`",
-            )
+            rule, remedy = "an export needs the codes", "compile with `export: [checkpoint: {layout: pack-quantized}]`"
+            raise InputError("bundle-dense", str(path), "its checkpoint holds dequantized weights", rule, remedy)
         prefixes = {linear: stream.files[f"{linear}.weight"].removesuffix(".weight") for linear in layers}
 
         def quantized(linear: str, *, codes: bool = True) -> QuantTensor:

@@ -257,10 +257,5 @@ class Recorded:
                 raise KeyError("schema 1")
             return cls(file["device"], file["versions"], file["variant"], Table.of(file["table"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                "dispatch-invalid",
-                where=FILE,
-                value=str(error),
-                rule="a file as `quantkit tax BUNDLE --device cuda` writes it",
-                remedy="run that again",
-            ) from None
+            rule, remedy = "a file as `quantkit tax BUNDLE --device cuda` writes it", "run that again"
+            raise InputError("dispatch-invalid", FILE, str(error), rule, remedy) from None

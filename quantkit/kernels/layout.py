@@ -254,13 +254,9 @@ def scales_of(packed: PackedWeight) -> torch.Tensor:
 def _check(kind: str, form: Words, scale: torch.Tensor, zero: torch.Tensor | None, columns: int, group: int) -> None:
     """Refuse what no kernel of this kind can read."""
     if kind.endswith(".native") and (zero is not None or group < columns):
-        raise InputError(
-            "kernel-unsupported",
-            where=kind,
-            value="zero points" if zero is not None else f"group {group} of K {columns}",
-            rule="a product of 8-bit codes has one symmetric scale a row",
-            remedy="granularity: channel, symmetric: true",
-        )
+        value = "zero points" if zero is not None else f"group {group} of K {columns}"
+        rule = "a product of 8-bit codes has one symmetric scale a row"
+        raise InputError("kernel-unsupported", kind, value, rule, "granularity: channel, symmetric: true")
     if zero is not None and form.offset == 0:
         rule, remedy = "only integers have them", "symmetric: true"
         raise InputError("kernel-unsupported", where=kind, value="zero points", rule=rule, remedy=remedy)
@@ -268,13 +264,9 @@ def _check(kind: str, form: Words, scale: torch.Tensor, zero: torch.Tensor | Non
         return
     fits = group in (32, form.columns) or group % form.columns == 0
     if not fits or -(-columns // group) != scale.shape[1]:
-        raise InputError(
-            "group-unsupported",
-            where=kind,
-            value=f"group {group}, {scale.shape[1]} scales, K {columns}",
-            rule=f"a group is 32, a multiple of {form.columns}, or a whole row",
-            remedy="use group 32, 64 or 128, or granularity: channel",
-        )
+        value = f"group {group}, {scale.shape[1]} scales, K {columns}"
+        rule = f"a group is 32, a multiple of {form.columns}, or a whole row"
+        raise InputError("group-unsupported", kind, value, rule, "use group 32, 64 or 128, or granularity: channel")
 
 
 def _by_group(values: torch.Tensor, rows: int) -> torch.Tensor:

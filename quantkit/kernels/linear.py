@@ -55,13 +55,10 @@ class QuantLinear(torch.nn.Module):
         self.table.choose(packed.shape, 1)
         for choice in self.table.choices[packed.shape]:
             if not (choice.candidate == OURS and choice.config) and choice.candidate != other(packed):
-                raise InputError(
-                    "kernel-unsupported",
-                    where=f"{packed.kind}, batch {choice.batch}",
-                    value=choice.candidate,
-                    rule=f"this layer runs {' or '.join(filter(None, (f'{OURS} with its tile sizes', other(packed))))}",
-                    remedy="choose among these alone: `dispatch.fastest` of their timings",
-                )
+                where = f"{packed.kind}, batch {choice.batch}"
+                rule = f"this layer runs {' or '.join(filter(None, (f'{OURS} with its tile sizes', other(packed))))}"
+                remedy = "choose among these alone: `dispatch.fastest` of their timings"
+                raise InputError("kernel-unsupported", where, choice.candidate, rule, remedy)
 
     @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -342,19 +342,10 @@ def prepared(
     import torch
 
     if weight.kind not in kinds:
-        raise InputError(
-            "kernel-unsupported",
-            where=weight.kind,
-            value="packed for another kernel",
-            rule=f"one of {', '.join(kinds)}",
-        )
+        raise InputError("kernel-unsupported", weight.kind, "packed for another kernel", f"one of {', '.join(kinds)}")
     if x.ndim != 2 or x.shape[1] != weight.shape[1] or x.shape[0] < 1 or not x.is_contiguous():
-        raise InputError(
-            "kernel-shape",
-            where=weight.kind,
-            value=f"x {list(x.shape)}, weight {list(weight.shape)}",
-            rule="x is [M, K], M at least 1, rows contiguous",
-        )
+        rule = "x is [M, K], M at least 1, rows contiguous"
+        raise InputError("kernel-shape", weight.kind, f"x {list(x.shape)}, weight {list(weight.shape)}", rule)
     rows = weight.shape[0]
     y = torch.empty((x.shape[0], rows), dtype=dtype or torch.float16, device=x.device)
     if config.split == 1:
@@ -408,12 +399,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
     if weight.kind not in DECODERS:
-        raise InputError(
-            "kernel-unsupported",
-            where=weight.kind,
-            value="packed for 8-bit inputs",
-            rule=f"one of {', '.join(DECODERS)}",
-        )
+        raise InputError("kernel-unsupported", weight.kind, "packed for 8-bit inputs", f"one of {', '.join(DECODERS)}")
     (rows, columns), form = weight.shape, KINDS[weight.kind]
     w = torch.empty((rows, columns), dtype=dtype, device=weight.words.device)
     absmax, values, offset = weight.nested or (None, None, None)

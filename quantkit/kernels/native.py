@@ -54,13 +54,9 @@ def require(kind: str, sm: int) -> None:
     """
     first, who = _FROM[kind]
     if sm < first:
-        raise InputError(
-            "device-lacks-format",
-            where=kind.removesuffix(".native"),
-            value=f"SM {sm / 10}",
-            rule=f"its products run from SM {first / 10} on ({who}); an emulation would not measure them",
-            remedy="multiply the weights by 16-bit inputs instead",
-        )
+        rule = f"its products run from SM {first / 10} on ({who}); an emulation would not measure them"
+        remedy = "multiply the weights by 16-bit inputs instead"
+        raise InputError("device-lacks-format", kind.removesuffix(".native"), f"SM {sm / 10}", rule, remedy)
 
 
 @triton.jit

@@ -218,13 +218,9 @@ def described(
         InputError: those of `assign_sizes`; `compile-unknown`, a network of images.
     """
     if architecture.kind == "network":
-        raise InputError(
-            "compile-unknown",
-            where=architecture.name,
-            value="a network of images",
-            rule="what a compile takes is known of decoders and encoders of text",
-            remedy="quantkit compile --dry-run says it of a graph",
-        )
+        rule = "what a compile takes is known of decoders and encoders of text"
+        remedy = "quantkit compile --dry-run says it of a graph"
+        raise InputError("compile-unknown", architecture.name, "a network of images", rule, remedy)
     schemes, scheme, calibration = assign_sizes(recipe, architecture).schemes, recipe.scheme, recipe.calibration
     fixed = any(part is not None and not part.dynamic for part in (scheme.activations, scheme.kv_cache))
     looks = fixed or any(_needs(step) for step in recipe.passes)

@@ -535,9 +535,5 @@ def _cost(
 
 def _check(utilisation: float) -> None:
     if not 0 < utilisation <= 1:
-        raise InputError(
-            "utilisation-invalid",
-            where="utilisation",
-            value=utilisation,
-            rule="the share of the hours in which the machine works: above 0, at most 1",
-        )
+        rule = "the share of the hours in which the machine works: above 0, at most 1"
+        raise InputError("utilisation-invalid", "utilisation", utilisation, rule)

@@ -168,13 +168,8 @@ def demand_kind(recipe: Recipe, target: Target, kinds: Sequence[Kind], where: st
     """
     if set(kinds) & set(recipe.models):
         return
-    raise InputError(
-        "model-kind",
-        where=where,
-        value=said or one(kinds[0]),
-        rule=f"recipe {recipe.name} is for {', '.join(recipe.models)}",
-        remedy=_instead(recipe, target, kinds[-1]) or "--recipe float",
-    )
+    value, rule = said or one(kinds[0]), f"recipe {recipe.name} is for {', '.join(recipe.models)}"
+    raise InputError("model-kind", where, value, rule, _instead(recipe, target, kinds[-1]) or "--recipe float")
 
 
 def fitted(recipe: Recipe, target: Target, read_by: Mapping[str, str] | None = None) -> tuple[Recipe, tuple[str, ...]]:
@@ -401,13 +396,9 @@ def graph_schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
         able = weights.format in ("int8", "int7") and weights.symmetric and weights.granularity in ("channel", "tensor")
         if able and inputs.format == "int8" and inputs.granularity != "group":
             return weights, inputs
-    raise InputError(
-        "scheme-unsupported",
-        where=f"recipe {recipe.name}",
-        value=f"weights {weights.format if weights else 'float'}, activations {inputs.format if inputs else 'float'}",
-        rule="a graph is quantized to symmetric int8 or int7 weights, and int8 activations by tensor or token",
-        remedy="--recipe int8",
-    )
+    value = f"weights {weights.format if weights else 'float'}, activations {inputs.format if inputs else 'float'}"
+    rule = "a graph is quantized to symmetric int8 or int7 weights, and int8 activations by tensor or token"
+    raise InputError("scheme-unsupported", f"recipe {recipe.name}", value, rule, "--recipe int8")
 
 
 def _exports(recipe: Recipe, kind: Kind | None) -> list[ExportStep]:
@@ -461,13 +452,9 @@ def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: Exporter
     """Refuse an export that has no place for what a pass makes of inputs. Raises InputError `layout-unsupported`."""
     moving = [change.name for change in recipe.passes if "moved" in pass_of(change).ensures]
     if moving and not exporter.moves:
-        raise InputError(
-            "layout-unsupported",
-            where=f"export: {step.name}",
-            value=f"channels that {moving[0]} moves",
-            rule="it has no place for what becomes of an input before it is quantized",
-            remedy=f"--set 'export=[{{onnx: {{}}}}]' or [{{tensorrt: {{}}}}], or leave {moving[0]} out of `passes`",
-        )
+        rule = "it has no place for what becomes of an input before it is quantized"
+        remedy = f"--set 'export=[{{onnx: {{}}}}]' or [{{tensorrt: {{}}}}], or leave {moving[0]} out of `passes`"
+        raise InputError("layout-unsupported", f"export: {step.name}", f"channels that {moving[0]} moves", rule, remedy)
 
 
 def _read_by(recipe: Recipe, step: ExportStep, exporter: Exporter, target: Target, runtime: str) -> Reader:

@@ -99,13 +99,10 @@ class Kind(Generic[Plugin_co]):
             return getattr(module, self.constant)  # type: ignore[no-any-return]
         offered = self.offers().get(name, [])
         if len(offered) > 1:
-            raise InputError(
-                "plugin-clash",
-                where=where or f"{self.singular} {name}",
-                value=" and ".join(sorted(offer.origin for offer in offered)),
-                rule=f"one package offers a {self.singular} of that name",
-                remedy=f"pip uninstall {offered[0].package}, or {offered[1].package}",
-            )
+            value = " and ".join(sorted(offer.origin for offer in offered))
+            rule = f"one package offers a {self.singular} of that name"
+            remedy = f"pip uninstall {offered[0].package}, or {offered[1].package}"
+            raise InputError("plugin-clash", where or f"{self.singular} {name}", value, rule, remedy)
         if not offered:
             raise unknown_name(self.singular, name, self.names(), where=where)
         return self._whole(offered[0].load(self.constant), name, offered[0].origin)

@@ -172,26 +172,19 @@ def demand_whole(
     elif broken := unkept(plugin):
         value = f"{one(type(plugin).__name__)} without {broken}"
     if value:
-        raise InputError(
-            "plugin-broken",
-            where=origin,
-            value=f"{singular} {name}: {value}",
-            rule=f"an object of a class that goes on from {protocol.__module__}.{protocol.__name__}, of the same name",
-            remedy="mend it, or ask its author; docs/plugins.md has an example",
-        )
+        rule = f"an object of a class that goes on from {protocol.__module__}.{protocol.__name__}, of the same name"
+        remedy = "mend it, or ask its author; docs/plugins.md has an example"
+        raise InputError("plugin-broken", origin, f"{singular} {name}: {value}", rule, remedy)
 
 
 def demand_returned(answer: Any, kind: type[Returned], plugin: Any, method: str) -> Returned:
     """Refuse an answer of a plug-in's method that is of another kind. Raises InputError `plugin-failed`."""
     if isinstance(answer, kind):
         return answer
-    raise InputError(
-        "plugin-failed",
-        where=origin(type(plugin).__module__) or plugin.name,
-        value=f"{method} of {plugin.name} returned {'None' if answer is None else one(type(answer).__name__)}",
-        rule=f"it returns {kind.__module__}.{kind.__name__}(…)",
-        remedy="mend it, or tell its author; docs/plugins.md has an example",
-    )
+    value = f"{method} of {plugin.name} returned {'None' if answer is None else one(type(answer).__name__)}"
+    rule = f"it returns {kind.__module__}.{kind.__name__}(…)"
+    remedy = "mend it, or tell its author; docs/plugins.md has an example"
+    raise InputError("plugin-failed", origin(type(plugin).__module__) or plugin.name, value, rule, remedy)
 
 
 def origin(name: str) -> str | None:
@@ -241,10 +234,6 @@ def _blaming(origin: str) -> Iterator[None]:
         raise
     except BaseException as problem:  # code may also leave the process
         line = (str(problem).splitlines() or [""])[0][:200]
-        raise InputError(
-            "plugin-broken",
-            where=origin,
-            value=f"{type(problem).__name__}: {line}".removesuffix(": "),
-            rule="a plug-in's module can be imported",
-            remedy="mend it, or ask its author; docs/plugins.md has an example",
-        ) from None
+        value = f"{type(problem).__name__}: {line}".removesuffix(": ")
+        remedy = "mend it, or ask its author; docs/plugins.md has an example"
+        raise InputError("plugin-broken", origin, value, "a plug-in's module can be imported", remedy) from None

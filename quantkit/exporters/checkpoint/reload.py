@@ -340,13 +340,8 @@ def _scheme_of(prefix: str, schemes: Mapping[str, WeightScheme]) -> WeightScheme
     for name, scheme in schemes.items():
         if same(name, prefix):
             return scheme
-    raise InputError(
-        "layer-unlisted",
-        where=prefix,
-        value="is packed, but not among the manifest's layers",
-        rule="the manifest lists every quantized layer",
-        remedy="make the bundle again",
-    )
+    rule, remedy = "the manifest lists every quantized layer", "make the bundle again"
+    raise InputError("layer-unlisted", prefix, "is packed, but not among the manifest's layers", rule, remedy)
 
 
 def block_of(name: str) -> int:

@@ -53,13 +53,9 @@ def converted(path: Path) -> openvino.Model:
     try:
         return library().Core().read_model(str(path))
     except RuntimeError as problem:
-        raise InputError(
-            "openvino-operator",
-            where=path.name,
-            value=first_line(problem),
-            rule=f"OpenVINO {library().__version__} reads every operator of the graph",
-            remedy="leave `openvino` out of `export`; `onnx` runs as it is",
-        ) from None
+        rule = f"OpenVINO {library().__version__} reads every operator of the graph"
+        remedy = "leave `openvino` out of `export`; `onnx` runs as it is"
+        raise InputError("openvino-operator", path.name, first_line(problem), rule, remedy) from None
 
 
 def without_guards(model: openvino.Model) -> None:
@@ -145,13 +141,9 @@ def signed(graph: Path, folder: Path) -> Path:
 
     model = onnx.load(str(graph))
     if any(node.op_type == "MatMulIntegerToFloat" for node in model.graph.node):
-        raise InputError(
-            "openvino-operator",
-            where=graph.name,
-            value="MatMulIntegerToFloat",
-            rule="OpenVINO multiplies integers by fixed scales, and expands these codes to floats",
-            remedy="--recipe int8-network; this graph runs in ONNX Runtime as it is",
-        )
+        rule = "OpenVINO multiplies integers by fixed scales, and expands these codes to floats"
+        remedy = "--recipe int8-network; this graph runs in ONNX Runtime as it is"
+        raise InputError("openvino-operator", graph.name, "MatMulIntegerToFloat", rule, remedy)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     for name, tensor in stored.items():
         codes = onnx.numpy_helper.to_array(tensor)

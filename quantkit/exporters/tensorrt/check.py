@@ -259,13 +259,8 @@ def demand_finite(values: Mapping[str, Array], names: Iterable[str]) -> None:
     """
     for name in names:
         if not np.isfinite(values[name]).all():
-            raise InputError(
-                "float16-overflow",
-                where=name,
-                value="not finite in 16 bits",
-                rule="float16 ends at 65,504",
-                remedy="--set tensorrt.type=bfloat16, which language models and encoders have; a graph has none",
-            )
+            remedy = "--set tensorrt.type=bfloat16, which language models and encoders have; a graph has none"
+            raise InputError("float16-overflow", name, "not finite in 16 bits", "float16 ends at 65,504", remedy)
 
 
 def in_floats(model: ir.Model) -> ir.Model:

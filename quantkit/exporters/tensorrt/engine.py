@@ -247,13 +247,10 @@ def _built(job: EngineJob, report: Report) -> Built:
         if monitor.late:
             value = f"not done after {job.seconds:g} s"
             raise InputError("timeout", where=where, value=value, rule="the limit", remedy=_MORE_TIME) from None
-        raise InputError(
-            "build-failed",
-            where=where,
-            value=log.first or " ".join(str(problem).split())[:240],
-            rule="a network that our own checks let through builds",
-            remedy="please report it, with the recipe; --set tensorrt.engine=false keeps the network alone",
-        ) from None
+        value = log.first or " ".join(str(problem).split())[:240]
+        rule = "a network that our own checks let through builds"
+        remedy = "please report it, with the recipe; --set tensorrt.engine=false keeps the network alone"
+        raise InputError("build-failed", where, value, rule, remedy) from None
     finally:
         timings.keep()
     write_atomic(Path(job.engine), [data])

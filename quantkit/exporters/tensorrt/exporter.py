@@ -141,13 +141,8 @@ def _demand(options: TensorrtOptions) -> None:
     if options.library == "tensorrt_rtx":
         library = load(options.library)
         if options.sm is None:
-            raise InputError(
-                "gpu-absent",
-                where="export tensorrt",
-                value="no compute capability",
-                rule="an engine is built for one kind of GPU",
-                remedy="--target rtx-4090, or another GPU",
-            )
+            rule, remedy = "an engine is built for one kind of GPU", "--target rtx-4090, or another GPU"
+            raise InputError("gpu-absent", "export tensorrt", "no compute capability", rule, remedy)
         if options.sm not in library.capabilities():
             raise unsupported(library, options.sm)
         return
@@ -155,21 +150,12 @@ def _demand(options: TensorrtOptions) -> None:
 
     gpus, why = machine.gpus()
     if not gpus:
-        raise InputError(
-            "gpu-absent",
-            where=options.library,
-            value=why,
-            rule="TensorRT builds on the GPU that will run the engine",
-            remedy="--set tensorrt.engine=false keeps the network; `quantkit export BUNDLE --to tensorrt` builds there",
-        )
+        rule = "TensorRT builds on the GPU that will run the engine"
+        remedy = "--set tensorrt.engine=false keeps the network; `quantkit export BUNDLE --to tensorrt` builds there"
+        raise InputError("gpu-absent", options.library, why, rule, remedy)
     if options.sm is not None and str(gpus[0]["sm"]) != options.sm:
-        raise InputError(
-            "gpu-other",
-            where=str(gpus[0]["name"]),
-            value=f"SM {gpus[0]['sm']}",
-            rule=f"the target is SM {options.sm}",
-            remedy="build on the target's GPU, or choose the target of this one",
-        )
+        rule, remedy = f"the target is SM {options.sm}", "build on the target's GPU, or choose the target of this one"
+        raise InputError("gpu-other", str(gpus[0]["name"]), f"SM {gpus[0]['sm']}", rule, remedy)
 
 
 def refuse_flags(options: TensorrtOptions) -> None:

@@ -102,13 +102,8 @@ def shapes(inputs: Mapping[str, Sequence[int | str | None]], profiles: Sequence[
         for name, shape in inputs.items():
             for size in shape:
                 if not isinstance(size, int) and size not in sizes:
-                    raise InputError(
-                        "profile-unknown-size",
-                        where=name,
-                        value=f"a free size {size or '?'}",
-                        rule=f"profiles speak of {', '.join(sizes)}",
-                        remedy="export the graph with a fixed size there",
-                    )
+                    rule, remedy = f"profiles speak of {', '.join(sizes)}", "export the graph with a fixed size there"
+                    raise InputError("profile-unknown-size", name, f"a free size {size or '?'}", rule, remedy)
         ranges: dict[str, Any] = {
             name: tuple(
                 [size if isinstance(size, int) else sizes[str(size)][place] for size in shape] for place in range(3)

@@ -71,13 +71,9 @@ def library(flags: Sequence[str] = ("-march=native",)) -> Path:
     """
     compiler = _compiler()
     if compiler is None:
-        raise InputError(
-            "compiler-missing",
-            where="quantkit_cpu",
-            value=_missing(),
-            rule="its operators are compiled for the processor at hand",
-            remedy="install gcc or clang and name it in CC, or use the runtime `onnxruntime`, which needs none",
-        )
+        rule = "its operators are compiled for the processor at hand"
+        remedy = "install gcc or clang and name it in CC, or use the runtime `onnxruntime`, which needs none"
+        raise InputError("compiler-missing", "quantkit_cpu", _missing(), rule, remedy)
     try:
         return _compiled(compiler, flags)
     except OSError as problem:

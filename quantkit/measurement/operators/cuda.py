@@ -125,13 +125,9 @@ def check_shape(variant: FormatVariant | ForeignVariant, linear: LinearShape) ->
     """Refuse a group that does not divide K. Raises InputError `group-indivisible`."""
     if variant.group and linear.K % variant.group:
         able = [str(size) for size in (32, 64, 128) if linear.K % size == 0]
-        raise InputError(
-            "group-indivisible",
-            where=f"{variant.name} at {linear.label}",
-            value=f"K {linear.K} in groups of {variant.group}",
-            rule="a group divides K",
-            remedy=f"use groups of {' or '.join(able)}" if able else "use int4.channel, int8 or fp8_e4m3",
-        )
+        value = f"K {linear.K} in groups of {variant.group}"
+        remedy = f"use groups of {' or '.join(able)}" if able else "use int4.channel, int8 or fp8_e4m3"
+        raise InputError("group-indivisible", f"{variant.name} at {linear.label}", value, "a group divides K", remedy)
 
 
 @dataclass(frozen=True)
