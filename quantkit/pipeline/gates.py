@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from quantkit.bundle import Check, Decision, Manifest
 from quantkit.errors import GateError
 from quantkit.measurement.rows import Row
-from quantkit.model.sizes.assigned import ASKED, EXPERTS, FLOATS
 from quantkit.passes import NOTE, decision
+from quantkit.planning.assigned import ASKED, EXPERTS, FLOATS
 from quantkit.planning.support import EMULATED
 from quantkit.recipe import Gates
 from quantkit.report.bundle import figures

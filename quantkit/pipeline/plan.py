@@ -17,11 +17,11 @@ from quantkit.kinds import Kind
 from quantkit.model.device import CPU
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture
-from quantkit.model.sizes.assigned import Assigned, assign_sizes
 from quantkit.model.sizes.storage import Storage
 from quantkit.pipeline.estimate import unopened
 from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.planning import efficiency
+from quantkit.planning.assigned import Assigned, assign_sizes
 from quantkit.planning.batching import Server
 from quantkit.planning.compiling import Compiling
 from quantkit.planning.cost import Bill, Prices, RequestTime, bill

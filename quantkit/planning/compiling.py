@@ -35,9 +35,9 @@ from quantkit.formats import stored_bits
 from quantkit.model.layouts import load_layout
 from quantkit.model.layouts import names as layout_names
 from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
-from quantkit.model.sizes.assigned import assign_sizes
 from quantkit.model.sizes.storage import table_bytes
 from quantkit.passes import pass_of
+from quantkit.planning.assigned import assign_sizes
 from quantkit.plugins import Stores
 from quantkit.recipe import ExportStep, PassStep, Recipe
 from quantkit.scheme import WeightScheme

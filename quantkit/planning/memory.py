@@ -26,9 +26,9 @@ from quantkit.errors import InputError
 from quantkit.exporters import load_exporter, unheld
 from quantkit.formats import load_format
 from quantkit.model.sizes.architecture import Architecture, Attention, BlockShapes, Matrix
-from quantkit.model.sizes.assigned import ROLES, Assigned, assign_sizes
 from quantkit.model.sizes.storage import WIDTHS, LaidOver, Storage, StoredLinear
 from quantkit.passes import pass_of
+from quantkit.planning.assigned import ROLES, Assigned, assign_sizes
 from quantkit.planning.roofline import Cache, RooflineProduct
 from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme

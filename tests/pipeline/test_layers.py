@@ -12,10 +12,10 @@ from torch import nn
 
 from quantkit.errors import InputError
 from quantkit.model.sizes import configs
-from quantkit.model.sizes.assigned import AS_ASKED, ASKED, ROUNDED, SHRUNK
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.pipeline.blocks.layers import Layers, lay_out
+from quantkit.planning.assigned import AS_ASKED, ASKED, ROUNDED, SHRUNK
 from quantkit.recipe import Recipe
 
 BLOCKS = [f"model.layers.{index}" for index in range(3)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.model.sizes.assigned import ROUTER, Assigned, assign, takes_head
+from quantkit.planning.assigned import ROUTER, Assigned, assign, takes_head
 from quantkit.recipe import Recipe
 
 SHAPES = {"a.0.up": (96, 64), "a.0.down": (64, 96), "a.0.gate": (8, 64)}

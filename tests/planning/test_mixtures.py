@@ -12,7 +12,7 @@ import pytest
 
 from quantkit.errors import InputError
 from quantkit.model.sizes import configs
-from quantkit.model.sizes.assigned import Assigned, assign, assign_sizes
+from quantkit.planning.assigned import Assigned, assign, assign_sizes
 from quantkit.planning.memory import storage
 from quantkit.recipe import Recipe
 from quantkit.scheme import MIXTURES, Scheme

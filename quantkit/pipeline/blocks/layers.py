@@ -19,7 +19,10 @@ from quantkit.bundle import Decision, LayerEntry, WeightsEntry, decision
 from quantkit.exporters import LayerSpec
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale
-from quantkit.model.sizes.assigned import (
+from quantkit.model.structure import experts
+from quantkit.model.structure.traced import is_linear, weight_of
+from quantkit.passes import NOTE
+from quantkit.planning.assigned import (
     AS_ASKED,
     ASKED,
     EXPERTS_KEPT,
@@ -29,9 +32,6 @@ from quantkit.model.sizes.assigned import (
     assign,
     takes_head,
 )
-from quantkit.model.structure import experts
-from quantkit.model.structure.traced import is_linear, weight_of
-from quantkit.passes import NOTE
 from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 

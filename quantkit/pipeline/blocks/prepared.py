@@ -18,7 +18,6 @@ from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.model.device import AUTO, CPU, ComputeDevice, present
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
-from quantkit.model.sizes.assigned import EXPERTS, EXPERTS_KEPT, UNTIED, takes_head
 from quantkit.model.source import pretrained
 from quantkit.model.source.files import file_sha256
 from quantkit.model.structure.kinds import model_graph
@@ -28,6 +27,7 @@ from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.layers import Layers, about, account, lay_out
 from quantkit.pipeline.estimate import PROCESSORS, has_timer, lies
 from quantkit.pipeline.request import Request, default_out, for_target, runs_here, with_own_runtime
+from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, UNTIED, takes_head
 from quantkit.planning.compiling import CompileSpec, Compiling, fit, predict, timed
 from quantkit.planning.support import caveats, demand_kind, spelt_out, with_remedy
 from quantkit.plugins.outside import demand_returned

@@ -23,7 +23,6 @@ from quantkit.exporters import load_exporter, reader
 from quantkit.formats import stored_bits
 from quantkit.measurement.accuracy.purpose import TextResults
 from quantkit.measurement.rows import Row
-from quantkit.model.sizes.assigned import takes_head
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import engines
 from quantkit.pipeline.blocks.layers import account
@@ -35,6 +34,7 @@ from quantkit.pipeline.measure import quick_times
 from quantkit.pipeline.request import runs_here
 from quantkit.pipeline.subject import Subject
 from quantkit.planning import efficiency
+from quantkit.planning.assigned import takes_head
 from quantkit.planning.compiling import WHOLE, Compiling, timed
 from quantkit.report.bundle import figures
 from quantkit.runtimes import load_runtime

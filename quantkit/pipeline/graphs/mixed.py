@@ -20,13 +20,13 @@ import numpy as np
 from quantkit.bundle import Decision
 from quantkit.measurement.accuracy.harm import Alone, MixedPoint, MixedSearch
 from quantkit.measurement.rows import Row
-from quantkit.model.sizes.assigned import MIXED
 from quantkit.passes import NOTE, decision
 from quantkit.passes.mixed import Mixed
 from quantkit.pipeline.gates import judge, measured
 from quantkit.pipeline.graphs.answers import agreement, answers, classes_of, kinds_of
 from quantkit.pipeline.graphs.quantized import QuantizedGraph, Solved, stem
 from quantkit.pipeline.progress import Progress
+from quantkit.planning.assigned import MIXED
 from quantkit.report.kit import words
 
 if TYPE_CHECKING:

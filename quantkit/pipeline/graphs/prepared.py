@@ -23,7 +23,6 @@ from quantkit.errors import InputError, did_you_mean, one
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.exporters.tensorrt import EXPORT as TENSORRT
 from quantkit.model.device import AUTO, CPU
-from quantkit.model.sizes.assigned import ROLES
 from quantkit.passes import NOTE, decision, pass_of
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.mixed import Mixed
@@ -32,6 +31,7 @@ from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.layers import about, account_graph
 from quantkit.pipeline.graphs.answers import SampleCost, cost
 from quantkit.pipeline.request import Request, default_out, located
+from quantkit.planning.assigned import ROLES
 from quantkit.planning.support import ask, demand_kind, graph_schemes
 from quantkit.recipe import ExportStep, Recipe
 from quantkit.runtimes.tensorrt.file import DATA, NETWORK

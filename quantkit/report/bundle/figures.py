@@ -13,8 +13,8 @@ from quantkit.errors import MissingDependency
 from quantkit.measurement.accuracy.outputs import NOTHING
 from quantkit.measurement.accuracy.positions import standard_error
 from quantkit.measurement.rows import Row
-from quantkit.model.sizes.assigned import FLOATS_LIMIT
 from quantkit.model.source.alias import ALIASES
+from quantkit.planning.assigned import FLOATS_LIMIT
 from quantkit.report.kit import words
 from quantkit.report.kit.tree import Line, Sheet, Styled
 from quantkit.report.kit.words import by

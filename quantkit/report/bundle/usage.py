@@ -13,7 +13,7 @@ from quantkit.bundle import CodeEntry, Manifest
 from quantkit.exporters import load_exporter
 from quantkit.model import layouts
 from quantkit.model.layouts import Layout
-from quantkit.model.sizes.assigned import EXPERTS, EXPERTS_KEPT
+from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT
 from quantkit.report.kit.tree import Code
 from quantkit.scheme import WeightScheme
 
