@@ -41,6 +41,7 @@ from quantkit.pipeline.verdict import format_of
 from quantkit.planning import efficiency
 from quantkit.planning.efficiency import Sample, samples
 from quantkit.planning.roofline import ModelStep
+from quantkit.runtimes import load_runtime
 from quantkit.target import Target
 
 # 41, 69, 113 and 71 million weights in their blocks; what steps are made of differs: layers, heads of attention, and
@@ -76,7 +77,7 @@ def taught(model: str, name: str, folder: Path) -> list[dict[str, Any]]:
         make(subject)
         baseline = float_export(prepared.original, "onnx", request.recipe.export[0].options)
         source = prepared.original.sha256
-        context = min(map(measure.context_of, [build.bundle / "onnx", baseline]))
+        context = min(map(load_runtime("onnxruntime").context, [build.bundle / "onnx", baseline]))
         ours = SpeedSide(str(build.bundle / "onnx"), f"{source} {name}", format_of(subject.layers))
         job = SpeedJob(
             ours, SpeedSide(str(baseline), source, "float32"), machine.cores(), measure.fitting(QUICK, context)

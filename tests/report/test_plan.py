@@ -65,7 +65,9 @@ def traces(panel: Any) -> list[dict[str, Any]]:
 
 
 def test_the_screen_fits_and_answers(three: Outlook, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = " ".join(text(three, monkeypatch).split())
+    shown = text(three, monkeypatch)
+    fits(shown)
+    whole = " ".join(shown.split())
     for said in (
         "llama-3-8b: decoder, 8.03 B parameters in bfloat16, 32 layers, contexts up to 8,192",
         "holds 84.9 GB, reads 3.35 TB/s, bf16 989 Tflop/s, fp8_e4m3 1.98 Pflop/s",
@@ -124,6 +126,7 @@ def test_of_a_single_candidate_every_batch_and_what_memory_goes_into(
     one: Outlook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = text(one, monkeypatch)
+    fits(shown)
     for row in one.candidates[0].rows:
         cells = line(shown, f"{row.batch} ", "How long")
         told = (say.bound(row.prefill), say.bound(row.step), say.forecast(row.step).split()[0], "memory")
