@@ -106,7 +106,7 @@ def test_the_rows_as_a_table(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) ->
     assert arrow.num_rows == len(rows) and arrow.column("value").to_pylist() == [row["value"] for row in rows]
     with pytest.raises(InputError, match="pandas or pyarrow"):
         bundle.frame("polars")  # type: ignore[arg-type]
-    for name, remedy in (("pandas", "pip install pandas"), ("pyarrow", r"quantkit\[compile\]")):
+    for name, remedy in (("pandas", "pip install pandas"), ("pyarrow", r"quantkit\[data\]")):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(MissingDependency, match=remedy):
             bundle.frame(name)  # type: ignore[arg-type]

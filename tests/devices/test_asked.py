@@ -38,7 +38,7 @@ from quantkit.measurement.timing.schedule import Shape
 from quantkit.target import Target
 
 GUIDE = (Path(__file__).parents[2] / "docs/devices.md").read_text(encoding="utf-8")
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+COMMANDS = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -293,8 +293,8 @@ def test_the_commands_run(
     assert not list((folder / "there/pi5").glob("wheels/*"))
 
 
-def test_the_readme_shows_commands_of_the_guide() -> None:
-    shown = [line for block in blocks(README) for line in block if "device " in line or "--on " in line]
+def test_the_page_of_commands_shows_those_of_the_guide() -> None:
+    shown = [line for block in blocks(COMMANDS) for line in block if "device " in line or "--on " in line]
     assert len(shown) == 3
     for line in shown:
         assert re.sub(r" +", " ", line).replace("awq-int4", "int4-cpu") in TEN
