@@ -68,3 +68,6 @@ def test_the_examples_run(place: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [step.name for step in space["own"].passes] == ["rtn"]
     assert "unknown-recipe" in said and "awq-int4" in said
     assert space["pipeline"].tensors
+    assert len(str(space["bundle"]).splitlines()) == 2 and "\ncomplete; speed not measured\n" in said
+    assert len(space["text"]) == 4, "the tokenizer has one token a byte"
+    assert repr(space["bundle"]) == "Bundle('small')"

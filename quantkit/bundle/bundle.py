@@ -69,7 +69,7 @@ class Bundle:
 
     @property
     def model_folder(self) -> Path:
-        """The folder that transformers and vLLM load."""
+        """Folder for transformers and vLLM."""
         return self.path / "model"
 
     @property
@@ -121,6 +121,17 @@ class Bundle:
         """
         return self._notebook().plot(self, title)
 
+    def __repr__(self) -> str:
+        return f"Bundle({str(self.path)!r})"
+
+    def __str__(self) -> str:
+        """Name the model, recipe and folder in one line, and the verdict in another."""
+        manifest, verdict = self.manifest, self.verdict
+        name, target = manifest.recipe["name"], (manifest.target or {}).get("name", "any target")
+        answer = "speed not measured" if verdict is None else verdict.answer.replace("_", " ")
+        batch = "" if verdict is None or verdict.batch is None else f" batch {verdict.batch}"
+        return f"{manifest.model.name}, {name}, for {target}: {self.path}\n{manifest.state.replace('_', ' ')}; {answer}{batch}"
+
     def _repr_html_(self) -> str:
         """The verdict and the figures, in a notebook."""
         return str(self._notebook().html(self))
@@ -130,8 +141,27 @@ class Bundle:
         return import_module("quantkit.report.notebook")
 
     def model(self, **settings: Any) -> Any:
-        """The quantized model as torch runs it; needs the `compile` extra."""
+        """Load the quantized model as torch runs it; needs the `compile` extra."""
         return Kind[_ModelLoader]("runtimes").load("torch").load(self, **settings)
+
+    def generate(self, prompt: str, *, runtime: str | None = None, new_tokens: int = 64, chat: bool = False) -> str:
+        """Go on from a prompt with the most likely tokens; returns the added text.
+
+        Args:
+            runtime: None is the first of the bundle's that is installed.
+            chat: put the prompt into the model's chat template.
+
+        Raises:
+            InputError, MissingDependency: of the runtime.
+        """
+        name = runtime or import_module("quantkit.pipeline.measure").default_runtime(self)
+        runner = Kind[Any]("runtimes").load(name, where="runtime")
+        return str(runner.generate(self, prompt, new_tokens=new_tokens, chat=chat)["text"])
+
+    def measure(self, baseline: str | Path | None = None, **how: Any) -> list[dict[str, Any]]:
+        """Measure again: `quantkit.measure(bundle, ...)`, whose arguments it takes."""
+        rows: list[dict[str, Any]] = import_module("quantkit").measure(self, baseline, **how)
+        return rows
 
     def demand_writable(self) -> None:
         """Refuse a bundle that nothing can be put into, before hours of work end there.
@@ -179,7 +209,7 @@ class Bundle:
                 raise InputError("hash-mismatch", where, check, rule, remedy)
 
     def verify(self) -> list[Check]:
-        """Every file there, unchanged, and none besides: one check each; `ok` says whether it holds."""
+        """Check that every file is there and unchanged, and that there is no other."""
         return verify_files(self.path, self.manifest)
 
     def put(self, name: str, data: bytes) -> Bundle:
