@@ -130,7 +130,8 @@ class Bundle:
         name, target = manifest.recipe["name"], (manifest.target or {}).get("name", "any target")
         answer = "speed not measured" if verdict is None else verdict.answer.replace("_", " ")
         batch = "" if verdict is None or verdict.batch is None else f" batch {verdict.batch}"
-        return f"{manifest.model.name}, {name}, for {target}: {self.path}\n{manifest.state.replace('_', ' ')}; {answer}{batch}"
+        state = manifest.state.replace("_", " ")
+        return f"{manifest.model.name}, {name}, for {target}: {self.path}\n{state}; {answer}{batch}"
 
     def _repr_html_(self) -> str:
         """The verdict and the figures, in a notebook."""
