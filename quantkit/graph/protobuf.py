@@ -89,6 +89,8 @@ def _read(view: memoryview, at: int) -> tuple[int, int]:
 def demand_attributes(path: Path) -> None:
     """Refuse a graph with an attribute beyond 32 bits, of which ONNX Runtime computes with the lower half.
 
+    A `kv_num_heads` of 2^32 would divide by zero there.
+
     Raises:
         ValueError: naming it, or of what is no protobuf.
         OSError: as the system says.

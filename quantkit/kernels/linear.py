@@ -4,7 +4,7 @@
 
 A table of choices (`dispatch`) names a way for M rows of x: `quantkit`, the format's own kernel with the tile sizes it
 was measured with; `dequantize_matmul`, torch's product with a weight that is expanded into scratch; or, where inputs
-are codes of 8 bits, torch's own product of those (`operators`). None keeps a second copy of the weight.
+are codes of 8 bits, torch's own product of those. None keeps a second copy of the weight.
 """
 
 from __future__ import annotations

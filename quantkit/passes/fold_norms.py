@@ -2,7 +2,8 @@
 
     W (w * n(x)) = (W diag(w)) n(x)
 
-Exact; declined where a weight is too close to zero to divide by, and where something else reads the norm's output.
+With the norm's weight at one, the linears alone say how much an input matters. Exact; declined where a weight is too
+close to zero to divide by, and where something else reads the norm's output.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     inconclusive    none of these; `detectable` is the smallest effect that would have been called worse
 
 Neither worse nor better is said of a time whose sides differ by no more than one side does from itself, the A/A spread
-(`apart.is_hidden`). *Shown among all cells* means Holm's adjusted p-value (`holm`) of at most `ALPHA` = 0.01: on a
+(`evidence.is_hidden`). *Shown among all cells* means Holm's adjusted p-value (`holm`) of at most `ALPHA` = 0.01: on a
 night on which nothing changed, the chance that any cell at all is called worse is at most one in a hundred, if every
 cell lay just at its alarm; where the true effects are zero and the alarm is not, it is far smaller. Of times the alarm
 is the margin: a difference is worth a call only if it is large. Of answers the alarm is zero, by McNemar's exact test,

@@ -134,7 +134,8 @@ def views(images: Array, count: int, seed: int) -> tuple[Array, Array]:
 
     Two models can be held against each other on any image of their kind. What moves in at an edge is reflected there,
     and nothing is resized: enlarged parts of photographs are smoother than photographs, and EfficientNet-Lite0 in 8
-    bits differs from itself five times as much on them.
+    bits differs from itself five times as much on them (a KL of 0.019; 0.003 as the images are, 0.004 moved). Views of
+    one image are alike, so intervals count by image.
     """
     generator = np.random.default_rng(seed)
     height, width = images.shape[2:]

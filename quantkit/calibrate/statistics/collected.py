@@ -10,7 +10,8 @@ weights run on it in step, and the statistics also say how far the inputs have d
 far what a linear's output is added to lags behind; there, tokens count by how much an error of theirs matters to it.
 
 Experts: one that calibration hardly ever routes to has no Hessian worth the name. It is *forced*, calibrated on all
-tokens that reach its layer with its output left out, or *kept* in high precision.
+tokens that reach its layer with its output left out, or *kept* in high precision. Tokens are counted with the block's
+weights as they came.
 """
 
 from __future__ import annotations
@@ -289,6 +290,7 @@ class Stats:
     ) -> None:
         """Add what a shared input holds in both streams; `part` is the block's input that led to it."""
 
+        # an expert's tensors hold other tokens in each stream, so only those that hold every token are compared
         def whole(name: str) -> bool:
             both = name in here and name in before and here[name].shape == before[name].shape
             return both and here[name].numel() // here[name].shape[-1] == part.numel() // part.shape[-1]

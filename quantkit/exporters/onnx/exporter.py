@@ -146,7 +146,8 @@ class Onnx(Exporter):
     def export(self, folder: Path, values: Values, options: OnnxOptions) -> list[Decision]:
         """Trace, rewrite, and write everything.
 
-        Raises InputError: `attention-unsupported`, `export-untraceable`, `layout-unsupported`; Stopped: `disk-full`.
+        Raises InputError: `attention-unsupported`, `export-untraceable`, `layout-unsupported`; Stopped: `disk-full`;
+        MissingDependency: as `demand_packages`.
         """
         demand_packages("an ONNX export")
         from quantkit.exporters.carried import carry

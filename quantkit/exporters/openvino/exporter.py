@@ -97,7 +97,8 @@ class OpenvinoExporter(Exporter):
     def export(self, folder: Path, values: Values, options: OpenvinoOptions) -> list[Decision]:
         """Trace, rewrite, let OpenVINO read it, and write everything.
 
-        Raises InputError: `npu-unsupported`, `attention-unsupported`, `export-untraceable`, `openvino-operator`.
+        Raises InputError: `npu-unsupported`, `attention-unsupported`, `export-untraceable`, `openvino-operator`;
+        Stopped: `disk-full`; MissingDependency.
         """
         from quantkit.exporters.carried import carry
         from quantkit.exporters.onnx.exporter import context_of, dialect_weights, work

@@ -70,8 +70,9 @@ class TensorrtOptions(Closed):
 class EngineJob(Closed):
     """One build: for compute capabilities ahead of time, else for the GPU of a name; given up after `seconds`.
 
-    `timing_cache` is a file, written every `keep_every` seconds; `workspace` the bytes that kernels may use
-    beside weights and activations.
+    `timing_cache` is a file, written every `keep_every` seconds, None: none is kept; `workspace` the bytes that kernels
+    may use beside weights and activations. Later versions, and later GPUs, may load a `version_compatible`, and a
+    `hardware_compatible` engine: of TensorRT alone. `gpu` is empty ahead of time.
     """
 
     network: str

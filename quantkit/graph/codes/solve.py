@@ -295,7 +295,7 @@ def weights_alone(
     keep: Callable[[str, QuantTensor, Sequence[Decision]], None] | None = None,
     report: Report | None = None,
 ) -> dict[str, QuantTensor]:
-    """Site -> its weight [N, K] in codes.
+    """Site -> its weight [N, K] in codes, for products in floats; errors of earlier products are not made up for.
 
     Args:
         feeds: calibration batches; each runs once.
@@ -326,6 +326,7 @@ def weights_alone(
 def _moments(model: ir.Model, sites: Sequence[Site], left: Sequence[Site], feeds: Iterable[Feed]) -> dict[str, Moments]:
     """Site -> E[x xᵀ] [groups, K, K] of those that are left; none for products that nothing but zeros came to."""
     given = {str(value.name) for value in model.graph.inputs}
+    # inputs of all sites are shown: ONNX Runtime fuses a graph that shows fewer otherwise, and its bits differ
     runner = Runner(model, [site.input for site in sites if site.input not in given])
     sums: dict[str, torch.Tensor] = {}
     for feed in feeds:

@@ -5,8 +5,8 @@
 Model functions are inlined, Constant nodes become initializers, shapes that are known become constants (Shape of a
 fixed shape, an If with a fixed condition, a Reshape of which one size alone is free), and onnxscript's folding
 evaluates the rest with ONNX's reference evaluator. Guard: a result of more than `LIMIT` elements has to be no larger
-than the constants that go away for it, because nothing else reads them. Defaults of graph inputs are no constants;
-QuantizeLinear and DequantizeLinear stay.
+than the constants that go away for it, because nothing else reads them: weights do not blow up. Defaults of graph
+inputs are no constants; QuantizeLinear and DequantizeLinear stay.
 
 Before that, `Opset` converts to a newer set of operators by ONNX's own version converter: Gelu is there from 20 on,
 LayerNormalization from 17. Guard: the model fits a protobuf, and the converter knows every operator.

@@ -7,7 +7,7 @@ convolutions can be measured in another unit:
 
 r₁_c is the largest magnitude in output channel c of W₁, r₂_c that in input channel c of W₂. Both become √(r₁_c r₂_c).
 Pairs of a stack are repeated until nothing moves. Here s_c is the nearest power of two, which leaves every float as it
-was but for its exponent: outputs stay the same to the last bit.
+was but for its exponent: outputs stay the same to the last bit, where exact scales moved a text detector's by 1e-4.
 
 ReLU6 has another bound in every channel afterwards, which no Clip has: such a pair is refused, unless the probe stays
 below half of the upper bound; ReLU takes its place there. Guard: weights and biases are constants of one convolution

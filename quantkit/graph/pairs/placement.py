@@ -11,6 +11,7 @@ pair if
 What a graph gives out stays float, but for a Conv's. An activation between a product and its pair (Relu, Clip) is
 absorbed where the pair's range is within its bounds. Codes without a zero point absorb none: there, what the activation
 reads has a pair too, of the same scale, so that the product ends in integers and the second pair changes nothing.
+Half of such codes stand for nothing then: zero points are more exact, and no slower in ONNX Runtime.
 """
 
 from __future__ import annotations

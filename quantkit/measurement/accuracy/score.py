@@ -34,7 +34,10 @@ _LOGITS, _ON_GPU = 1 << 23, 1 << 25
 
 
 def original_answers(model: StreamedModel, tokens: TokenSet) -> Answers:
-    """Give what the original says; its last hidden states are computed once and kept in the user's cache."""
+    """Give what the original says; its last hidden states are computed once and kept in the user's cache.
+
+    The key is all they depend on: source, token ids, versions, instruction set and threads.
+    """
     from quantkit.model.streaming.stream import Answers
 
     place = kept_at(model, tokens.sha256)

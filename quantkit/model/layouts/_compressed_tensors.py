@@ -232,7 +232,7 @@ class PackedFp4(CompressedTensors):
         return [*listed, (prefix + GLOBAL, "F32", (1,))] if self._global else listed
 
     def packed(self, tensor: QuantTensor) -> torch.Tensor:
-        return tensor.codes[:, ::2] | (tensor.codes[:, 1::2] << 4)
+        return tensor.codes[:, ::2] | (tensor.codes[:, 1::2] << 4)  # uint8 [N, K / 2]
 
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         stored = {prefix + SCALE: tensor.scale.view(torch.uint8) if self.dtype == "U8" else tensor.scale}

@@ -71,7 +71,7 @@ class BitsAndBytes(Layout):
 
     def packed(self, tensor: QuantTensor) -> torch.Tensor:
         codes = tensor.codes.reshape(-1, 2)
-        return (codes[:, :1] << 4) | codes[:, 1:]
+        return (codes[:, :1] << 4) | codes[:, 1:]  # uint8 [N K / 2, 1]
 
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         from quantkit.formats.nf4 import dynamic_values

@@ -86,7 +86,7 @@ class GptqLayout(Layout):
         ]
 
     def packed(self, tensor: QuantTensor) -> torch.Tensor:
-        return pack(tensor.codes, bits_of(tensor.scheme)).T.contiguous()
+        return pack(tensor.codes, bits_of(tensor.scheme)).T.contiguous()  # int32 [K b / 32, N]
 
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         columns, groups = tensor.codes.shape[1], tensor.scale.shape[1]

@@ -68,7 +68,7 @@ class PackQuantized(CompressedTensors):
         return [*listed, (prefix + SHAPE, "I64", (2,))]
 
     def packed(self, tensor: QuantTensor) -> torch.Tensor:
-        return pack(tensor.codes, bits_of(tensor.scheme))
+        return pack(tensor.codes, bits_of(tensor.scheme))  # int32 [N, ceil(K b / 32)]
 
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         stored, whole = exact_scale(prefix, tensor, dtype), tensor.scheme.granularity == "tensor"

@@ -33,7 +33,11 @@ _HEADS = ("ForCausalLM", "LMHeadModel")
 
 
 def read(reference: str) -> Architecture:
-    """Read a model by shipped name, path, or from the hub's cache. Raises InputError."""
+    """Read a model by shipped name, path, or from the hub's cache.
+
+    Raises InputError: `unknown-model`, `file-missing`, `config-missing`, `config-invalid`, `config-unknown`,
+    `hub-not-cached`, `manifest-invalid`.
+    """
     if reference.startswith("hf:"):
         return from_config(_parsed(_cached(reference)), reference[3:].partition("@")[0].rpartition("/")[2])
     if is_path(reference):

@@ -149,7 +149,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def decoder(figures: Figures, family: Family, name: str, *, head: bool = True) -> Architecture:
-    """Build a decoder by its config; without a `head`, its blocks are at `layers`, not at `model.layers`."""
+    """Build a decoder by its config; without a `head`, its blocks are at `layers`. Raises `config-invalid`."""
     hidden, count = figures.size("hidden_size"), figures.size("num_hidden_layers", most=MOST_LAYERS)
     vocabulary = figures.size("vocab_size")
     prefix = "model.layers" if head else "layers"
@@ -367,7 +367,7 @@ def text_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
 
 
 def vision_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
-    """Build a ViT or DeiT: `max_context` is the number of its patches and special tokens, which is fixed."""
+    """Build a ViT or DeiT: `max_context` is its fixed number of patches and special tokens. Raises `config-invalid`."""
     stem = VISION[figures.model_type]
     task = class_name.removeprefix(stem)
     hidden, channels = figures.size("hidden_size"), figures.size("num_channels", default=3)

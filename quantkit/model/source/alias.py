@@ -135,7 +135,7 @@ def materialize(alias: Alias) -> Path:
 
 
 def converted(name: str, source: Path, convert: Callable[[Path, Path], None]) -> Path:
-    """Return the folder that a file becomes, made on first use and named after what it was made from."""
+    """Return the folder that a file becomes, made on first use and named after its source. Raises as `disk_errors`."""
     home = cache_dir() / "models"
     folder = home / f"{name}-{file_sha256(source)[:16]}-{_CONVERTER}"
     if cached.is_intact(folder):

@@ -205,7 +205,10 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
 
 
 def open_written(folder: Path) -> Source:
-    """Open a bundle's checkpoint, quantized or not, to check it; its `dtype` is the config's."""
+    """Open a bundle's checkpoint, quantized or not, to check it; its `dtype` is the config's.
+
+    Raises as `open_model`, but for `already-quantized`.
+    """
     return _open_folder(folder, f"path:{folder.name}", folder.name, pretrained.is_trusted(folder), written=True)
 
 

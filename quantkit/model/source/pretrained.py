@@ -185,7 +185,10 @@ def settled(config: dict[str, Any], folder: Path, *, trusted: bool) -> dict[str,
 
 
 def trust(folder: Path) -> None:
-    """Let the folder's code run, here and wherever the same files lie. Raises `remote-code`, `file-unreadable`."""
+    """Let the folder's code run, here and wherever the same files lie.
+
+    Raises `remote-code`, `file-unreadable`; as `disk_errors`.
+    """
     there = {path.stem for path in code_files(folder)}
     for place, reference in _references(folder):
         if _plain(reference).partition(".")[0] not in there and "--" in reference:

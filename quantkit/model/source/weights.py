@@ -104,7 +104,8 @@ class Weights:
 
         `model.safetensors` if it is there (as transformers does), else `model.safetensors.index.json` and its shards.
         A symbolic link may not lead out of the folder, save from a hub cache's `snapshots/<revision>` to its `blobs`.
-        Raises InputError: `weights-` and what is wrong.
+        Raises InputError: as `checked_file`; `weights-` and `absent`, `pickle`, `empty`, `header`, `duplicate`, `name`,
+        `dtype`, `shape`, `overlap`, `gap`, `truncated`, `trailing`, `index`.
         """
         if (folder / SINGLE).is_symlink() or (folder / SINGLE).exists():
             entries = {entry.name: entry for entry in read_header(checked_file(folder, SINGLE), SINGLE)}
@@ -192,7 +193,11 @@ class Weights:
 
 
 def checked_file(folder: Path, name: str) -> Path:
-    """Return the regular file `name` directly in `folder`; what leads out of the folder is refused."""
+    """Return the regular file `name` directly in `folder`.
+
+    Raises InputError: `weights-outside`, a path in the name, or a link that leaves; `weights-missing-shard`;
+    `file-unreadable`.
+    """
     if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
         raise InputError("weights-outside", repr(name), "has a path in it", _INSIDE)
     path, home = folder / name, folder.resolve()
@@ -374,7 +379,7 @@ def write_safetensors(path: Path, headers: Iterable[Header], producer: Callable[
 
 
 def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
-    """Write chunks to `path`, complete or not at all, durable on return; return their sha256."""
+    """Write chunks to `path`, complete or not at all, durable on return, and return their sha256; see `disk_errors`."""
     with disk_errors(path):
         return disk.write_atomic(path, chunks)
 

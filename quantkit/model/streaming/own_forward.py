@@ -9,7 +9,7 @@ Nothing of what is compared with comes from quantkit: transformers finds the wei
 blocks. Where the model does not fit into the memory that a compile takes anyway, its first blocks are compared, as a
 model of so many layers; where its class makes no such model, all of them, left on disk until they are called. That is
 `device_map` of `from_pretrained`: accelerate reads each module of a block when its forward begins, and drops it when
-that ends; what has to be converted first (merged experts) is written into a folder.
+that ends, so each forward reads all weights once; merged experts are converted first, and written into a folder.
 """
 
 from __future__ import annotations

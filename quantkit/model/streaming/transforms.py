@@ -222,7 +222,10 @@ def shaped(scale: InputScale, scheme: CacheScheme, heads: int) -> InputScale:
 
 @dataclass(frozen=True)
 class QuantizedCaches(Transform):
-    """Every block stores keys and values as `scheme` says; `scales` of them are cast to the model's `dtype`."""
+    """Every block stores keys and values as `scheme` says; `scales` of them are cast to the model's `dtype`.
+
+    `scales` is empty where the scheme takes them from the values.
+    """
 
     scheme: CacheScheme
     scales: Sequence[tuple[InputScale, InputScale]] | Mapping[int, tuple[InputScale, InputScale]]

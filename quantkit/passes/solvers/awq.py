@@ -6,7 +6,8 @@ error on column k is divided by `s_k`:
     D(s) = decode(encode(W diag(s))) diag(s)⁻¹ - W        cost(s) = tr(D H Dᵀ)        s_k = m_k^α / normalisation
 
 `m_k` is how large input k usually is, and α is searched on a grid in [0, 1]; α = 0 changes nothing, so the result is
-never worse than plain rounding under this cost. (Lin et al., "AWQ", 2024, arXiv 2306.00978. There the cost is measured
+never worse than plain rounding under this cost. One number is fitted for a group of linears, so it holds on other text.
+(Lin et al., "AWQ", 2024, arXiv 2306.00978. There the cost is measured
 on activations; `H` says the same for all tokens at once, and `diag(s)⁻¹ H diag(s)⁻¹` is what it is after scaling.)
 On a device all α go through at once, as far as memory allows, and the best is chosen there: nothing waits for it.
 """

@@ -118,6 +118,7 @@ class _Weights:
             products = self.total(values * self.exact)
             scale = _quotient(products, self.total(values.square()))
             return scale, torch.zeros_like(scale), scale * products
+        # about their means: sums of squares less squares of sums cancel where one input costs far more than the others
         (mean, exact), count = self.around, self.costs.sum(1)
         middle = self.total(values) / count
         apart = values - middle.unsqueeze(1)

@@ -134,7 +134,7 @@ def factor(
 
 
 def awaited(hessian: Tensor, *, damping: float, shrink: float, act_order: bool, where: str = "") -> Factor:
-    """`factor`, also of a GPU with damping raised until it succeeds; the GPU is waited for."""
+    """`factor`, also of a GPU with damping raised until it succeeds; the GPU is waited for. Raises as `factor`."""
     for raised in range(ATTEMPTS):
         found = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, raised=raised, where=where)
         if not hessian.is_cuda or bool(torch.isfinite(found.pivots).all()):

@@ -9,8 +9,8 @@ This is the update of the paper (Frantar et al., "GPTQ", 2023, arXiv 2210.17323)
 `U = chol(H⁻¹)`, here `M = U⁻¹`, one Cholesky of the reversed matrix. It is Babai's nearest plane for the lattice of
 codes (Chen et al., "The Geometry of LLM Quantization", 2025).
 
-- Columns go in order of falling `H_jj` (activation order). Ranges are fixed before (static groups), so codes stay in
-  the order of the weights.
+- Columns go in order of falling `H_jj` (activation order): what counts most is rounded while most columns are left to
+  make up for it. Ranges are fixed before (static groups), so codes stay in the order of the weights.
 - Columns of a block are chosen one by one for all rows at once; what earlier blocks pass on arrives in one matrix
   product a block. On a device all of it is one launch (`kernels/solving/gptq.py`).
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
@@ -339,6 +339,7 @@ def corrected(
         drift: [K, K], `ΔᵀX` in that scale, Δ the original inputs less those that are received.
         lags: for each weight [N_i, K], `RᵀX` in that scale, R what its output is added to in the original less what it
             is added to; None where that is nothing.
+        share: of the correction, 0 to 1.
         damping: added to the ridged Hessian's diagonal as well, as a share of its mean; raised if it has to be.
 
     Raises:

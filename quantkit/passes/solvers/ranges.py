@@ -53,7 +53,7 @@ def integer_format(scheme: WeightScheme) -> IntegerFormat:
 
 
 def minmax(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
-    """Return ranges from the smallest to the largest weight of each group; the rest as of `searched`."""
+    """Return ranges from the smallest to the largest weight of each group; the rest, errors too, as of `searched`."""
     return searched(weight, scheme, None, Search(steps=0, refinements=0))
 
 
@@ -94,7 +94,7 @@ def for_output(
 ) -> tuple[Tensor, Tensor | None]:
     """Like `searched`, but each group's error is measured at the output: `d H_gg dᵀ`, as if other groups were exact.
 
-    Per tensor and in blocks only the diagonal of the Hessian [K, K] is used.
+    Per tensor and in blocks only the diagonal of the Hessian [K, K] is used. Raises as `searched`.
     """
     if scheme.granularity in ("tensor", "block"):
         return searched(weight, scheme, hessian.diagonal(), search)
