@@ -35,6 +35,7 @@ class _ModelLoader(Protocol):
     """What a bundle needs of a runtime."""
 
     def load(self, bundle: Bundle, **settings: Any) -> Any: ...
+    def generate(self, bundle: Bundle, prompt: str, **how: Any) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Bundle:
             InputError, MissingDependency: of the runtime.
         """
         name = runtime or import_module("quantkit.pipeline.measure").default_runtime(self)
-        runner = Kind[Any]("runtimes").load(name, where="runtime")
+        runner = Kind[_ModelLoader]("runtimes").load(name, where="runtime")
         return str(runner.generate(self, prompt, new_tokens=new_tokens, chat=chat)["text"])
 
     def measure(self, baseline: str | Path | None = None, **how: Any) -> list[dict[str, Any]]:
