@@ -287,7 +287,7 @@ class SampleOutputs(_Answer):
 
 
 class SessionSettings(_Answer):
-    """How a model runs there."""
+    """Settings of a session on the device, for its rows."""
 
     settings: Settings
 

@@ -336,7 +336,7 @@ def _files(path: Path) -> dict[str, Path]:
 
 
 class _Built(engine.Built, allow_inf_nan=False):
-    """As a stranger says it."""
+    """`engine.Built` as a device sends it, which nobody trusts: numbers are finite."""
 
 
 def export_on(

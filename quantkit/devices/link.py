@@ -45,7 +45,7 @@ Tell = Callable[[Cells, str], None]
 
 
 class _Have(Closed):
-    """What is there of a folder, and of wheels; bytes that are free."""
+    """Files and wheels that a device has already, and its free bytes."""
 
     whole: bool
     there: dict[str, _Size]
@@ -78,7 +78,7 @@ class Link:
         self._shell.close()
 
     def _files(self, do: str, **asked: Any) -> dict[str, Any]:
-        """What `devices.sent.files` is told."""
+        """Make a job for `devices.sent.files`."""
         return {"workdir": self._workdir, "do": do, **asked}
 
     def carry(self, name: str, files: Mapping[str, Path], progress: Report | None = None) -> str:

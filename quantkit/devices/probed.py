@@ -1,4 +1,4 @@
-"""What a device says of itself: a stranger's data, closed and limited; what is demanded of it; the wheels it lacks.
+"""Facts that a device states of itself, validated as untrusted data; refusals by them; the wheels that it lacks.
 
 What runs on a device needs a few packages alone, and quantkit's own wheel, made of this checkout or installation. They
 are chosen for its platform and its Python by pip, here: from the index that pip is set to, or from a wheelhouse, a

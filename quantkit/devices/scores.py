@@ -1,4 +1,4 @@
-"""What a model says on this device: beside the float model, position by position, or token after token.
+"""Score and generate on this device: beside the float model, position by position, or token after token.
 
 A checkpoint in torch, or an engine, is run block by block by the torch that is here, with the very code that scores
 elsewhere: whole models of the sizes that engines are for would not fit in memory twice. Whatever runs it, what goes
@@ -41,7 +41,7 @@ _MOST = 10_000_000
 
 
 class Outbox:
-    """Where a work's cells go.
+    """Sends the cells of a work to the machine that asked.
 
     Args:
         done: cells that are known, of rounds with their rows: whoever asked takes none of them twice.
@@ -178,7 +178,7 @@ def _streamed(job: Mapping[str, Any], outbox: Outbox) -> None:
 
 
 def _candidate(job: Mapping[str, Any], outbox: Outbox) -> Any:
-    """What torch streams; of an engine the bytes that are executed are those that the job names."""
+    """Open the candidate, and send its settings; of an engine, only the bytes whose hash the job names are run."""
     candidate = load_runtime(job["ours"]["runtime"]).open(Path(job["ours"]["path"]), built=job["built"])
     outbox.give("settings", SessionSettings(settings=dict(candidate.settings)))
     return candidate

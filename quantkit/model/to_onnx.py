@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 OPSET = 21
 BATCH = "batch"
+# where torch keeps the lines that a node comes from
+_TRACE = "pkg.torch.onnx.stack_trace"
 
 
 def write_onnx(
@@ -76,6 +78,8 @@ def write_onnx(
         common.NameFixPass(),
     ):
         step(graph)
+    for node in graph.graph.all_nodes():  # the file's hash is the model's identity: no folder, line or code of ours
+        node.metadata_props.pop(_TRACE, None)
     onnx_ir.save(graph, path)
 
 

@@ -130,7 +130,7 @@ class Runtime(Protocol):
     def demand(self, folder: Path | None = None) -> None:
         """Raises InputError `runtime-not-here`, with what `why_not_here` says."""
         if why := self.why_not_here(folder):
-            rule, remedy = "it runs on this machine", "use another machine"
+            rule, remedy = "it runs on this machine", "install what it needs, or use another machine"
             if self.floats not in (None, self.name):
                 remedy = f"use the runtime `{self.floats}`, which reads the same file"
             raise InputError("runtime-not-here", self.name, why, rule, remedy)

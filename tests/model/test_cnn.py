@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import networks
 import pytest
 import torch
 from torch import nn
@@ -173,3 +174,10 @@ def test_the_exporter_is_quiet_and_its_logger_is_left_as_it_was(caplog: pytest.L
         raise ZeroDivisionError
     assert [record.message for record in caplog.records] == ["worth a word"]
     assert logger.level == before
+
+
+def test_a_written_graph_names_no_file_of_this_machine(tmp_path: Path) -> None:
+    """Its hash is the model's identity, wherever quantkit lies."""
+    networks.write(tmp_path / "tiny.onnx")
+    graph = (tmp_path / "tiny.onnx").read_bytes()
+    assert b".py" not in graph and str(Path(__file__).parent.parent).encode() not in graph

@@ -250,6 +250,6 @@ def unreadable(where: str, said: Exception | str) -> InputError:
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Whatever a damaged file makes a library raise within it, the user's remedy is one: `unreadable`."""
+    """Raise `unreadable` for anything that a library raises over a damaged file within the block."""
     with errors.reading(lambda said: unreadable(where, said)):
         yield

@@ -291,7 +291,7 @@ def _check_constant(floats: Sequence[Array], where: str) -> None:
 
 
 def _whole(whole: InputSet) -> InputSet:
-    """Of samples, as many as fill feeds of a fixed batch, and their hash."""
+    """Keep the samples that fill feeds of a fixed batch."""
     count, batch, name = len(whole), whole.batch, whole.name
     if batch and count < batch:
         value = f"{count} samples to {whole.split}, and the graph takes {batch} at a time"

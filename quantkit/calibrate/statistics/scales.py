@@ -29,7 +29,7 @@ class Saturation(NamedTuple):
 
 @dataclass
 class Scales:
-    """What quantizes the inputs (linear -> hook) and the cache of one block.
+    """The quantizers of one block: of its inputs, linear -> hook, and of its cache.
 
     Args:
         dtype: what fixed scales are stored in.

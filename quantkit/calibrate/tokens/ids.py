@@ -160,7 +160,7 @@ class _Asked:
         return self.part.sampling.generator(self.split, self.seed)
 
     def demand(self, ids: Sequence[Any] | NDArray[np.int64]) -> Any:
-        """As many sequences as were asked for. Raises InputError `calibration-short`."""
+        """Return `ids`, [sequences, tokens], if there are enough. Raises InputError `calibration-short`."""
         if (count := len(ids)) >= self.samples:
             return ids
         value = f"{count} sequence{'' if count == 1 else 's'} of {self.tokens} tokens in it"

@@ -105,7 +105,7 @@ def compare(
     elif answer is not None:
         rule = "a 95 % interval lies within the margin"
         longer = "time both for longer (--seconds)" if measure else "time both in one run (--measure)"
-        remedy = f"{longer}, or score more text; or compare with --no-speed"
+        remedy = f"{longer}, or score more text or samples; or compare with --no-speed"
         error = Inconclusive("inconclusive", b, said, rule, remedy)
     return Answer(found.as_dict(), shown, warnings=list(found.notes), error=error)
 

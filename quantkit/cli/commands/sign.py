@@ -29,7 +29,8 @@ def sign(
     from quantkit.bundle import seal
 
     if sigstore == (key is not None):
-        raise InputError("usage", "sign", "--key and --sigstore", "one of the two")
+        value = "--key and --sigstore" if sigstore else "neither --key nor --sigstore"
+        raise InputError("usage", "sign", value, "one of the two", "--key FILE, or --sigstore")
     opened = quantkit.load(bundle)
     failed = next((check for check in opened.verify() if not check.ok), None)
     if failed is not None:

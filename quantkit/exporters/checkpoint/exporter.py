@@ -192,7 +192,8 @@ def demand_loadable(layout: str, schemes: Mapping[str, WeightScheme], merged: Co
     if not merged:
         return
     if layout != "pack-quantized":
-        raise refusal(min(merged), f"an expert in {layout}", "export: checkpoint: {layout: pack-quantized}")
+        remedy = "symmetric integers with export: checkpoint: {layout: pack-quantized} (--recipe int4-symmetric)"
+        raise refusal(min(merged), f"an expert in {layout}", remedy)
     for linear in sorted(merged):
         scheme = schemes.get(linear)
         if scheme is None:

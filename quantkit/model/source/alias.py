@@ -29,7 +29,7 @@ from quantkit.model.source.gguf import convert_gguf
 from quantkit.model.source.packaged import FilePart, Joined, Preprocess, convert_network, copy_folder, fetch
 from quantkit.model.source.weights import disk_errors
 
-_CONVERTER = 2  # raised when the conversion changes, so that old folders are not taken for new ones
+_CONVERTER = 3  # raised when the conversion changes, so that old folders are not taken for new ones
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,11 @@ class _Cursor:
         self.data, self.at = data, at
 
     def take(self, form: str) -> tuple[Any, ...]:
+        ends = self.at + struct.calcsize(f"<{form}")
+        if ends > len(self.data):
+            raise ValueError(f"it ends at byte {len(self.data)}, within its metadata")
         values = struct.unpack_from(f"<{form}", self.data, self.at)
-        self.at += struct.calcsize(f"<{form}")
+        self.at = ends
         return values
 
     def number(self, form: str) -> int:
