@@ -13,11 +13,13 @@ import zoo
 from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.exporters import LayerSpec
+from quantkit.exporters.gguf.architecture import type_of
 from quantkit.exporters.gguf.exporter import EXPORT
 from quantkit.exporters.values import Values
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
+from quantkit.scheme import WeightScheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needed = pytest.mark.skipif(not machine.has("llama_cpp"), reason="llama-cpp-python compiles for minutes")
@@ -131,3 +133,12 @@ def difference(folder: Path, place: Path) -> float:
     with torch.no_grad():
         wanted = AutoModelForCausalLM.from_pretrained(folder).eval()(torch.from_numpy(ids)).logits.numpy()
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(("scale", "remedy"), [("float16", "scheme.weights.group=32"), ("bfloat16", "gguf-q4_0")])
+def test_a_scheme_without_a_type_is_refused_with_what_can_be_set(scale: str, remedy: str) -> None:
+    """Scales of a bfloat16 model's checkpoint are bfloat16, whatever is set: only a recipe for GGUF helps."""
+    scheme = WeightScheme.model_validate({"format": "int4", "granularity": "group", "group": 64, "scale": scale})
+    with pytest.raises(InputError, match="layout-unsupported") as caught:
+        type_of(scheme)
+    assert remedy in str(caught.value.remedy)

@@ -302,7 +302,11 @@ def type_of(scheme: WeightScheme, where: str = "") -> str:
         value = f"{scheme.format} by {scheme.granularity}{f' of {scheme.group}' if scheme.group else ''}"
         value += f", {'symmetric' if scheme.symmetric else 'with zero points'}, scales in {scheme.scale}"
         rule = "of such integers a GGUF file holds int4 and symmetric int8, in groups of 32 with float16 scales"
-        remedy = "--set scheme.weights.group=32"
+        remedy = f"compile with --recipe {'gguf-q4_0' if scheme.format == 'int4' else 'gguf-q8_0'}"
+        if scheme.scale == "float16":  # a bfloat16 model's checkpoint has scales in bfloat16, whatever is set
+            wanted = {"granularity": "group", "group": BLOCK} | ({"symmetric": "true"} if own is None else {})
+            changes = [f"--set scheme.weights.{key}={to}" for key, to in wanted.items() if getattr(scheme, key) != to]
+            remedy = f"compile with {' '.join(changes)}"
     else:
         value, rule = f"weights in {scheme.format}", f"a GGUF file holds {', '.join(TYPES).lower()}"
         remedy = "use one of these"
