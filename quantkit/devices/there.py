@@ -190,8 +190,8 @@ def _shapes(job: Mapping[str, Any], timed: _Timed, outbox: Outbox) -> None:
     left = [shape for shape in shapes if cell_of(shape) not in outbox.done]
     if left:
         loaded = timed.load()
-        if loaded.said:
-            outbox.note(loaded.said)
+        if loaded.note:
+            outbox.note(loaded.note)
         outbox.give("sides", _costs(loaded, shapes))
     outbox.at(0.0, "ceilings")
     if "ceilings" not in outbox.done:

@@ -1,19 +1,20 @@
-"""What interleaved times of two sides say (`measurement.timing.schedule`), and how sure one can be of their ratio.
+"""Compare interleaved times of two sides (`measurement.timing.schedule`): their ratio and its uncertainty.
 
-Steps that follow each other are alike, so what is drawn again in the bootstrap is whole blocks, and of long runs groups
-of neighbouring blocks, both sides together. Where they were taken in six rounds or more, with something else between
-them, the rounds are the groups: what other programs do to a machine's memory lasts for seconds to minutes, and harms a
-side that reads more of it more than the other, so that blocks of one round are alike in their ratio too:
+Consecutive steps are alike, so the bootstrap draws whole blocks, and in long runs groups of neighbouring blocks, both
+sides together. From six rounds on, with something else running between them, the rounds are the groups. Other programs
+disturb a machine's memory for seconds to minutes, and harm the side that reads more memory more. So the blocks of one
+round have similar ratios too:
 
-    ratio       median(baseline) / median(subject), above 1 where the subject is faster; the same of 99th percentiles
-    interval    percentiles of the ratio over resampled blocks, at the level that Student's t with G − 1 degrees asks
-                for (Hesterberg 2015, section 5.3: plain percentiles are too narrow for few groups)
-    a median    in seconds carries what the ratio is spared: the drift of the machine. Its interval is that of batch
-                means, Student's t over the medians of a few long stretches, best taken at different times
-                (Law, Simulation Modeling and Analysis, 9.5.3)
-    A/A spread  of one side's two visits in each block, one goes to a first and one to a second pile by the toss of a
-                coin; the piles are two measurements of one thing. The spread is the difference of their medians, as a
-                share, that 95 of 100 tosses stay below: the larger of the two sides'.
+    ratio       median(baseline) / median(subject), above 1 where the subject is faster; likewise for the 99th
+    percentiles
+    interval    percentiles of the ratio over resampled blocks, at the level that matches Student's t with G − 1 degrees
+                (Hesterberg 2015, section 5.3: plain percentiles are too narrow for few groups)
+    a median    in seconds, unlike the ratio, includes the drift of the machine. Its interval is that of batch means,
+                Student's t over the medians of a few long stretches, best taken at different times (Law, Simulation
+                Modeling and Analysis, 9.5.3)
+    A/A spread  a coin assigns the two visits of one side in each block to a first and a second pile. The piles are two
+                measurements of one thing. The spread is the 95th percentile, over the tosses, of the difference of
+                their medians as a share; the larger of the two sides counts.
 
 Sources: Hesterberg, What Teachers Should Know About the Bootstrap, The American Statistician 69 (2015); Kuensch,
 Annals of Statistics 17 (1989), for resampling blocks.
@@ -34,9 +35,9 @@ Array = NDArray[Any]
 Interval = tuple[float, float]
 
 QUANTILES = (0.5, 0.9, 0.99)
-# fewer steps than this, and the 99th percentile is the largest of them
+# with fewer steps, the 99th percentile is the largest of them
 P99_FROM = 100
-# a ratio's interval this much wider than a point, or an A/A spread of this share, is called noisy
+# a relative interval or an A/A spread above this share is flagged `noisy`
 _NOISY = 0.1
 _GROUPS = 20
 _STRETCHES = 8
@@ -47,17 +48,17 @@ _TOSSES = 400
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """A subject and its baseline, from steps that were interleaved. Times in seconds.
+    """A subject and its baseline, from interleaved steps. Times in seconds.
 
     Args:
-        quantiles, baseline: `p50`, `p90`, `p99` of both sides' steps.
-        ci95, baseline_ci95: of the medians.
-        ratio: how many times as fast the subject is at the median; `p99_ratio`: at the 99th percentile.
-        aa_spread: what two measurements of one side differ by, as a share.
+        quantiles, baseline: `p50`, `p90`, `p99` of the steps of both sides.
+        ci95, baseline_ci95: intervals of the medians.
+        ratio: speed-up of the subject at the median; `p99_ratio`: at the 99th percentile.
+        aa_spread: difference between two measurements of one side, as a share.
         n: steps of each side.
-        draws: `[resamples]` the ratio in each resample, for what is computed from several comparisons.
+        draws: `[resamples]` ratio in each resample, for results over several comparisons.
         flags: `p99-from-few`, `interval-spans-1`, `aa-exceeds-effect`, `noisy`.
-        tail: share of the draws below the interval of the ratio, and above it; less than 2.5 % where groups are few.
+        tail: share of the draws below the interval of the ratio, and above it; less than 2.5 % with few groups.
     """
 
     quantiles: dict[str, float]
@@ -81,9 +82,8 @@ def compare(
     """Compare interleaved times of two sides, each interval at 95 %.
 
     Args:
-        subject, baseline: `[blocks, 2, burst]` seconds, in the order in which they were taken.
-        rounds: blocks of each round, where they were taken in rounds with something else between them; from six on
-            they are what is resampled.
+        subject, baseline: `[blocks, 2, burst]` seconds, in the order of measurement.
+        rounds: blocks of each round, if something else ran between rounds; from six on, the bootstrap draws rounds.
 
     Raises ValueError: different shapes, fewer than two blocks, a time that is not positive; MissingDependency: scipy.
     """
@@ -121,11 +121,11 @@ def compare(
 
 
 def summed(parts: Sequence[Comparison], counts: Sequence[int]) -> tuple[float, Interval, Array]:
-    """Give (ratio, its 95 % interval, draws) of the sum of several things, each `counts` times, compared one by one.
+    """Return (ratio, its 95 % interval, draws) of a sum of parts, each taken `counts` times and compared separately.
 
-    ratio = Σ c·hp / Σ c·(hp / ratio). Parts were timed after each other; compare them with seeds of their own, so that
-    their draws are independent. Medians of the baseline are taken as they are, since each ratio's draws carry the noise
-    of both sides.
+    ratio = Σ c·hp / Σ c·(hp / ratio). The parts were timed one after another; compare each with its own seed, so that
+    their draws are independent. Baseline medians are taken as exact, since the draws of each ratio carry the noise of
+    both sides.
     """
     weights = np.array([count * part.baseline["p50"] for part, count in zip(parts, counts, strict=True)])
     ratio = float(weights.sum() / sum(w / part.ratio for w, part in zip(weights, parts, strict=True)))
@@ -136,28 +136,29 @@ def summed(parts: Sequence[Comparison], counts: Sequence[int]) -> tuple[float, I
 
 
 def summed_spread(parts: Sequence[Comparison], counts: Sequence[int]) -> float:
-    """Bound what two measurements of the sum of several things, each `counts` times, differ by as a share.
+    """Bound the A/A spread of a sum of parts, each taken `counts` times.
 
-    |Σ d| ≤ Σ |d|: the spreads' mean, weighted by the time of each part. A short part that is noisy says little of it.
+    |Σ d| ≤ Σ |d|: the mean of the spreads, weighted by the time of each part, so a short noisy part counts little.
     """
     weights = [count * part.quantiles["p50"] for part, count in zip(parts, counts, strict=True)]
-    found = sum(weight * part.aa_spread for weight, part in zip(weights, parts, strict=True)) / sum(weights)
-    return float(found)
+    spread = sum(weight * part.aa_spread for weight, part in zip(weights, parts, strict=True)) / sum(weights)
+    return float(spread)
 
 
 def aa_spread(times: Array, generator: np.random.Generator) -> float:
-    """Tell what two measurements of one side, [blocks, 2, burst], differ by as a share, in all but 5 of 100 splits."""
+    """Return the A/A spread of times [blocks, 2, burst]: the difference, as a share, that 95 of 100 random splits
+    stay below."""
     coins = generator.integers(0, 2, (_TOSSES, times.shape[0]))
-    each = np.arange(times.shape[0])
-    first, second = (np.median(times[each, side].reshape(_TOSSES, -1), axis=1) for side in (coins, 1 - coins))
+    blocks = np.arange(times.shape[0])
+    first, second = (np.median(times[blocks, side].reshape(_TOSSES, -1), axis=1) for side in (coins, 1 - coins))
     return float(np.expm1(np.quantile(np.abs(np.log(first / second)), 0.95)))
 
 
 def median_interval(times: Array, rounds: Sequence[int] = ()) -> Interval:
-    """Give the 95 % interval of the median of consecutive times [blocks, ...], drift of the machine included.
+    """Return the 95 % interval of the median of consecutive times [blocks, ...], drift of the machine included.
 
-    Student's t over the logarithms of the medians of the rounds. Fewer than four rounds are no sample of a machine's
-    moods: then over those of 8 stretches, or of each block where there are fewer.
+    It is Student's t over the logarithms of the rounds' medians. With fewer than four rounds, 8 stretches of blocks
+    take their place, or the single blocks if there are fewer than 8.
     """
     few = len(rounds) < _ROUNDS
     parts = np.array_split(times, min(_STRETCHES, times.shape[0]) if few else np.cumsum(rounds)[:-1])
@@ -170,7 +171,7 @@ def median_interval(times: Array, rounds: Sequence[int] = ()) -> Interval:
 def _resampled(
     subject: Array, baseline: Array, groups: Array, resamples: int, generator: np.random.Generator
 ) -> tuple[list[float], Array, tuple[Interval, Interval]]:
-    """(both ratios, draws of the first [resamples], both intervals)."""
+    """Return (both ratios, draws of the first [resamples], both intervals)."""
     above, below = (side[groups].reshape(len(groups), -1) for side in (baseline, subject))
 
     def ratios(index: Array) -> Array:
@@ -188,31 +189,31 @@ def _resampled(
 
 
 def resampled_groups(blocks: int, rounds: Sequence[int] = ()) -> Array:
-    """Group the blocks that a bootstrap draws together, [groups, blocks in each]: rounds from six on, else neighbours.
+    """Return groups of blocks, [groups, blocks in each], for a bootstrap: rounds from six on, else neighbouring blocks.
 
-    Odd ones at a start, the least settled, belong to none.
+    Surplus blocks at the start, the least settled ones, belong to no group.
     """
     if len(rounds) >= _CLUSTERS and sum(rounds) == blocks and 2 * min(rounds) >= float(np.median(rounds)):
         size = min(rounds)
-        found: Array = np.cumsum(rounds)[:, None] + np.arange(-size, 0)
-        return found
+        groups: Array = np.cumsum(rounds)[:, None] + np.arange(-size, 0)
+        return groups
     size = max(1, blocks // _GROUPS)
     return np.arange(blocks - blocks // size * size, blocks).reshape(-1, size)
 
 
 def _tail(groups: int) -> float:
-    """The share of draws to leave on each side, so that so few groups cover 95 %."""
+    """Return the share of draws to leave on each side, so that the interval of so few groups covers 95 %."""
     return float(special().ndtr(-student(0.95, groups - 1) * (groups / (groups - 1)) ** 0.5))
 
 
 def _of_sorted(times: Array, share: float) -> Array:
-    """`np.quantile` along the last axis of what is sorted along it; sorting is several times faster than selecting."""
+    """Return `np.quantile` along the last axis of sorted times; sorting is several times faster than selecting."""
     at = share * (times.shape[-1] - 1)
     first, part = int(at), at - int(at)
     low, high = times[..., first], times[..., min(first + 1, times.shape[-1] - 1)]
-    # from the nearer end, as numpy does, so that it is the same number
-    found: Array = low + (high - low) * part if part < 0.5 else high - (high - low) * (1 - part)
-    return found
+    # from the nearer end, as in numpy, to get the same number
+    quantile: Array = low + (high - low) * part if part < 0.5 else high - (high - low) * (1 - part)
+    return quantile
 
 
 def _quantiles(times: Array) -> dict[str, float]:

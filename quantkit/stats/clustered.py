@@ -1,23 +1,20 @@
-"""The mean of correlated values, and how sure it is.
+"""Estimate the mean of correlated values, with its uncertainty.
 
-Tokens of one sequence are alike, so their number overstates what was seen: the sequence is what was drawn. With
+Tokens of one sequence are alike, so their number overstates the evidence: the sequence is the independent draw. With
 clusters c of sums s_c and sizes n_c, the mean is m = Σs_c / Σn_c, the ratio of two sums, and its standard error by
 linearization is
 
     se = sqrt( C/(C-1) · Σ (s_c − m·n_c)² ) / Σn_c ,      interval m ± t(0.975, C−1) · se.
 
-Clusters of size one give the textbook s/√n. Student's t holds its level with few clusters where a bootstrap does not:
-12 log-normal sequences (σ 0.35) are covered 95 % of the time, by percentile or BCa resampling 92 %. The ratio R of two
-means is the same with the values below in place of the sizes; its interval is made on the logarithm, R · exp(±t·se/R),
-and so is above 0.
-Source: Cochran, Sampling Techniques (1977), section 6.3; the cluster-robust mean.
+Clusters of size one give the textbook s/√n. Student's t keeps its level with few clusters where a bootstrap does not:
+with 12 log-normal sequences (σ 0.35) it covers 95 %, percentile and BCa resampling 92 %. For the ratio R of two means,
+the values in the denominator take the place of the sizes; the interval is made on the logarithm, R · exp(±t·se/R), and
+so stays above 0. Source: Cochran, Sampling Techniques (1977), section 6.3; the cluster-robust mean.
 
-Bootstrap intervals of a mean or of a ratio of means, resampling whole clusters.
-
-For statistics without a textbook interval. A resample draws C clusters of C with replacement and recomputes
-Σs_c / Σn_c (or the ratio of two such sums, drawn together, for paired sides); the interval is the BCa one, which
-corrects the percentiles for bias and skew. With fewer than about 20 clusters it is too narrow: prefer
-`quantkit.stats.clustered` for a plain mean. Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993),
+Statistics without a textbook interval get a bootstrap that resamples whole clusters. A resample draws C of C clusters
+with replacement and recomputes Σs_c / Σn_c (or the ratio of two such sums, drawn together, for paired sides). The
+interval is BCa, which corrects the percentiles for bias and skew. With fewer than about 20 clusters it is too narrow:
+prefer `clustered_mean` for a plain mean. Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993),
 chapter 14.
 """
 
@@ -34,15 +31,15 @@ from quantkit.errors import MissingDependency
 
 Array = NDArray[Any]
 
-# fewer sequences than this say too little of how they differ: then blocks of each of them are the clusters
+# with fewer sequences, their spread is not known well enough: blocks of each of them are the clusters instead
 FEWEST = 8
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its uncertainty; `clusters`: independent draws that it rests on, `n`: values.
+    """A mean with its uncertainty; `clusters`: independent draws, `n`: values.
 
-    `standard_error` and `ci95` are None with fewer than two clusters, where nothing is known of them.
+    `standard_error` and `ci95` are None with fewer than two clusters.
     """
 
     value: float
@@ -62,14 +59,14 @@ def special() -> Any:
 
 
 def student(level: float, degrees: int) -> float:
-    """Give the two-sided quantile of Student's t: `student(0.95, 11)` is 2.20. Raises MissingDependency: scipy."""
+    """Return the two-sided quantile of Student's t: `student(0.95, 11)` is 2.20. Raises MissingDependency: scipy."""
     return float(special().stdtrit(degrees, 0.5 + level / 2))
 
 
 def clustered_mean(values: Array, clusters: Array) -> Estimate:
-    """Average values [n] whose clusters [n] (any labels) were drawn independently.
+    """Average values [n]; clusters [n] (any labels) were drawn independently.
 
-    Raises ValueError: no values, or other lengths.
+    Raises ValueError: no values, or different lengths.
     """
     values = np.asarray(values, dtype=np.float64)
     clusters = np.asarray(clusters)
@@ -84,19 +81,19 @@ def clustered_mean(values: Array, clusters: Array) -> Estimate:
     return Estimate(value=mean, standard_error=error, ci95=ci95, clusters=count, n=values.size)
 
 
-def chance(found: Estimate) -> float:
-    """Tell how likely an estimate as far from 0 is, if 0 is the truth: two-sided, of Student's t."""
-    if found.standard_error is None or found.value == 0:
+def chance(estimate: Estimate) -> float:
+    """Return the two-sided p-value of an estimate if the truth is 0, by Student's t."""
+    if estimate.standard_error is None or estimate.value == 0:
         return 1.0
-    if found.standard_error == 0:
+    if estimate.standard_error == 0:
         return 0.0
-    return float(2 * special().stdtr(found.clusters - 1, -abs(found.value) / found.standard_error))
+    return float(2 * special().stdtr(estimate.clusters - 1, -abs(estimate.value) / estimate.standard_error))
 
 
 def clustered_ratio(above: Array, below: Array, clusters: Array) -> Estimate:
-    """Divide mean(above) by mean(below), none negative and both [n], item i the same in both; see `clustered_mean`.
+    """Divide mean(above) by mean(below), both [n], none negative, item i the same in both; see `clustered_mean`.
 
-    Raises ValueError: no values, other lengths, or nothing below.
+    Raises ValueError: no values, different lengths, or a sum of zero below.
     """
     above, below = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
     clusters, total = np.asarray(clusters), float(below.sum())
@@ -112,7 +109,7 @@ def clustered_ratio(above: Array, below: Array, clusters: Array) -> Estimate:
 
 
 def _error(residuals: Array, clusters: Array, size: float) -> tuple[float | None, int]:
-    """(the standard error of what the residuals are of, None of a single cluster; how many clusters there are)."""
+    """Return (standard error of the mean of these residuals, None for a single cluster; number of clusters)."""
     labels, index = np.unique(clusters, return_inverse=True)
     count = int(labels.size)
     if count < 2:
@@ -122,29 +119,29 @@ def _error(residuals: Array, clusters: Array, size: float) -> tuple[float | None
 
 
 def clusters_of(sequence: Array) -> tuple[Array, str]:
-    """Give a label [n] for every item, and what the clusters are: `sequence`, or `block` where those are few.
+    """Return a label [n] for every item and the kind of cluster: `sequence`, or `block` where sequences are few.
 
-    `sequence`: `[n]`, that each item belongs to; those of one are in order.
+    `sequence`: `[n]` sequence of each item; the items of one sequence are in order.
     """
     labels, counts = np.unique(sequence, return_counts=True)
     if labels.size >= FEWEST:
         return sequence, "sequence"
     parts = -(-FEWEST // labels.size)
     blocks = [np.arange(count) * parts // count + parts * i for i, count in enumerate(counts)]
-    found = np.empty(len(sequence), dtype=np.int64)
+    blocks_of = np.empty(len(sequence), dtype=np.int64)
     for label, block in zip(labels, blocks, strict=True):
-        found[sequence == label] = block
-    return found, "block"
+        blocks_of[sequence == label] = block
+    return blocks_of, "block"
 
 
-# values of resamples that are in memory at one time
+# values of resamples in memory at one time
 _DRAWS = 5_000_000
 
 
 def mean_interval(
     values: Array, clusters: Array | None = None, *, level: float = 0.95, resamples: int = 9999, seed: int = 0
 ) -> tuple[float, float]:
-    """Bound the mean of values [n]; clusters [n] are drawn as wholes, None: every value by itself.
+    """Bound the mean of values [n] by a bootstrap over clusters [n]; None: every value is a cluster.
 
     Raises ValueError: fewer than two clusters; MissingDependency: scipy.
     """
@@ -186,21 +183,21 @@ def _interval(above: Array, below: Array, level: float, resamples: int, seed: in
         raise ValueError("a bootstrap needs at least two clusters")
     shares = above / below
     if np.ptp(shares) <= 1e-12 * np.max(np.abs(shares)):
-        # every resample gives the same number, and BCa would divide by its spread
+        # every resample gives the same number; BCa would divide by a spread of zero
         point = float(above.sum() / below.sum())
         return point, point
 
-    # clusters of one size: what a resample is divided by need not be drawn
+    # clusters of equal size: the denominator of a resample is constant
     whole = below[0] * below.size if np.ptp(below) == 0 else None
 
     def ratio(index: Array) -> Array:
         result: Array = above[index].sum(axis=-1) / (below[index].sum(axis=-1) if whole is None else whole)
         return result
 
-    # as many resamples at a time as a few hundred MB hold
+    # resamples at a time that fit in a few hundred MB
     batch = max(1, min(1000, _DRAWS // above.size))
     drawn = draws(ratio, above.size, resamples, batch, np.random.default_rng(seed))
-    # each cluster left out once: of sums, without drawing any
+    # leave out each cluster once (jackknife)
     without = (above.sum() - above) / (below.sum() - below)
     low, high = np.quantile(drawn, _bca(drawn, float(ratio(np.arange(above.size))), without, level))
     return float(low), float(high)
@@ -209,16 +206,17 @@ def _interval(above: Array, below: Array, level: float, resamples: int, seed: in
 def draws(
     statistic: Callable[[Array], Array], count: int, resamples: int, batch: int, generator: np.random.Generator
 ) -> Array:
-    """Draw [..., resamples]: a statistic of indices [some, count], which draw `count` things with replacement.
+    """Draw [..., resamples] of a statistic of indices [some, count], which draw `count` things with replacement.
 
-    scipy.stats.bootstrap draws the same; importing it takes longer than most of what is drawn here.
+    scipy.stats.bootstrap draws the same, but importing it takes longer than most of these draws.
     """
     parts = [min(batch, resamples - start) for start in range(0, resamples, batch)]
     return np.concatenate([statistic(generator.integers(0, count, (part, count))) for part in parts], axis=-1)
 
 
 def _bca(drawn: Array, point: float, without: Array, level: float) -> Array:
-    """The two quantiles of draws [resamples] that bound a BCa interval; `without`: [clusters], of all but one each."""
+    """Return the two quantiles of draws [resamples] that bound a BCa interval; `without`: [clusters], leave-one-out
+    values."""
     ndtr, ndtri = special().ndtr, special().ndtri
     below = ((drawn < point).mean() + (drawn <= point).mean()) / 2
     bias = ndtri(np.clip(below, 0.5 / drawn.size, 1 - 0.5 / drawn.size))

@@ -1,22 +1,21 @@
-"""Better, same, worse or inconclusive: the decision on every cell of a night, all at once.
+"""Decide all cells of a night at once: better, same, worse or inconclusive.
 
-    worse           the effect is shown, among all cells of the night, to lie above its alarm, and may exceed the margin
+    worse           the effect, tested among all cells of the night, lies above its alarm and may exceed the margin
     better          the same with the sides exchanged
     same            the whole 95 % interval lies within the margin, on both sides
     inconclusive    none of these; `detectable` is the smallest effect that would have been called worse
 
-Neither worse nor better is said of a time whose sides differ by no more than one side does from itself, the A/A spread
-(`evidence.is_hidden`). *Shown among all cells* means Holm's adjusted p-value (`holm`) of at most `ALPHA` = 0.01: on a
-night on which nothing changed, the chance that any cell at all is called worse is at most one in a hundred, if every
-cell lay just at its alarm; where the true effects are zero and the alarm is not, it is far smaller. Of times the alarm
-is the margin: a difference is worth a call only if it is large. Of answers the alarm is zero, by McNemar's exact test,
-and the margin decides whether what was lost matters. That a thing is the same is claimed cell by cell, at 2.5 % each
-way.
+A time is called neither worse nor better if the two sides differ by no more than one side differs from itself, the A/A
+spread (`evidence.is_hidden`). "Tested among all cells" means Holm's adjusted p-value (`holm`) of at most `ALPHA` =
+0.01. On a night without any change, the chance that any cell at all is called worse is at most 1 % even if every true
+effect lies just at its alarm; if the true effects are zero and the alarms are not, it is far smaller. For times the
+alarm is the margin: only a large difference is worth a call. For answers the alarm is zero, by McNemar's exact test,
+and the margin decides whether the loss matters. "Same" is claimed cell by cell, at 2.5 % each way.
 
-An alarm on times is run again before it is raised (`confirm`): the models loaded anew, the cells that alarmed and no
-others, decided on the new times alone. If what misled the first run has nothing to do with the second, a false alarm is
-raised at most once in ALPHA² = 10,000 nights; if they have all in common, once in 100 as before. The price is power: an
-effect that one run finds with chance p is raised with chance p², which `detectable` reckons with.
+An alarm on times is measured again before it is raised (`confirm`): the models are loaded anew, only the cells with an
+alarm run, and the new times alone decide. If the errors of both runs are independent, a false alarm is raised at most
+once in 1/ALPHA² = 10,000 nights; if they are fully shared, once in 100 as before. The price is power: an effect that
+one run finds with chance p is raised with chance p². `detectable` takes this into account.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ Array = NDArray[Any]
 Answer = Literal["better", "same", "worse", "inconclusive"]
 
 ALPHA = 0.01
-# both runs of an alarm see the smallest detectable effect on 9 nights of 10
+# chance a run, so that both runs of an alarm see the smallest detectable effect on 9 nights of 10
 _POWER = 0.9**0.5
 
 
 @dataclass(frozen=True)
 class CellDecision:
-    """What is known of one cell; an effect above zero is for the worse.
+    """Decision on one cell; an effect above zero is worse.
 
     Args:
-        effect: a slowdown (0.05: 5 % slower), a share of items lost (0.01: one point), nats.
-        p_worse, p_better: adjusted for the other cells.
-        detectable: the smallest effect that would have been called worse on 9 nights of 10, both runs together.
-        first: the decision that this one, on a second run, confirms or takes back.
+        effect: slowdown (0.05: 5 % slower), share of items lost (0.01: one point), or nats.
+        p_worse, p_better: p-values, adjusted for the other cells.
+        detectable: smallest effect that would have been called worse on 9 nights of 10, both runs together.
+        first: decision of the first run, if this one decides after a second.
     """
 
     answer: Answer
@@ -60,11 +59,11 @@ class CellDecision:
 
 
 def decide(cells: Sequence[Evidence], *, alpha: float = ALPHA) -> list[CellDecision]:
-    """Decide each cell of a night, in the order given. Raises MissingDependency: scipy.
+    """Decide each cell of a night, in order. Raises MissingDependency: scipy.
 
     Args:
-        cells: evidence of all comparisons of the night, of whatever kind: with the baseline, and with the last release.
-        alpha: chance that any one cell is called worse by mistake, and that any one is called better.
+        cells: evidence of all comparisons of the night, with the baseline and with the last release.
+        alpha: chance that any cell is called worse by mistake, and that any is called better.
     """
     worse = holm([cell.p_above(cell.alarm) for cell in cells])
     better = holm([cell.p_below(-cell.alarm) for cell in cells])
@@ -74,9 +73,9 @@ def decide(cells: Sequence[Evidence], *, alpha: float = ALPHA) -> list[CellDecis
 
 
 def confirm(first: CellDecision, second: CellDecision) -> CellDecision:
-    """Decide after a second run: the second's own decision, on its own times, and never an alarm by itself.
+    """Decide after a second run: its own decision on its own times, which alone never raises an alarm.
 
-    An alarm is raised only if both say worse. Where one says worse and the other better, nothing is known.
+    An alarm needs both runs to be worse. If one is worse and the other better, the result is inconclusive.
     """
     torn = "worse" in (first.answer, second.answer) and second.answer not in (first.answer, "same")
     return replace(second, answer="inconclusive" if torn else second.answer, first=first)
@@ -103,13 +102,13 @@ def _decision(cell: Evidence, worse: float, better: float, alpha: float, family:
 
 
 def holm(p: Sequence[float] | Array) -> Array:
-    """Adjust p-values [m], in the order given: `holm([0.01, 0.04, 0.03])` is [0.03, 0.06, 0.06].
+    """Adjust p-values [m], in order: `holm([0.01, 0.04, 0.03])` is [0.03, 0.06, 0.06].
 
-    With p₁ ≤ … ≤ p_m they are max over j ≤ i of min(1, (m − j + 1) · p_j). Whatever is called at adjusted p ≤ α, the
-    chance of even one false call among all m is at most α, however the tests depend on each other. Source: Holm, A
+    With p₁ ≤ … ≤ p_m they are max over j ≤ i of min(1, (m − j + 1) · p_j). If tests are called at an adjusted p ≤ α,
+    the chance of even one false call among all m is at most α, however the tests depend on each other. Source: Holm, A
     Simple Sequentially Rejective Multiple Test Procedure, Scandinavian Journal of Statistics 6 (1979).
 
-    Raises ValueError: one is not within 0 and 1.
+    Raises ValueError: a p-value outside of 0 to 1.
     """
     values = np.asarray(p, dtype=np.float64)
     if values.ndim != 1 or not np.all((values >= 0) & (values <= 1)):

@@ -1,42 +1,39 @@
-"""What was seen of one cell, in the form that a decision needs: an effect, and how sure it is.
+"""Hold the evidence on one cell in the form that a decision needs: an effect and its uncertainty.
 
-An effect above zero is for the worse: slower, fewer right answers, farther from the original. Each kind of evidence
-says how likely what was seen would be if the true effect were a given one (`p_above`, `p_below`, one-sided), gives an
-interval, and the smallest effect that it would have found.
+An effect above zero is worse: slower, fewer right answers, farther from the original. Each kind of evidence gives
+one-sided p-values against a supposed true effect (`p_above`, `p_below`), an interval, and the smallest effect that it
+would have found.
 
-`Resampled` is an estimate whose bootstrap drew whole groups. Two things make a bound of it honest for few groups and
-far out in the tail. The level that is asked of the draws is the one that Student's t with G − 1 degrees asks for, as in
-`stats.abba`; and where the draws end, at one in R, Student's t with the draws' own standard error goes on:
+`Resampled` is an estimate whose bootstrap drew whole groups. Two corrections make its bounds honest with few groups and
+far out in the tail. The level of the draws is the one that matches Student's t with G − 1 degrees, as in `stats.abba`.
+Beyond the last draw, at one in R, Student's t with the standard error of the draws takes over:
 
     p(effect ≤ x) = the larger of  P(t > (effect − x) / se)  and  P(t > z·√((G − 1)/G)) ,
-
     se = the draws' standard deviation · √(G/(G − 1)) ,   z of the share of draws at or below x, where there are any.
 
 Sources: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapters 12 and 13; Hesterberg, The American
-Statistician 69 (2015), section 5.3. The smallest effect found is what is called the minimum detectable effect: Bloom,
+Statistician 69 (2015), section 5.3. The smallest effect found is known as the minimum detectable effect: Bloom,
 Evaluation Review 19 (1995).
 
-Two things measured apart from each other, each with its own 95 % interval, as evidence for a decision.
-
-Where nothing was drawn together there is nothing to draw again: what is known of x (the candidate) and of y (the
-baseline) is (value, low, high) of each. Of the difference d = x − y,
+`Apart` is the difference of two separate measurements, each with its own 95 % interval. Nothing was drawn together, so
+nothing can be resampled: x (the candidate) and y (the baseline) are each known as (value, low, high). For the
+difference d = x − y,
 
     low  = d − √((x − x_low)² + (y_high − y)²) ,   high = d + √((x_high − x)² + (y − y_low)²) ,
 
-which keeps intervals that are not symmetric as they are (MOVER). Farther out the two reaches grow as Student's t does.
-It takes x and y for independent: of things measured on the same items, which go up and down together, the interval is
-too wide, never too narrow.
+which preserves asymmetric intervals (MOVER). Farther out, the two reaches grow as Student's t does. The formula assumes
+that x and y are independent. Measurements on the same items rise and fall together; for them the interval is too wide,
+never too narrow.
 
-Two ratios to one baseline, from runs of their own, are a ratio of ratios: x and y are their logarithms. What a run's
-interval does not show is how much the next run differs from it, since where a load lies in memory lasts as long as the
-load does; so each reach grows by the A/A spread a of its run, √(reach² + log(1 + a)²). Of 24 pairs of runs of one
-bundle (`benchmarks/repeat.py`, recorded) 4 lie outside of the interval without that, and 1 with it.
+Two ratios to one baseline, from separate runs, form a ratio of ratios: x and y are their logarithms. A run's interval
+does not include the difference from the next run, because a load's place in memory lasts as long as the load. So each
+reach grows by the A/A spread a of its run, √(reach² + log(1 + a)²). Of 24 pairs of runs of one bundle
+(`benchmarks/repeat.py`, recorded) 4 lie outside of the interval without this term, and 1 with it.
 
-**What may be said of a ratio of times** (`SpeedUp`) goes by the same reach': one rule for every verdict on speed. A
-spread as large as the effect leaves 1 inside, whatever the interval says. Where times of one side differ by more than a
-tenth, the machine was busy, and what it did to the other side is not known. And a speed-up above what bytes and
-operations allow, S* = R_hp / R_f of the roofline with the ceilings' own uncertainty, is no speed-up: one of the times,
-or a ceiling, is wrong.
+**Verdicts on a ratio of times** (`SpeedUp`) all follow one rule, with the same reach. A spread as large as the effect
+leaves 1 inside, whatever the interval. If the times of one side differ by more than a tenth, the machine was busy, and
+its effect on the other side is unknown. A speed-up above S* = R_hp / R_f, the roofline's limit from bytes and
+operations with the uncertainty of the ceilings, is not believed: one of the times, or a ceiling, is wrong.
 
 Source: Zou and Donner, Construction of confidence intervals about effect measures: a simplified approach, Statistics in
 Medicine 27 (2008).
@@ -56,56 +53,56 @@ from quantkit.stats.clustered import special, student
 
 Array = NDArray[Any]
 Interval = tuple[float, float]
-# one side differs from itself by as much; bytes and operations do not allow it
+# noise: one side differs from itself by as much; ceiling: bytes and operations do not allow it
 Doubt = Literal["", "noise", "ceiling"]
 
-# the chance on either side of the interval that decides whether things are the same
+# chance on either side of the interval that decides whether things are the same
 EACH_WAY = 0.025
-# draws that differ by no more than this are equal
+# draws count as equal up to this difference
 _ROUNDING = 1e-12
 
 
 class Evidence(Protocol):
-    """What a decision needs. Effects are in the unit of the evidence; above zero is for the worse."""
+    """Evidence for a decision. Effects are in the unit of the evidence; above zero is worse."""
 
     @property
     def effect(self) -> float:
-        """The estimate."""
+        """Estimate of the effect."""
         ...
 
     @property
     def alarm(self) -> float:
-        """An alarm says that the true effect is larger than this."""
+        """Largest effect without an alarm."""
         ...
 
     @property
     def margin(self) -> float:
-        """An effect of less than this, either way, is nobody's concern."""
+        """Margin: smaller effects, either way, do not matter."""
         ...
 
     @property
     def doubt(self) -> Doubt:
-        """Why neither side is to be called better."""
+        """Reason for calling neither side better."""
         ...
 
     def p_above(self, effect: float) -> float:
-        """How likely so large an estimate is, or a larger one, if the true effect is no larger than `effect`."""
+        """Return the p-value of so large an estimate if the true effect is at most `effect`."""
         ...
 
     def p_below(self, effect: float) -> float:
-        """How likely so small an estimate is, or a smaller one, if the true effect is no smaller than `effect`."""
+        """Return the p-value of so small an estimate if the true effect is at least `effect`."""
         ...
 
     def interval(self, level: float) -> Interval:
-        """Low and high end, of a two-sided level."""
+        """Return the low and high end at a two-sided level."""
         ...
 
     def detectable(self, alpha: float, power: float) -> float:
-        """The smallest effect that an alarm at `alpha` has the chance `power` of finding."""
+        """Return the smallest effect found by an alarm at `alpha` with chance `power`."""
         ...
 
     def told(self, effect: float) -> float:
-        """An effect as people are told it."""
+        """Convert an effect to the form that people read."""
         ...
 
 
@@ -114,9 +111,9 @@ class Resampled:
     """An estimate with its bootstrap, as `Evidence`.
 
     Args:
-        draws: `[resamples]`, the estimate of each resample.
-        groups: that were drawn from; two at least.
-        logarithm: effects are logarithms of a ratio, and told as ratio − 1.
+        draws: `[resamples]` estimate of each resample.
+        groups: number of groups that were resampled; at least two.
+        logarithm: True if effects are logarithms of a ratio, shown as ratio − 1.
     """
 
     effect: float
@@ -129,7 +126,7 @@ class Resampled:
 
     @property
     def standard_error(self) -> float:
-        """Of the estimate."""
+        """Standard error of the estimate."""
         return float(np.std(self.draws) * (self.groups / (self.groups - 1)) ** 0.5)
 
     def p_above(self, effect: float) -> float:
@@ -152,9 +149,9 @@ class Resampled:
     def detectable(self, alpha: float, power: float) -> float:
         """See `Evidence`."""
         functions, degrees, error = special(), self.groups - 1, self.standard_error
-        found, sure, missed = (-float(functions.stdtrit(degrees, p)) for p in (alpha, EACH_WAY, 1 - power))
-        # it must be seen to lie above the alarm, and must not be seen to lie below the margin
-        return float(max(self.alarm + (found + missed) * error, self.margin + (missed - sure) * error))
+        called, sure, missed = (-float(functions.stdtrit(degrees, p)) for p in (alpha, EACH_WAY, 1 - power))
+        # it must show above the alarm, and must not show below the margin
+        return float(max(self.alarm + (called + missed) * error, self.margin + (missed - sure) * error))
 
     def told(self, effect: float) -> float:
         """See `Evidence`."""
@@ -178,9 +175,9 @@ _LARGEST = 700.0
 
 @dataclass(frozen=True)
 class MeasuredValue:
-    """A value with its 95 % interval: of what is known exactly the value is both of its ends.
+    """A value with its 95 % interval; an exact value is both of its ends.
 
-    `degrees`: of the Student's t behind the interval; as many as there were groups, less one.
+    `degrees`: degrees of freedom of the Student's t behind the interval: the number of groups less one.
     """
 
     value: float
@@ -189,7 +186,7 @@ class MeasuredValue:
 
     @classmethod
     def ratio(cls, value: float, ci95: Interval, *, spread: float = 0.0, degrees: int = MANY) -> MeasuredValue:
-        """Take the logarithm of a ratio of times; `spread`: the A/A spread, 0 where both sides were in one run.
+        """Take the logarithm of a ratio of times; `spread`: the A/A spread, 0 if both sides were in one run.
 
         Raises InputError `values-invalid`: a ratio that is not above zero.
         """
@@ -205,7 +202,7 @@ KNOWN = MeasuredValue(0.0, (0.0, 0.0))
 
 @dataclass(frozen=True)
 class Apart:
-    """The difference of two measurements, as `Evidence`; `degrees`, `logarithm`: see `MeasuredValue`, `Resampled`."""
+    """Difference of two measurements, as `Evidence`; `degrees`, `logarithm`: see `MeasuredValue`, `Resampled`."""
 
     effect: float
     ci95: Interval
@@ -231,16 +228,16 @@ class Apart:
     def detectable(self, alpha: float, power: float) -> float:
         """See `Evidence`."""
         error, degrees = max(self._error(0), self._error(1)), self.degrees
-        found, sure, missed = (student(1 - 2 * p, degrees) for p in (alpha, EACH_WAY, 1 - power))
-        return float(max(self.alarm + (found + missed) * error, self.margin + (missed - sure) * error))
+        called, sure, missed = (student(1 - 2 * p, degrees) for p in (alpha, EACH_WAY, 1 - power))
+        return float(max(self.alarm + (called + missed) * error, self.margin + (missed - sure) * error))
 
     def told(self, effect: float) -> float:
         """See `Evidence`."""
-        # few groups, far out in the tail, ask for effects beyond what a float holds
+        # with few groups, effects far out in the tail overflow a float
         return expm1(min(effect, _LARGEST)) if self.logarithm else effect
 
     def _error(self, end: int) -> float:
-        """The standard error that one reach of the interval stands for: 0 below, 1 above."""
+        """Return the standard error behind one reach of the interval: 0 below, 1 above."""
         return abs(self.ci95[end] - self.effect) / student(1 - 2 * EACH_WAY, self.degrees)
 
     def _p(self, distance: float, error: float) -> float:
@@ -259,18 +256,18 @@ def difference(
     logarithm: bool = False,
     doubt: Doubt = "",
 ) -> Apart:
-    """Tell how much worse the candidate is.
+    """Estimate how much worse the candidate is.
 
     Args:
-        baseline: what it is set against; `KNOWN` where the candidate's value is the difference itself.
-        lower_is_better: which way is better; of speed-ups (`MeasuredValue.ratio`), higher is.
-        logarithm: of `MeasuredValue.ratio`; `margin` and `alarm` are then shares, 0.05 for 5 % slower.
+        baseline: value to compare with; `KNOWN` if the candidate's value is already the difference.
+        lower_is_better: False for speed-ups (`MeasuredValue.ratio`).
+        logarithm: True for values of `MeasuredValue.ratio`; `margin` and `alarm` are then shares, 0.05 for 5 % slower.
 
-    Raises InputError `values-invalid`: a value that is NaN or infinite, or outside of its interval.
+    Raises InputError `values-invalid`: a value that is NaN, infinite, or outside of its interval.
     """
-    for each in (candidate, baseline):
-        if not each.ci95[0] <= each.value <= each.ci95[1] or not all(map(isfinite, each.ci95)):
-            raise _invalid(f"{each.value}, {each.ci95[0]} to {each.ci95[1]}", "a value lies in its interval, finite")
+    for side in (candidate, baseline):
+        if not side.ci95[0] <= side.value <= side.ci95[1] or not all(map(isfinite, side.ci95)):
+            raise _invalid(f"{side.value}, {side.ci95[0]} to {side.ci95[1]}", "a value lies in its interval, finite")
     worse, other = (candidate, baseline) if lower_is_better else (baseline, candidate)
     effect = worse.value - other.value
     below = hypot(worse.value - worse.ci95[0], other.ci95[1] - other.value)
@@ -295,9 +292,9 @@ class SpeedUp:
     """A ratio of times, above 1 where the subject is faster.
 
     Args:
-        ci95: of it, from one run; `spread`: the A/A spread of that run, as a share.
-        most: the largest ratio that bytes and operations allow; infinite where that is not known.
-        noisy: whether the machine was busy (`stats.abba`).
+        ci95: interval of the ratio, from one run; `spread`: the A/A spread of that run, as a share.
+        most: largest ratio that bytes and operations allow; infinite where unknown.
+        noisy: True if the machine was busy (`stats.abba`).
     """
 
     ratio: float
@@ -308,26 +305,26 @@ class SpeedUp:
 
     @property
     def interval(self) -> Interval:
-        """The interval that is believed: `ci95` with the spread."""
+        """Credible interval: `ci95` widened by the spread."""
         low, high = MeasuredValue.ratio(self.ratio, self.ci95, spread=self.spread).ci95
         return exp(low), exp(high)
 
     @property
     def doubt(self) -> Doubt:
-        """Why the ratio is not to be told as a result."""
+        """Reason for not reporting the ratio as a result."""
         if self.ratio > max(self.most, 1.0):
             return "ceiling"
         return "noise" if self.noisy or is_hidden(log(self.ratio), self.spread) else ""
 
     @property
     def open(self) -> bool:
-        """Whether it decides nothing, whatever its interval says."""
+        """Tell whether the ratio decides nothing, whatever its interval."""
         return self.noisy or self.doubt == "ceiling"
 
 
 def is_hidden(effect: float, spread: float) -> bool:
     """Tell whether two measurements of one side (A/A spread, a share) differ by as much as the two sides do.
 
-    `effect`: the logarithm of the ratio.
+    `effect`: logarithm of the ratio.
     """
     return spread > 0 and log1p(spread) >= abs(effect)

@@ -1,22 +1,22 @@
-"""Which answers flipped between two models that were asked the same, as evidence for a decision.
+"""Count the answers that flipped between two models with the same questions, as evidence for a decision.
 
-Of n items the baseline alone gets b right (lost) and the candidate alone c (gained); the effect is (b − c)/n, a share:
-0.01 is one point lost. That something was lost at all is shown by McNemar's exact test, one-sided,
+Of n items the baseline alone gets b right (lost) and the candidate alone c (gained). The effect is (b − c)/n, a share:
+0.01 is one point lost. McNemar's exact test, one-sided, shows that anything was lost at all,
 
     p = P(X ≥ b) ,  X ~ Binomial(b + c, 1/2) ,
 
-and whether it is more or less than a margin by Tango's score (`stats.shares`). Items that were not drawn one by one,
-the tokens of a text or the crops of a photograph, count for less: with clusters, n, b and c are all divided by the
-design effect, the variance of the effect over clusters by that over items, where that is above 1. Sources: McNemar,
+and Tango's score (`stats.shares`) tests the loss against a margin. Items that were not drawn one by one, such as the
+tokens of a text or the crops of a photograph, count for less: with clusters, n, b and c are all divided by the design
+effect, the variance of the effect over clusters divided by that over items, where that is above 1. Sources: McNemar,
 Psychometrika 12 (1947); Rao and Scott, A Simple Method for the Analysis of Clustered Binary Data, Biometrics 48 (1992).
 
-How much a mean over the same items has risen (`increase`), KL divergence or negative log-likelihood:
+`increase` measures how much a mean over the same items has risen, of KL divergence or negative log-likelihood:
 
     effect   mean of (candidate − baseline) over items: Σ s_c / Σ n_c over clusters c
 
-What is drawn again in the bootstrap is whole clusters, both sides of an item together: tokens of one sequence are
-alike, so the sequence is what was drawn. A mean of negative log-likelihoods is the logarithm of a perplexity: a rise
-of 0.01 nats is a perplexity 1 % higher. Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), 8.5.
+The bootstrap draws whole clusters, both sides of an item together: tokens of one sequence are alike, so the sequence is
+the independent draw. A mean of negative log-likelihoods is the logarithm of a perplexity: a rise of 0.01 nats is a
+perplexity 1 % higher. Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), 8.5.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from quantkit.stats.shares import tango_interval, tango_score
 
 Array = NDArray[Any]
 Interval = tuple[float, float]
-# indices of resamples that are in memory at one time
+# indices of resamples in memory at one time
 _DRAWS = 5_000_000
 
 
 @dataclass(frozen=True)
 class Flips:
-    """Flipped answers, each as one item however many items that stands for; `Evidence`.
+    """Flipped answers as `Evidence`.
 
     Args:
-        lost: items that the baseline alone gets right; `gained`: the candidate alone.
-        n: items that both answered.
-        design_effect: how many items count for one.
+        lost: items that only the baseline gets right; `gained`: only the candidate.
+        n: items answered by both.
+        design_effect: number of correlated items that carry as much evidence as one independent item.
     """
 
     lost: int
@@ -59,12 +59,12 @@ class Flips:
 
     @property
     def effect(self) -> float:
-        """The share of items lost, less the share gained."""
+        """Share of items lost, less the share gained."""
         return (self.lost - self.gained) / self.n
 
     @property
     def doubt(self) -> Doubt:
-        """See `Evidence`. The same model gives the same answers again."""
+        """Return "": the same model gives the same answers again. See `Evidence`."""
         return ""
 
     def p_above(self, effect: float) -> float:
@@ -81,7 +81,7 @@ class Flips:
         return tango_interval(*self._counts(), level=level)
 
     def detectable(self, alpha: float, power: float) -> float:
-        """See `Evidence`. What flipped in both directions alike is taken for noise that stays as it is."""
+        """Return the smallest effect: see `Evidence`. Equal flips in both directions are taken as constant noise."""
         low, high = 0.0, 1.0
         for _ in range(40):
             middle = (low + high) / 2
@@ -96,7 +96,8 @@ class Flips:
         return self.lost / self.design_effect, self.gained / self.design_effect, self.n / self.design_effect
 
     def _finds(self, loss: float, alpha: float, power: float) -> bool:
-        """Whether a loss is called where chance takes off what it takes off once in 1 / (1 - power) nights."""
+        """Tell whether a loss is called even if chance hides as much of it as on the unluckiest share 1 − power of
+        nights."""
         lost, gained, n = self._counts()
         noise = min(lost, gained, n * (1 - loss) / 2)
         lost, gained = noise + loss * n, noise
@@ -117,14 +118,14 @@ def flips(
     items: tuple[Array, Array] | None = None,
     where: str = "",
 ) -> Flips:
-    """Count what flipped between two right-or-wrong answers to the same items.
+    """Count the flips between two sets of right-or-wrong answers to the same items.
 
     Args:
-        before, after: `[n]` bool, what the baseline and the candidate get right.
-        margin: a loss of less is nobody's concern: 0.01 is one point.
-        alarm: an alarm says that more than this was lost.
-        clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
-        items: `[n]` of each side, what the items are: an id, a hash, the token that follows; refused where they differ.
+        before, after: `[n]` bool, right answers of the baseline and of the candidate.
+        margin: smallest loss that matters: 0.01 is one point.
+        alarm: loss above which an alarm is raised.
+        clusters: `[n]` label of each item; items with one label were drawn together; None: each was drawn alone.
+        items: `[n]` of each side, identity of each item: an id, a hash, the next token; refused where they differ.
 
     Raises InputError: `items-differ`, `nothing-scored`; MissingDependency: scipy.
     """
@@ -135,13 +136,13 @@ def flips(
     if clusters is not None and lost + gained:
         moved = before.astype(np.float64) - after
         whole, single = (clustered_mean(moved, labels).standard_error for labels in (clusters, np.arange(moved.size)))
-        # one cluster alone says nothing of how they differ: it counts as one item
+        # the spread of a single cluster is unknown: it counts as one item
         effect = max(1.0, (whole / single) ** 2) if whole is not None and single else float(moved.size)
     return Flips(lost=lost, gained=gained, n=before.size, margin=margin, alarm=alarm, design_effect=effect)
 
 
 def same_items(before: Array, after: Array, items: tuple[Array, Array] | None, where: str) -> None:
-    """Refuse sides that did not answer the same items. Raises InputError: `items-differ`, `nothing-scored`."""
+    """Refuse sides with answers to different items. Raises InputError: `items-differ`, `nothing-scored`."""
     sizes = sorted({len(side) for side in (before, after, *(items or ()))})
     if len(sizes) > 1:
         raise _differ(where, f"{' and '.join(map(str, sizes))} items")
@@ -161,9 +162,9 @@ def _differ(where: str, value: str) -> InputError:
 
 
 def _p(lost: float, gained: float, n: float, loss: float) -> float:
-    """How likely as many lost and as few gained are, if the true loss is no more than `loss`."""
+    """Return the p-value of as many lost and as few gained items if the true loss is at most `loss`."""
     if loss == 0:
-        # P(X >= lost) as an incomplete beta function, which goes between whole numbers as well
+        # P(X >= lost) as an incomplete beta function, which also takes fractions
         return float(special().betainc(lost, gained + 1, 0.5)) if lost > 0 else 1.0
     return float(special().ndtr(-tango_score(lost, gained, n, loss)))
 
@@ -180,11 +181,12 @@ def increase(
     resamples: int = 1999,
     seed: int = 0,
 ) -> Resampled:
-    """Tell how much the mean has risen from `before` to `after`, both [n], in their unit.
+    """Measure how much the mean has risen from `before` to `after`, both [n], in their unit.
 
     Args:
-        before, after: of the baseline and the candidate: KL against the original, or −log p of what follows, nats.
-        margin: a rise of less is nobody's concern; `alarm`: an alarm says that it rose by more than this.
+        before, after: values of the baseline and the candidate: KL divergence from the original, or −log p of the next
+            token, nats.
+        margin: smallest rise that matters; `alarm`: rise above which an alarm is raised.
         clusters, items: see `flips`.
 
     Raises InputError: `items-differ`, `nothing-scored`; `values-invalid`, NaN or infinite ones, or fewer than two
@@ -200,7 +202,9 @@ def increase(
     labels = np.arange(before.size) if clusters is None else np.unique(clusters, return_inverse=True)[1]
     sizes = np.bincount(labels).astype(np.float64)
     if sizes.size < 2:
-        raise InputError("values-invalid", where=where, value="one cluster", rule="what is drawn again is clusters")
+        raise InputError(
+            "values-invalid", where=where, value="one cluster", rule="the bootstrap resamples clusters and needs two"
+        )
     sums = np.bincount(labels, weights=after - before)
 
     def mean(index: Array) -> Array:

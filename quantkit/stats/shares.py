@@ -1,26 +1,26 @@
-"""Shares of items that are right: of one side, and of two sides that answered the same items.
+"""Bound the share of right items, of one side or of two sides that answered the same items.
 
 **Wilson's interval** of k of n, with p = k/n and z = 1.96 for 95 %, is (p + z²/2n ± z·sqrt(p(1 − p)/n + z²/4n²)) /
-(1 + z²/n): it stays within 0 and 1, and has a width at k = 0 and k = n, where the textbook's and every bootstrap have
+(1 + z²/n). It stays within 0 and 1, and has a width at k = 0 and k = n, where the textbook's and every bootstrap have
 none: 480 of 480 is 99.2 % to 100 %. Items of one cluster (crops of a photograph) are alike. With s the share's standard
-error over C clusters (`stats.clustered`), n becomes the effective p(1 − p)/s², no more than there are items, and z
-Student's t for C − 1 degrees: of five photographs with 96 crops each, right in 95 % of them and correlated by 0.05,
-this covers the truth 94 % of the time, Wilson's over all crops 62 %. Where all items are right, or none, they count as
-C. Sources: Wilson, JASA 22 (1927); Korn and Graubard, Survey Methodology 24 (1998); Dean and Pagano, Journal of Survey
-Statistics and Methodology 3 (2015).
+error over C clusters (`stats.clustered`), n becomes the effective p(1 − p)/s², at most the number of items, and z
+becomes Student's t with C − 1 degrees. For five photographs with 96 crops each, right in 95 % of them and correlated by
+0.05, this covers the truth 94 % of the time, Wilson's over all crops 62 %. If all items are right, or none, they count
+as C. Sources: Wilson, JASA 22 (1927); Korn and Graubard, Survey Methodology 24 (1998); Dean and Pagano, Journal of
+Survey Statistics and Methodology 3 (2015).
 
-**McNemar's exact test**: only the items on which two sides disagree count. If neither is better, the b that the first
-alone gets right are Binomial(b + c, 1/2), and p is 2·P(X ≤ min(b, c)), at most 1. Of items in clusters, p is no less
-than that of Student's t for the mean change over clusters. Source: McNemar, Psychometrika 12 (1947).
+**McNemar's exact test**: only items on which the two sides disagree count. If neither side is better, the number b that
+only the first gets right is Binomial(b + c, 1/2), and p is 2·P(X ≤ min(b, c)), at most 1. For items in clusters, p is
+at least that of Student's t for the mean change over clusters. Source: McNemar, Psychometrika 12 (1947).
 
-**Tango's score** of the loss b/n − c/n: were it Δ ≥ 0, c's likeliest probability q would be
+**Tango's score** of the loss b/n − c/n: if the loss were Δ ≥ 0, the most likely probability q of c would be
 
     q = (√(B² − 4AC) − B) / 2A ,    A = 2n ,  B = (2n − b + c)·Δ − b − c ,  C = −c·Δ·(1 − Δ) ,
     T(Δ) = (b − c − nΔ) / √(n (2q + Δ(1 − Δ)))      a standard normal;  for Δ < 0 the sides change places
 
-At Δ = 0 it is McNemar's test without a correction. The interval keeps each Δ with |T(Δ)| ≤ z: it has a width even where
-the sides never differ, and stays within ± 1. Counts need not be whole: of correlated items each counts for less than
-one. Source: Tango, Statistics in Medicine 17 (1998).
+At Δ = 0 it is McNemar's test without a correction. The interval keeps each Δ with |T(Δ)| ≤ z. It has a width even where
+the sides never differ, and stays within ± 1. Counts may be fractions: a correlated item counts for less than one.
+Source: Tango, Statistics in Medicine 17 (1998).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Array = NDArray[Any]
 
 
 def wilson(successes: int, n: int, *, level: float = 0.95) -> tuple[float, float]:
-    """Give low and high end for the share of successes among n items: `wilson(480, 480)` is (0.9921, 1.0).
+    """Return Wilson's interval for the share of successes among n items: `wilson(480, 480)` is (0.9921, 1.0).
 
     Raises ValueError: no items, or not 0 ≤ successes ≤ n.
     """
@@ -51,13 +51,13 @@ def wilson(successes: int, n: int, *, level: float = 0.95) -> tuple[float, float
 
 
 def clustered_share(right: Array, clusters: Array) -> tuple[float, float]:
-    """Give the 95 % interval of the share of right [n] bool, whose clusters [n] (any labels) were drawn independently.
+    """Return the 95 % interval of a share: right [n] bool, clusters [n] (any labels) drawn independently.
 
-    Raises ValueError: no items, or other lengths; MissingDependency: scipy.
+    Raises ValueError: no items, or different lengths; MissingDependency: scipy.
     """
     mean, items = clustered_mean(right, clusters), np.asarray(right).size
     if mean.standard_error is None:
-        return 0.0, 1.0  # a single cluster says nothing of the next one
+        return 0.0, 1.0  # a single cluster gives no spread
     if mean.value in (0.0, 1.0):
         return wilson(round(mean.value) * mean.clusters, mean.clusters)
     spread = mean.value * (1 - mean.value)
@@ -73,9 +73,9 @@ def _wilson(share: float, n: float, z: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class McNemar:
-    """What the test says; `only_first`: items that only the first model gets right.
+    """Result of the test; `only_first`: items that only the first model gets right.
 
-    `p`: two-sided; exact of independent items; 1.0 where they never disagree.
+    `p`: two-sided p-value, exact for independent items; 1.0 if they never disagree.
     """
 
     only_first: int
@@ -86,7 +86,7 @@ class McNemar:
 def mcnemar(first: Array, second: Array, clusters: Array | None = None) -> McNemar:
     """Compare two models' right-or-wrong on the same items, both bool [n].
 
-    `clusters`: `[n]`, items of one label were drawn together; None: each was drawn alone.
+    `clusters`: `[n]` label of each item; items with one label were drawn together; None: each was drawn alone.
 
     Raises ValueError: different lengths; MissingDependency: with clusters, scipy.
     """
@@ -110,9 +110,9 @@ def from_counts(only_first: int, only_second: int) -> McNemar:
 
 
 def tango_score(lost: float, gained: float, n: float, loss: float) -> float:
-    """Give T(Δ), how many standard errors the observed loss lies above `loss`, Δ within −1 and 1.
+    """Return T(Δ), the standard errors by which the observed loss lies above `loss`, Δ within −1 and 1.
 
-    `lost`: items that the first side alone gets right; `gained`: the second alone.
+    `lost`: items that only the first side gets right; `gained`: only the second.
 
     Raises ValueError: counts below zero or of more than n items.
     """
@@ -132,7 +132,7 @@ def tango_score(lost: float, gained: float, n: float, loss: float) -> float:
 
 
 def tango_interval(lost: float, gained: float, n: float, *, level: float = 0.95) -> tuple[float, float]:
-    """Give low and high end for the loss b/n − c/n: `tango_interval(7, 3, 100)` is (-0.026, 0.113)."""
+    """Return Tango's interval for the loss b/n − c/n: `tango_interval(7, 3, 100)` is (-0.026, 0.113)."""
     z, middle = NormalDist().inv_cdf(0.5 + level / 2), (lost - gained) / n
 
     def crossing(level: float, low: float, high: float) -> float:

@@ -1,28 +1,25 @@
-"""How much slower a candidate is than its baseline, from interleaved times, as evidence for a decision.
+"""Estimate how much slower a candidate is than its baseline, from interleaved times, as evidence for a decision.
 
-Block by block, so that what a machine does to both at that moment cancels:
+The comparison goes block by block, so that a machine's effect on both at that moment cancels:
 
     d_b      log( the candidate's fastest step in block b / the baseline's fastest step in it )
-    effect   median of d_b ;  told as exp(effect) − 1: +0.05 is 5 % slower
+    effect   median of d_b ;  shown as exp(effect) − 1: +0.05 is 5 % slower
 
-What other programs do to a step can only make it longer, so the fastest of a few neighbours is the one that they have
-spared most (Chen and Revels, Robust Benchmarking in Noisy Environments, HPEC 2016); on a busy machine it found as many
-slowdowns as their median, or several times as many (`benchmarks/nightly_power.py`). It does not see what slows only
-some of the steps: ask for `quantile` 0.5 for what slows half of them, and look at the 99th percentiles of `stats.abba`
-for less.
+Other programs can only make a step longer, so the fastest of a few neighbours is the least disturbed (Chen and Revels,
+Robust Benchmarking in Noisy Environments, HPEC 2016). On a busy machine it found as many slowdowns as their median, or
+several times as many (`benchmarks/nightly_power.py`). It misses a slowdown of only some steps: use `quantile` 0.5 for
+one that affects half of them, and look at the 99th percentiles of `stats.abba` for rarer ones.
 
-What is drawn again is whole groups of blocks (`stats.abba`): the rounds, where there are six or more, else stretches of
-neighbouring blocks, since steps that follow each other are alike. In each round both models are best loaded anew, in an
-order that is drawn: which was loaded first, and where a load lies in memory, makes a difference that lasts as long as
-the load does, and no repetition within it shows that. The margin is the smallest slowdown that anybody cares for, on
-the logarithm too, so that the two sides can change places: a candidate more than 2 % slower than its baseline, or a
-baseline more than 2 % slower than its candidate.
+The bootstrap draws whole groups of blocks (`stats.abba`): the rounds, if there are six or more, else stretches of
+neighbouring blocks, since consecutive steps are alike. In each round both models are best loaded anew, in a random
+order: the order of loading, and a load's place in memory, make a difference that lasts as long as the load, and no
+repetition within it shows that. The margin is the smallest slowdown that matters, on the logarithm too, so that the two
+sides can change places: a candidate more than 2 % slower than its baseline, or a baseline more than 2 % slower than its
+candidate.
 
-`ROUNDS` of `BLOCKS` blocks are the default budget: `benchmarks/nightly_power.py` says what they find.
+`ROUNDS` of `BLOCKS` blocks are the default budget; `benchmarks/nightly_power.py` shows its power.
 
-The noise of a machine as a model: what a budget of blocks would find on it can be simulated before it is spent.
-
-Steps that follow each other take
+`Noise` models the noise of a machine, to simulate a budget of blocks before it is spent. Consecutive steps take
 
     t_i = exp(σ·z_i) · (spike size, with a small chance, else 1) ,   z_i = ρ·z_{i−1} + √(1 − ρ²)·e_i ,  e_i normal ,
 
@@ -45,7 +42,7 @@ from quantkit.stats.evidence import Resampled, is_hidden
 
 Array = NDArray[Any]
 
-# the default budget of a comparison: rounds, ABBA blocks in each, timed steps a visit after one that is not counted
+# default budget of a comparison: rounds, ABBA blocks in each, timed steps a visit, untimed steps before them
 ROUNDS, BLOCKS, BURST, SETTLE = 10, 4, 2, 1
 MARGIN = 0.02
 _TOSSES = 400
@@ -62,13 +59,13 @@ def slowdown(
     resamples: int = 1999,
     seed: int = 0,
 ) -> Resampled:
-    """Tell how much slower the candidate is, from times that `interleave` took.
+    """Estimate how much slower the candidate is, from times of `interleave`.
 
     Args:
-        candidate, baseline: `[blocks, 2, burst]` seconds, in the order in which they were taken.
-        rounds: blocks of each round, where they were taken in rounds with something else between them.
-        margin: a slowdown of less is nobody's concern: 0.02 is 2 %.
-        quantile: of the steps of a block that stands for them: 0 is the fastest, 0.5 the median.
+        candidate, baseline: `[blocks, 2, burst]` seconds, in the order of measurement.
+        rounds: blocks of each round, if something else ran between rounds.
+        margin: smallest slowdown that matters: 0.02 is 2 %.
+        quantile: quantile that stands for the steps of a block: 0 is the fastest, 0.5 the median.
 
     Raises InputError: `times-invalid`, a time that is NaN, infinite or zero, too few blocks, sides that do not pair;
     `clock-backwards`, a time below zero; MissingDependency: scipy.
@@ -101,9 +98,9 @@ def slowdown(
 
 
 def _aa_spread(visits: Array, generator: np.random.Generator) -> float:
-    """What two measurements of one side differ by as a share, from what stands for its visits, [blocks, 2].
+    """Return the A/A spread of one side from a value for each of its visits, [blocks, 2].
 
-    As the effect does it, block by block: which visit is the first measurement's is the toss of a coin.
+    Block by block, as for the effect: a coin decides which visit belongs to the first measurement.
     """
     differences = np.log(visits[:, 0] / visits[:, 1])
     signs = generator.choice((-1.0, 1.0), (_TOSSES, len(visits)))
@@ -111,7 +108,7 @@ def _aa_spread(visits: Array, generator: np.random.Generator) -> float:
 
 
 def _check(times: Array, where: str) -> None:
-    """Refuse what is no times [blocks, 2, burst]."""
+    """Refuse times of a shape other than [blocks, 2, burst]."""
     if times.ndim != 3 or times.shape[0] < 2 or times.shape[1] != 2 or times.shape[2] < 1:
         raise InputError(
             "times-invalid", where=where, value=f"times of {list(times.shape)}", rule="two blocks [blocks, 2, burst]"
@@ -120,9 +117,9 @@ def _check(times: Array, where: str) -> None:
     if not len(wrong):
         return
     block, visit, step = (int(i) for i in wrong[0])
-    found = float(times[block, visit, step])
-    value = f"{found:g} s for step {step} of visit {visit} in block {block} ({len(wrong)} such of {times.size})"
-    if found < 0:
+    bad = float(times[block, visit, step])
+    value = f"{bad:g} s for step {step} of visit {visit} in block {block} ({len(wrong)} such of {times.size})"
+    if bad < 0:
         raise InputError(
             "clock-backwards", where=where, value=value, rule="a clock only rises", remedy="use a monotonic one"
         )
@@ -133,13 +130,13 @@ def _check(times: Array, where: str) -> None:
 
 @dataclass(frozen=True)
 class Noise:
-    """See the module.
+    """Noise of a machine; the module has the model.
 
     Args:
-        cv: coefficient of variation of a step, spikes aside: 0.01 is 1 %.
-        spikes: share of steps that are interrupted.
-        size: how many times as long such a step takes.
-        lag: correlation of a step's logarithm with that of the one before it.
+        cv: coefficient of variation of a step, without spikes: 0.01 is 1 %.
+        spikes: share of interrupted steps.
+        size: factor on the time of an interrupted step.
+        lag: correlation between the logarithms of consecutive steps.
     """
 
     cv: float = 0.01
@@ -150,7 +147,7 @@ class Noise:
     def night(
         self, generator: np.random.Generator, blocks: int, burst: int = 1, settle: int = 0
     ) -> tuple[Array, Array]:
-        """Times [blocks, 2, burst] of two equal sides whose steps take about 1, in the order of `abba.interleave`."""
+        """Draw times [blocks, 2, burst] of two equal sides whose steps take about 1, in the order of `interleave`."""
         steps = blocks * 4 * (burst + settle)
         pushes = generator.normal(size=steps)
         pushes[1:] *= (1 - self.lag**2) ** 0.5

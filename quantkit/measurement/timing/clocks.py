@@ -1,12 +1,13 @@
-"""How fast and how warm a device is while something is timed on it, as far as the operating system tells.
+"""Read the clock and temperature of a device while something is timed on it, as far as the operating system reports
+them.
 
-    clock_hz        of a CPU the mean over its cores, of a GPU that of its multiprocessors
-    temperature_c   of a CPU the warmest sensor of the package
-    throttles       how often a core has lowered its clock since the start of the machine; of a GPU 1 while it does
-    slowed          of a CPU whether its clock is held down now, for warmth or want of power: by a cooling device of the
-                    kernel's, or a Raspberry Pi's firmware (`get_throttled`)
+    clock_hz        CPU: mean over its cores; GPU: clock of the multiprocessors
+    temperature_c   CPU: warmest sensor of the package
+    throttles       CPU: times that a core has lowered its clock since boot; GPU: 1 while it is throttled
+    slowed          CPU: True while heat or lack of power holds the clock down, as told by a cooling device of the
+                    kernel or by a Raspberry Pi's firmware (`get_throttled`)
 
-A virtual machine mostly tells nothing of its host: what the CPU claims to run at there is no measurement, and not read.
+A virtual machine rarely reports its host. The clock that its CPU claims is not a measurement, so it is not read.
 """
 
 from __future__ import annotations
@@ -17,26 +18,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# throttle reasons: bit 0 is idle, bit 1 a setting of the user's; the others slow the card down against its will
+# throttle reasons: bit 0 is idle, bit 1 a setting of the user; all others slow the card down unasked
 _SLOWED = ~0b11
 _QUERY = "clocks.sm,clocks.max.sm,temperature.gpu,clocks_throttle_reasons.active"
-# a card at its power limit names that reason under any dense product, and takes a hundredth of its clock for it: below
-# this share of its highest clock it is slowed
+# a card at its power limit reports that reason under any dense product, at the cost of 1 % of its clock;
+# it counts as slowed below this share of its highest clock
 _NEAR = 0.95
-# sensors of a CPU's package, by the kernel's names for them
+# sensors of a CPU package, as the kernel names them
 _PACKAGE = ("x86_pkg_temp", "cpu-thermal", "cpu_thermal", "soc-thermal", "acpitz", "CPU-therm", "tj-thermal")
-# cooling devices that hold a clock down: a fan is none. `cpufreq-cpu0`, `thermal-cpufreq-0` on Arm, `Processor` by ACPI
+# cooling devices that lower a clock (not fans): `cpufreq-cpu0`, `thermal-cpufreq-0` on Arm, `Processor` by ACPI
 _HOLDS = ("cpufreq-", "thermal-cpufreq", "Processor")
-# of `get_throttled`: the clock is capped, it is throttled, the soft limit of temperature is reached; and 16 bits
-# further that any of these was so before
+# bits of `get_throttled`: clock capped, throttled, soft temperature limit reached; the same 16 bits higher for the past
 _CAPPED, _BEFORE = 0b1110, 16
-# a clock that falls below such a share was lowered, where nothing else tells
+# share of the first clock; a lower one counts as throttled where nothing else reports it
 _FELL = 0.65
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """What a device is at; see the module."""
+    """State of a device at one moment; the module explains the fields."""
 
     clock_hz: float | None = None
     temperature_c: float | None = None
@@ -46,12 +46,12 @@ class Clocks:
 
 @dataclass(frozen=True)
 class Between:
-    """From one look at a device to the next.
+    """Change of a device between two readings.
 
     Args:
-        clock_hz: the mean of both.
-        temperature_c: at the end.
-        throttled: whether it lowered its clock in between.
+        clock_hz: mean of both readings.
+        temperature_c: reading at the end.
+        throttled: True if the device lowered its clock in between.
     """
 
     clock_hz: float | None = None
@@ -60,7 +60,8 @@ class Between:
 
     @classmethod
     def of(cls, before: Clocks, after: Clocks, *, counted: bool) -> Between:
-        """Put both looks together; `counted`: throttles are counted since the start, else told as they are."""
+        """Combine two readings. `counted`: True where `throttles` counts events since boot (CPU), False for a state
+        (GPU)."""
         clocks = [look.clock_hz for look in (before, after) if look.clock_hz is not None]
         throttled = None
         if before.throttles is not None and after.throttles is not None:
@@ -74,14 +75,15 @@ class Between:
 
 
 def settings_of(before: Clocks, after: Clocks) -> dict[str, float]:
-    """Give settings of rows: `clock_hz_before`, `temperature_c_after`, ...; none where the system does not tell."""
+    """Return settings of rows, such as `clock_hz_before` and `temperature_c_after`, as far as the system reports
+    them."""
     looks = {"before": before, "after": after}
     told = {f"{name}_{when}": getattr(looks[when], name) for when in looks for name in ("clock_hz", "temperature_c")}
     return {name: value for name, value in told.items() if value is not None}
 
 
 def of_cpu(root: Path = Path("/")) -> Clocks:
-    """Look at the processor; `root` is where `/sys` stands, for tests."""
+    """Read the processor's state. `root` is the folder that holds `/sys`, for tests."""
     cores, thermal = root / "sys/devices/system/cpu", root / "sys/class/thermal"
     clocks = _numbers(cores.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
     throttles = _numbers(cores.glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))
@@ -101,7 +103,7 @@ def of_cpu(root: Path = Path("/")) -> Clocks:
 
 
 def _firmware(root: Path) -> int | None:
-    """What a Raspberry Pi's firmware says, by the kernel or by its own program; None of other machines."""
+    """Read a Raspberry Pi's throttle bits from the kernel or from its own program; None on other machines."""
     if "Raspberry Pi" not in _text(root / "proc/device-tree/model"):
         return None
     # `soc/soc:firmware`, `soc@107c000000/soc@107c000000:firmware`
@@ -114,7 +116,7 @@ def _firmware(root: Path) -> int | None:
 
 
 def of_gpu() -> Clocks:
-    """Look at the first NVIDIA GPU; empty where the driver does not answer."""
+    """Read the state of the first NVIDIA GPU; all fields are None if the driver does not answer."""
     try:
         clock, highest, temperature, reasons = asked_of_gpu(_QUERY).split(",")
         return Clocks(1e6 * float(clock), float(temperature), int(gpu_slowed(clock, highest, reasons)))
@@ -123,19 +125,19 @@ def of_gpu() -> Clocks:
 
 
 def gpu_slowed(clock: str, highest: str, reasons: str) -> bool:
-    """Tell whether a card's clock is held well below its highest, not by idleness or a user's setting.
+    """Tell whether a card's clock is well below its highest for a reason other than idleness or a user's setting.
 
     Args:
-        clock, highest: megahertz, as `nvidia-smi` says them.
-        reasons: its `clocks_throttle_reasons.active`.
+        clock, highest: clocks in MHz, as printed by `nvidia-smi`.
+        reasons: `clocks_throttle_reasons.active` of `nvidia-smi`, hexadecimal.
 
-    Raises ValueError: one of them is no number.
+    Raises ValueError: one of them is not a number.
     """
     return bool(int(reasons, 16) & _SLOWED) and float(clock) < _NEAR * float(highest)
 
 
 def asked_of_gpu(query: str) -> str:
-    """Ask `nvidia-smi` about the first GPU: its answers with commas between, or why there is none."""
+    """Ask `nvidia-smi` about the first GPU. Return its answers separated by commas, or the reason for having none."""
     return _asked(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"])
 
 

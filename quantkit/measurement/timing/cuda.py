@@ -1,10 +1,11 @@
-"""A bundle on quantkit's own kernels, or in an engine, against the unquantized model on one GPU: steps and prefills.
+"""Time a bundle on quantkit's own kernels, or in an engine, against the unquantized model on one GPU: steps and
+prefills.
 
-Both are transformers' classes, of which only the linears differ, or one is an engine. A decode step of a batch is one
-CUDA graph on either side (`runtimes.torch.decode_graph`), timed by the device's own clock, interleaved
-(`timing.latency`). Beside each step on our kernels stands the sum of its linears as `quantkit tax` timed them one by
-one, where the bundle carries that (`kernels.json`); the residual is what that sum does not explain: attention, norms,
-the head, launches, weights that one product leaves in the cache for the next.
+Both sides are transformers' classes that differ only in their linear layers, or one side is an engine. On either side,
+a decode step of a batch is one CUDA graph (`runtimes.torch.decode_graph`). The device's clock times it, and the sides
+take turns (`timing.latency`). If the bundle carries `kernels.json`, each row of a step on our kernels also has the sum
+of its linears, each timed alone by `quantkit tax`. The residual is the time beyond that sum: attention, norms, head and
+launches, less what the cache saves from one product to the next.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ if TYPE_CHECKING:
     from quantkit.runtimes.tensorrt.decode import EngineModel
 
 RUNTIME = "torch"
-# steps after which a sequence goes back to where it began
+# steps after which a sequence is rewound to its start
 _STEPS = 256
 CEILING_BLOCKS = 4
 
 
 class KernelDecoder:
-    """A model as `schedule.Timeable`.
+    """A decoder of transformers as `schedule.Timeable`.
 
     Args:
-        model: a decoder of transformers, on its device.
-        fuse: see `DecodeGraph`.
+        model: decoder, already on its device.
+        fuse: operators to fuse; see `DecodeGraph`.
     """
 
     def __init__(self, model: Any, *, fuse: str = "") -> None:
@@ -60,7 +61,8 @@ class KernelDecoder:
         self.context = positions(model.config.to_dict()) or 1 << 30
 
     def decode(self, batch: int, context: int) -> Step:
-        """See `Timeable`; the cache holds `context` tokens to 255 more, and attention reads all its room."""
+        """Prepare a decode step: see `Timeable`. The cache holds `context` to `context` + 255 tokens; attention
+        reads all of it."""
         self._demand(context + 1)
         length = min(context + _STEPS, self.context)
         with fitting(f"batch {batch}, context {context}"):
@@ -107,22 +109,22 @@ def run(
     progress: Report | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[list[Row], str]:
-    """Time a bundle against the model that it was made from.
+    """Time a bundle against its original model.
 
     Args:
-        bundle: a decoder, with a checkpoint.
-        device: the GPU; a CPU in Triton's interpreter, for tests.
-        dtype: of activations, of what is not quantized, and of the baseline.
+        bundle: decoder with a checkpoint.
+        device: the GPU; in tests, a CPU with Triton's interpreter.
+        dtype: type of the activations, of the unquantized weights and of the baseline.
 
     Returns:
-        (rows as of `latency.measure` and `memory.peak`, what no kernel takes, in a sentence, or "").
+        (rows of `latency.measure` and `memory.peak`, sentence about layers without a kernel or "").
 
     Raises InputError: `out-of-memory`, the two do not fit; `dispatch-invalid`.
     """
     layers, subjects = bundle.manifest.layers, (bundle.manifest.content_sha256, source.sha256)
     form = _format_of(bundle)
     loaded = kernel_sides(bundle.path, layers, source, form=form, subjects=subjects, device=device, dtype=dtype)
-    return _measured(loaded, RUNTIME, plan, device, progress), loaded.said
+    return _measured(loaded, RUNTIME, plan, device, progress), loaded.note
 
 
 def kernel_sides(
@@ -135,13 +137,13 @@ def kernel_sides(
     device: GpuDevice,
     dtype: torch.dtype = torch.bfloat16,
 ) -> LoadedSides:
-    """Load a bundle on quantkit's own kernels and the model that it was made from in 16 bits.
+    """Load a bundle on quantkit's own kernels, and its original model in 16 bits.
 
     Args:
-        place: the bundle, or a folder with `model/` and `kernels.json` of one.
-        layers: as its manifest has them.
-        form: of most of them.
-        subjects: of both, in rows.
+        place: folder of the bundle, or one with `model/` and `kernels.json` of a bundle.
+        layers: entries of its manifest.
+        form: format of most of the layers.
+        subjects: names of both sides in rows.
         dtype: see `run`.
 
     Raises InputError: `out-of-memory`, the two do not fit; `dispatch-invalid`.
@@ -160,7 +162,7 @@ def kernel_sides(
         TimedSide(costs[0], subjects[0], resident or None, model=KernelDecoder(packed.model)),
         TimedSide(costs[1], subjects[1], baseline or None, model=KernelDecoder(theirs)),
         {"dtype": width, "graphs": at == "cuda", "baseline_format": width, "compute_type": kind},
-        said="; ".join(part for part in (reason, packed.said()) if part),
+        note="; ".join(part for part in (reason, packed.said()) if part),
         linears=lambda batch: _linears_seconds(packed.model, batch, table),
     )
 
@@ -174,7 +176,7 @@ def run_engine(
     *,
     progress: Report | None = None,
 ) -> list[Row]:
-    """Time an engine, which multiplies as it was built, against the model that its bundle was made from, in bfloat16.
+    """Time an engine, with the arithmetic that it was built for, against its original model in bfloat16.
 
     Raises InputError: `out-of-memory`, the two do not fit.
     """
@@ -186,12 +188,12 @@ def run_engine(
 def engine_sides(
     model: EngineModel, source: Source, *, form: str, saved: float, subjects: tuple[str, str], device: GpuDevice
 ) -> LoadedSides:
-    """Load the model that an engine was made from in bfloat16 beside it.
+    """Load an engine's original model in bfloat16 beside it.
 
     Args:
-        form: of the engine's weights.
-        saved: bytes that they take less than in 16 bits: see `measurement.size.saved_bytes`.
-        subjects: of both, in rows.
+        form: format of the engine's weights.
+        saved: bytes saved against 16 bits: see `measurement.size.saved_bytes`.
+        subjects: names of both sides in rows.
 
     Raises InputError: `out-of-memory`, the two do not fit.
     """
@@ -208,7 +210,6 @@ def engine_sides(
 
 
 def _floats(source: Source, dtype: torch.dtype, at: str) -> Any:
-    """The unquantized model in transformers' class."""
     from quantkit.model.source.open import model_class_of
 
     kind = model_class_of(source.config, source.path, source.ref, source.trust_remote_code)
@@ -236,7 +237,7 @@ def _measured(
 
 
 def _cost(model: Any, name: str, compute: str) -> StepCost:
-    """What a step of a decoder must move and compute: every weight once, but of the embedding no more than a row."""
+    """Return the bytes and operations of a decode step. Every weight is read once; the embedding costs one row."""
     config = model.config.get_text_config()
     heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
     head = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -268,7 +269,7 @@ def _cost(model: Any, name: str, compute: str) -> StepCost:
 
 
 def _linears_seconds(model: Any, batch: int, table: Table | None) -> float | None:
-    """The sum of a model's packed linears at M = `batch` as they were timed one by one; None where one was not."""
+    """Add up the recorded seconds of all packed linears at M = `batch`; None if one was not timed."""
     seconds = 0.0
     shapes = [module.packed.shape for module in model.modules() if isinstance(module, QuantLinear)]
     for shape in shapes:
@@ -281,6 +282,5 @@ def _linears_seconds(model: Any, batch: int, table: Table | None) -> float | Non
 
 
 def _format_of(bundle: Bundle) -> str:
-    """The format of most of a bundle's layers."""
     forms = [str(layer.scheme.get("format")) for layer in bundle.manifest.layers]
     return max(forms, key=forms.count, default="float")

@@ -1,9 +1,9 @@
-"""Bundles timed side by side, and the rows that follow from times in turns, of steps and of single products alike.
+"""Time bundles side by side and turn the times into rows; single products use the same rows.
 
-Every shape (batch and context, or tokens of a prefill) is measured in several rounds over the whole run, so that the
-drift of a machine over minutes is inside the intervals instead of between the shapes. Read bandwidth and compute rates
-are measured before and after; with them the tax (`operators.tax`) of a runtime that is a black box: only the sum is
-known, not what of it is decoding.
+Every shape (batch and context, or tokens of a prefill) is measured in several rounds spread over the run. A machine's
+drift over minutes is then part of the intervals and not a difference between shapes. Read bandwidth and compute rates
+are measured before and after. They give the tax (`operators.tax`) of a runtime that is a black box: the sum is known,
+but not the share of it that decoding the weights takes.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from quantkit.stats.evidence import SpeedUp
 
 Fields = Mapping[str, Any]
 ACROSS = "across"
-# steps a side, of fewer of which a row says so
+# steps a side; a row with fewer is flagged `few-steps`
 FEWEST = {"decode": 30, "prefill": 10}
-# blocks of four visits a shape: never fewer, however slow; no more, however fast
+# fewest and most blocks of four visits a shape
 _BLOCKS = (5, 240)
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the sides of a comparison.
+    """One side of a comparison.
 
     Args:
-        cost: what its steps must move and compute.
+        cost: bytes and operations of its steps.
         subject: `content_sha256` of its bundle.
-        resident_bytes: what it takes in memory, where known.
-        runtime: that runs it, where that is not the run's.
+        resident_bytes: memory that it takes, where known.
+        runtime: its runtime, if not that of the run.
     """
 
     cost: StepCost
@@ -68,26 +68,26 @@ class Side:
 
 @dataclass(frozen=True)
 class TimedSide(Side):
-    """A side that can be run; `model` is loaded."""
+    """A side with its loaded model."""
 
     model: Timeable = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class LoadedSides:
-    """Both that are compared, loaded.
+    """Both sides of a comparison, loaded.
 
     Args:
-        settings: of their rows.
-        said: of how they run what somebody has to know, in a sentence, or "".
-        linears: batch -> seconds of all of a step's linears as they were timed one by one, None where one was not; None
-            of a side whose linears nobody times.
+        settings: settings of their rows.
+        note: sentence about how they run that a reader has to know, or "".
+        linears: batch -> seconds of all linears of a step, each timed alone (None if one was not); None for a side
+            without such times.
     """
 
     subject: TimedSide
     baseline: TimedSide
     settings: Settings
-    said: str = ""
+    note: str = ""
     linears: Callable[[int], float | None] | None = None
 
 
@@ -105,26 +105,28 @@ def measure(
     progress: Report | None = None,
     clock: Clock = time.perf_counter,
 ) -> list[Row]:
-    """Time two loaded models, interleaved, and say what follows from it.
+    """Time two loaded models in turns and return the rows.
 
     Args:
-        baseline: what it is set against, in the same runtime with the same threads.
+        baseline: model to compare with, in the same runtime with the same threads.
         device: `machine.device()`.
         versions: `machine.versions()`.
-        across: a third, in another runtime, that takes its turns with the two.
-        ceilings: measures read bandwidth and compute rates, before and after the rest; None takes
+        across: third model, in another runtime, that takes turns with the two.
+        ceilings: function that measures read bandwidth and compute rates, called before and after; None takes
             `ceilings.measured` with `settings["threads"]`.
-        progress: told the share that is done, and what is being done.
-        clock: seconds, rising.
+        progress: function called with the share done and with words for the current shape.
+        clock: rising seconds.
 
     Returns:
-        `ceiling.*`; for each cell `latency.*`, `throughput.*`, `tax.total` and, of decode steps, `bandwidth.effective`;
-        `tax.break_even` for each context and for the prefills. A shape that does not fit has one row without value,
-        flagged `out-of-memory` or `prompt-too-long`, with `-baseline` where it is that which does not fit. With
-        `across` also `across.*`, the subject's steps against its, which `settings` name as `baseline_runtime` and
+        `ceiling.*`; for each cell `latency.*`, `throughput.*`, `tax.total` and, for decode steps,
+        `bandwidth.effective`;
+        `tax.break_even` for each context and for the prefills. A shape that does not fit has one row without a value,
+        flagged `out-of-memory` or `prompt-too-long`, with `-baseline` if the baseline does not fit. With `across` also
+        `across.*`: the subject's steps against those of the third model, which `settings` name as `baseline_runtime`
+            and
         `baseline_format`.
 
-    Raises InputError: whatever else a side raises; MissingDependency: scipy.
+    Raises InputError: any other error of a side; MissingDependency: scipy.
     """
     plan = plan or TimingPlan()
     progress = progress or (lambda share, words: None)
@@ -150,13 +152,13 @@ def judged(
     cache: int | None,
     seed: int = 0,
 ) -> list[Row]:
-    """Give the rows that follow from times, wherever they were taken; see `measure`.
+    """Turn times into rows, wherever they were taken; see `measure`.
 
     Args:
-        sides: `SUBJECT`, `BASELINE`, and `ACROSS` where there is one.
-        ceilings: of the device.
+        sides: `SUBJECT`, `BASELINE`, and `ACROSS` if there is one.
+        ceilings: ceilings of the device.
         cache: bytes of its last-level cache.
-        seed: of the resamples.
+        seed: seed of the resamples.
     """
     subject = sides[SUBJECT]
     common = {
@@ -185,7 +187,7 @@ def take(
     progress: Report,
     clock: Clock = time.perf_counter,
 ) -> list[Timing]:
-    """Time every shape, or learn why not; of the plan count seconds, rounds and seed."""
+    """Time every shape, or learn why it cannot run. Uses the plan's seconds, rounds and seed."""
     cells = [_Cell(shape, sides, plan, clock) for shape in shapes]
     generator = np.random.default_rng(plan.seed)
     end = clock() + plan.seconds
@@ -200,8 +202,6 @@ def take(
 
 @dataclass
 class _Cell:
-    """One shape as it is timed."""
-
     shape: Shape
     sides: Mapping[str, TimedSide]
     plan: TimingPlan
@@ -212,11 +212,11 @@ class _Cell:
 
     @property
     def timing(self) -> Timing:
-        # a shape that has fitted once keeps what was measured of it
+        # a shape that fitted once keeps its times
         return Timing.joined(self.parts) if self.parts else Timing(shape=self.shape, skipped=self.skipped)
 
     def round(self, share: float, left: int, generator: np.random.Generator) -> None:
-        """Prepare all sides, warm them up and take one round's times, or those of all rounds that are left."""
+        """Prepare and warm up all sides, then take the times of one round, or of all remaining rounds."""
         began = self.clock()
         steps: dict[str, Step] = {}
         seconds = []
@@ -230,7 +230,7 @@ class _Cell:
                 self.done, self.skipped = True, error.code if name == SUBJECT else f"{error.code}-{name}"
                 return
         prepared = self.clock() - began
-        # what costs more to prepare than to time is prepared once
+        # a shape that costs more to prepare than to time is prepared once
         rounds = left if prepared > share else 1
         self.done = rounds == left
         visit = self.parts[0].visit if self.parts else None
@@ -250,12 +250,12 @@ class _Cell:
 def latency_row(
     name: str, times: Comparison, against: str | None, *, settings: Fields, flags: Sequence[str], common: Fields
 ) -> Row:
-    """Give the median of a subject's steps.
+    """Return the row of the median of a subject's steps.
 
     Args:
-        against: the baseline; None where that is the subject itself.
-        settings: of the row; what has no field of its own is added: `baseline_p90`, `baseline_p99`, `p99_ratio` with
-            its interval `p99_ratio_low` and `p99_ratio_high`.
+        against: name of the baseline; None if that is the subject itself.
+        settings: settings of the row. Figures without a field of their own are added: `baseline_p90`, `baseline_p99`,
+            `p99_ratio` and its interval `p99_ratio_low`, `p99_ratio_high`.
     """
     beside: dict[str, Any] = {}
     if against is not None:
@@ -279,11 +279,12 @@ def tax_row(
     flags: Sequence[str] = (),
     common: Fields,
 ) -> Row:
-    """Give `tax.total`, the time beyond the bound; without value, flagged `no-ceiling`, where that is not known.
+    """Return `tax.total`, the time beyond the bound; if the bound is unknown, a row without a value, flagged
+    `no-ceiling`.
 
     Args:
-        ratio: how many times as fast as the baseline it is.
-        op: with the bounds, and the baseline's seconds.
+        ratio: speed-up over the baseline.
+        op: operation with its bounds and the baseline's seconds.
     """
     bound, hp_bound, hp_s = op.bound_s, op.hp_bound_s, op.hp_s or seconds
     if bound is None or hp_bound is None:
@@ -296,7 +297,7 @@ def tax_row(
         excess,
         op=op,
         ci95=(ci95[0] - bound, ci95[1] - bound),
-        # the baseline's own excess: its slack is no merit of the format
+        # the baseline has an excess too; the format gets no credit for it
         baseline=Baseline(subject=against, value=hp_s - hp_bound),
         settings={**settings, **told},
         flags=[*signs, *flags],
@@ -306,13 +307,13 @@ def tax_row(
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """A ratio at one M, of a curve.
+    """Speed-up at one M of a curve.
 
     Args:
         size: M.
-        speed: how many times as fast the subject is.
-        draws: [resamples] of that.
-        n: steps that it rests on.
+        speed: speed-up of the subject.
+        draws: `[resamples]` speed-up in each resample.
+        n: steps behind it.
     """
 
     size: int
@@ -322,18 +323,18 @@ class Point:
 
     @property
     def low(self) -> float:
-        """Lower end of what is believed; of what is not believed, at most 1."""
+        """Lower end of the credible interval; at most 1 for a speed-up above the ceiling."""
         low = self.speed.interval[0]
         return min(low, 1.0) if self.speed.doubt == "ceiling" else low
 
 
 def break_even_row(points: Sequence[Point], *, settings: Fields, flags: Sequence[str], common: Fields) -> Row:
-    """Give `tax.break_even`, the M at which the first win interval ends; flagged `not-measured` of no points.
+    """Return `tax.break_even`, the M at which the first winning interval ends; flagged `not-measured` without points.
 
     Args:
-        points: M rising.
-        settings: of the row; every interval is added (`win_1_from`, `win_1_to`, with `_low` and `_high`; null where
-            the measured range cuts it off), and the range itself.
+        points: points in order of rising M.
+        settings: settings of the row. Every interval is added (`win_1_from`, `win_1_to`, with `_low` and `_high`; null
+            at an end of the measured range), and the range itself.
     """
     row: dict[str, Any] = {"name": "tax.break_even", "unit": "1", "better": "higher", **common}
     if not points:
@@ -353,7 +354,7 @@ def break_even_row(points: Sequence[Point], *, settings: Fields, flags: Sequence
 
 
 def explained(rows: Sequence[Row], linears: Callable[[int], float | None]) -> list[Row]:
-    """Add to rows of decode steps the sum of their linears and what that leaves unexplained.
+    """Add to rows of decode steps the sum of their linears and the time that the sum leaves unexplained.
 
     Args:
         linears: see `LoadedSides`.
@@ -370,7 +371,7 @@ def explained(rows: Sequence[Row], linears: Callable[[int], float | None]) -> li
 
 @dataclass(frozen=True)
 class _StepRows:
-    """The rows of steps of two models, and of curves of them; `common` and `settings` are those of every row."""
+    """Rows of the steps of two models and of their curves; `common` and `settings` apply to every row."""
 
     subject: Side
     baseline: Side
@@ -379,7 +380,7 @@ class _StepRows:
     settings: Fields
 
     def of(self, timing: Timing, shape: Shape, times: Comparison | None) -> list[Row]:
-        """All rows of one shape: latency, throughput, bandwidth of a decode step, tax."""
+        """Return all rows of one shape: latency, throughput, bandwidth of a decode step, tax."""
         subject, baseline, limits = self.subject, self.baseline, self.limits
         settings = {**self.settings, **timing.settings}
         common = {**self._at(shape), "resident_bytes": subject.resident_bytes}
@@ -399,7 +400,7 @@ class _StepRows:
 
         timed = {**settings, **self._promise(shape)}
         rows = [latency_row(shape.name, times, baseline.subject, settings=timed, flags=flags, common=common)]
-        # an interval of the ratio of medians is the same for times and for rates
+        # the ratio of medians has the same interval for times and for rates
         ratios: dict[str, Any] = {"ratio": times.ratio, "ratio_ci95": times.ratio_ci95}
         against = Baseline(subject=baseline.subject, value=tokens / hp_s, **ratios)
         rows.append(rate(f"throughput.{shape.kind}", tokens, "token/s", against, settings, flags))
@@ -407,7 +408,7 @@ class _StepRows:
         if shape.kind == "decode":
             moved = subject.cost.bytes(*sizes)
             share = {"share_of_ceiling": moved / time_s / limits.read} if limits.read else {}
-            # no ratio: a format that moves fewer bytes is not worse for it
+            # no ratio: moving fewer bytes is no fault of a format
             against = Baseline(subject=baseline.subject, value=baseline.cost.bytes(*sizes) / hp_s)
             told = {**settings, "bytes": moved, **share}
             rows.append(rate("bandwidth.effective", moved, "B/s", against, told, [*flags, *cached]))
@@ -425,17 +426,15 @@ class _StepRows:
         return [*rows, tax_row(time_s, *ratio, op=op, settings=settings, flags=flags, common=common)]
 
     def across(self, shape: Shape, times: Comparison, other: Side) -> Row:
-        """The subject's step against the same step of another runtime, timed in turns."""
         there = {"baseline_runtime": other.runtime, "baseline_format": other.cost.format}
         common = {**self._at(shape), "n": times.n, "aa_spread": times.aa_spread}
         name, settings = shape.name.replace("latency.", "across."), {**self.settings, **there}
         return latency_row(name, times, other.subject, settings=settings, flags=times.flags, common=common)
 
     def curves(self, timed: Sequence[tuple[Shape, Comparison | None]]) -> list[Row]:
-        """A `tax.break_even` row for shapes that differ in M alone.
+        """Return a `tax.break_even` row for each group of shapes that differ only in M.
 
-        A model that decodes has its prefills compared over the length of the prompt; for one that does not, M is the
-        batch.
+        Prefills of a decoder are compared over the length of the prompt. For any other model, M is the batch.
         """
         decodes = any(shape.kind == "decode" for shape, _ in timed)
         groups: dict[tuple[bool, str, int], list[tuple[Shape, Comparison | None]]] = {}
@@ -446,7 +445,7 @@ class _StepRows:
         return [self._break_even(by_batch, curve) for (by_batch, _, _), curve in groups.items()]
 
     def _break_even(self, by_batch: bool, curve: Sequence[tuple[Shape, Comparison | None]]) -> Row:
-        """One; its `settings` hold `ideal`, the M where S* = 1 (null: none up to 65,536)."""
+        """Return one curve's row; its `settings` hold `ideal`, the M where S* = 1 (null: none up to 65,536)."""
         one, cost = curve[0][0], self.subject.cost
         ends, reason = ideal(
             cost,
@@ -474,12 +473,11 @@ class _StepRows:
 
     @property
     def _near_cache(self) -> bool:
-        """Whether the weights may stay in the cache: then neither bytes nor bound are those of the memory."""
+        """Tell whether the weights may stay in the cache: then the memory sets neither bytes nor bound."""
         cache = self.limits.cache
         return cache is not None and self.subject.cost.weight_bytes < 3 * cache
 
     def _promise(self, shape: Shape) -> dict[str, float]:
-        """What the roofline promises of a shape; nothing where the weights may stay in the cache."""
         if self._near_cache:
             return {}
         sizes = (shape.batch, shape.tokens, shape.context)

@@ -1,13 +1,13 @@
-"""Models timed in turns, all loaded anew in every round: raw times, from which `stats.slowdown` decides.
+"""Time models in turns and load all of them anew in every round: raw times, from which `stats.slowdown` decides.
 
-Which was loaded first, and where a load lies in memory, makes a difference that lasts as long as the load does, and no
-repetition within it shows that. So a round loads all sides, in an order that is drawn, and visits what is timed in a
-few blocks (`timing.schedule`).
+The order of loading, and a load's place in memory, make a difference that lasts as long as the load. No repetition
+within one load shows it. So a round loads all sides in a random order, then visits every shape in a few blocks
+(`timing.schedule`).
 
-A comparison (`run`) has two sides and several shapes: `LEAST` rounds at least, and more while there is time. A round is
-whole by itself: whoever has kept the ones before goes on with the next. A cell of a night (`measure`) has one step of
-up to three sides; a side that does not load is left out, and its reason told, but without the candidate there is
-nothing. A step of less than a millisecond is run several times in a row, and its mean is kept.
+A comparison (`run`) has two sides and several shapes. It takes at least `LEAST` rounds, and more while there is time. A
+round is complete by itself, so an interrupted comparison goes on after its last complete round. A cell of a night
+(`measure`) has one step of up to three sides. A side that fails to load is left out and its reason recorded; without
+the candidate the cell fails. A step of less than a millisecond is run several times in a row, and its mean is kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from quantkit.runtimes import child
 from quantkit.runtimes.child import Report
 from quantkit.stats.slowdown import BLOCKS, BURST, SETTLE
 
-# rounds: fewer are no sample of loads (`stats.abba` resamples rounds from six on); more say little that is new
+# fewest and most rounds: `stats.abba` resamples rounds from six on; beyond 40 they add little
 LEAST, MOST = 6, 40
 CANDIDATE: Final = "candidate"
 BASELINE: Final = "baseline"
@@ -49,17 +49,17 @@ SIDES = (CANDIDATE, BASELINE)
 
 @dataclass(frozen=True)
 class RoundsJob:
-    """What is to be timed of two sides.
+    """Two sides and the shapes to time.
 
     Args:
-        candidate: a folder of what its runtime reads, or a graph's file.
-        baseline: what it is set against, of the same kind.
-        shapes: in the order in which a round visits them.
-        threads: of both.
-        seconds: for all; `LEAST` rounds of one block a shape are taken, however long they take.
-        samples: of graphs, a .npz with an array [n, ...] for each input; empty else.
-        seed: of every order that is drawn.
-        runtimes: of the candidate, and of the baseline.
+        candidate: folder that its runtime reads, or a graph's file.
+        baseline: folder or file to compare with, of the same kind.
+        shapes: shapes in the order in which a round visits them.
+        threads: threads of both sides.
+        seconds: time for everything; `LEAST` rounds of one block a shape are taken even beyond it.
+        samples: for graphs, a .npz with an array [n, ...] for each input; otherwise empty.
+        seed: seed of every random order.
+        runtimes: runtime of the candidate, and of the baseline.
     """
 
     candidate: str
@@ -77,8 +77,8 @@ class TimedRound:
     """One round of two sides.
 
     Args:
-        parts: of each shape, in their order; of `CANDIDATE` and `BASELINE`.
-        seconds: that it took, with both loads.
+        parts: times of every shape, in order, of `CANDIDATE` and `BASELINE`.
+        seconds: duration, both loads included.
     """
 
     parts: Sequence[Timing]
@@ -86,7 +86,7 @@ class TimedRound:
 
 
 def run(job: RoundsJob, progress: Report | None = None) -> list[Timing]:
-    """Time both, in a process of their own.
+    """Time both sides in a process of their own.
 
     Raises InputError: `out-of-memory`, the two do not fit; `onnx-unreadable`, `speed-failed`; MissingDependency:
     onnxruntime or scipy.
@@ -98,12 +98,12 @@ def run(job: RoundsJob, progress: Report | None = None) -> list[Timing]:
 
 
 def take(loads: Mapping[str, Callable[[], Timeable]], shapes: Sequence[Shape], **how: Any) -> list[Timing]:
-    """Time what functions load; `how`: see `in_rounds`."""
+    """Time models from loading functions; `how`: arguments of `in_rounds`."""
     return joined([*in_rounds(loads, shapes, **how)])
 
 
 def joined(rounds: Sequence[TimedRound]) -> list[Timing]:
-    """Join all rounds of each shape: one that did not fit into one of them has no times."""
+    """Join the rounds of each shape; a shape that did not fit in one round has no times."""
     return [Timing.joined(parts) for parts in zip(*(turn.parts for turn in rounds), strict=True)]
 
 
@@ -117,15 +117,15 @@ def in_rounds(
     progress: Report | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[TimedRound]:
-    """Take the rounds of several shapes, one by one, each as soon as it is whole.
+    """Take the rounds of several shapes, and yield each round as soon as it is complete.
 
     Args:
-        loads: side -> what loads it anew.
-        seconds: after which no further round begins that would not end in time.
-        seed: of every order that is drawn.
-        done: the first rounds, where they have been taken before: neither their time nor their layout is begun anew.
-        progress: told the share that is done, and what is being done.
-        clock: seconds, rising.
+        loads: side -> function that loads it anew.
+        seconds: time after which no round begins that would end too late.
+        seed: seed of every random order.
+        done: rounds taken earlier; their time and their layout are kept.
+        progress: function called with the share done and with words for the current shape.
+        clock: rising seconds.
     """
     cells = [_Cell(shape, done[0].parts[i] if done else None) for i, shape in enumerate(shapes)]
     for turn_done in done:
@@ -135,7 +135,7 @@ def in_rounds(
     spent = sum(turn_done.seconds for turn_done in done)
     while turn < LEAST or (turn < MOST and spent + last < seconds):
         began = clock()
-        # of each round its own: what a round draws does not go by whether somebody broke off before it
+        # one generator a round: its draws are the same after an interruption
         generator = np.random.default_rng((seed, turn))
         drawn = [[*loads][number] for number in generator.permutation(len(loads))]
         loaded = {side: loads[side]() for side in drawn}
@@ -153,7 +153,7 @@ def in_rounds(
 
 
 class _Cell:
-    """One shape as it is timed; how its rounds are laid out is settled in the first."""
+    """One shape while it is timed; its first round settles the layout of all."""
 
     def __init__(self, shape: Shape, first: Timing | None) -> None:
         self.shape, self.skipped = shape, ""
@@ -163,7 +163,7 @@ class _Cell:
     def round(
         self, models: Mapping[str, Timeable], share: float, generator: np.random.Generator, clock: Clock
     ) -> Timing:
-        """Take at most `BLOCKS` blocks, fewer where they would take longer than `share` seconds."""
+        """Take at most `BLOCKS` blocks, fewer if they would take longer than `share` seconds."""
         try:
             if not self.skipped:
                 steps = {side: self.shape.step(model) for side, model in models.items()}
@@ -183,7 +183,6 @@ class _Cell:
 
 
 def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
-    """What the child does."""
     job = RoundsJob(**{**data, "shapes": [Shape(**shape) for shape in data["shapes"]]})
     samples = samples_of(job.samples)
     ours, theirs = job.runtimes
@@ -197,19 +196,19 @@ def _time(data: Mapping[str, Any], caller: child.Caller) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """A cell of a night.
+    """One cell of a night.
 
     Args:
-        sides: `candidate`, `baseline`, `release` -> its bundle's folder; the candidate among them.
-        runtime: of all.
-        batch: of the cell.
-        rounds: in which all are loaded anew.
-        blocks: of all rounds together; None where time decides.
-        seconds: of all rounds together, without the loads, where it does.
-        seed: of all that is drawn.
-        gpu: whether it runs on one.
+        sides: `candidate`, `baseline`, `release` -> folder of its bundle; the candidate is among them.
+        runtime: runtime of all sides.
+        batch: batch of the cell.
+        rounds: number of rounds; each loads all sides anew.
+        blocks: blocks of all rounds together; None where time decides.
+        seconds: if time decides, that of all rounds together, without loads.
+        seed: seed of all random orders.
+        gpu: True on a GPU.
         samples: file of a graph's inputs.
-        most: blocks of one round.
+        most: most blocks of one round.
     """
 
     sides: Mapping[str, str]
@@ -225,12 +224,12 @@ class Task:
 
 
 def measure(task: Task, load: Callable[[str], Step], look: Callable[[], Clocks]) -> Iterator[dict[str, Any]]:
-    """Give of each round its steps and what the device was at, and of a side that does not load, why.
+    """Yield each round's steps and the state of the device, and the error of any side that fails to load.
 
     Args:
-        load: loads a side anew, and prepares its step.
+        load: function that loads a side anew and prepares its step.
 
-    Raises QuantkitError: what loading the candidate raises.
+    Raises QuantkitError: any error of loading the candidate.
     """
     generator = np.random.default_rng(task.seed)
     sides, visit = list(task.sides), None

@@ -1,10 +1,10 @@
-"""What is timed, and the one schedule by which sides are timed, so that a noisy machine harms all of them alike.
+"""Define the shapes to time and the one schedule for timing sides in turns, so that a noisy machine harms all alike.
 
-A block visits the sides in a random order and then in the reverse of it: A B B A or B A A B; of three A B C C B A, or
-another order of them. A drift that is linear over a block adds the same to all and leaves their ratios alone (ABBA
-counterbalancing). Blocks that follow each other are a round; between two rounds something else ran, or all sides were
-loaded anew. A visit times a side's step several times, after some that are not counted: caches and threads still belong
-to the side before it. What the times say is in `stats.abba` and `stats.slowdown`.
+A block visits the sides in a random order and then in reverse: A B B A or B A A B; with three, A B C C B A or another
+order. A drift that is linear over a block adds the same to all sides and leaves their ratios alone (ABBA
+counterbalancing). Consecutive blocks form a round; between two rounds something else ran, or all sides were loaded
+anew. A visit times a side's step several times, after a few untimed ones, because caches and threads still belong to
+the side before it. `stats.abba` and `stats.slowdown` analyse the times.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quantkit.stats.abba import Comparison, compare
 
 Array = NDArray[Any]
 Settings = Mapping[str, str | bool | int | float | None]
-# a step that returns a float says itself how many seconds it took, by the clock of its device
+# a step that returns a float reports its own seconds, by the clock of its device
 Step = Callable[[], object]
 Clock = Callable[[], float]
 
@@ -34,34 +34,34 @@ SUBJECT, BASELINE = "subject", "baseline"
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (128, 1024)
 PREFILLS = (64, 256, 1024)
-# errors of a model that speak of one shape; the others go on
+# errors that concern one shape only; the other shapes go on
 TOO_LARGE = {"out-of-memory", "prompt-too-long", "shape-unsupported"}
-# a step shorter than this many seconds is timed twice a visit, after one that is not counted
+# a step of fewer seconds is timed twice a visit, after an untimed one
 SHORT = 0.05
-# what takes less is run several times in a row, seconds
+# seconds; a shorter step is run several times in a row
 SHORTEST = 1e-3
 
 
 class Timeable(Protocol):
-    """A loaded model. Raises InputError for a shape that does not fit: `out-of-memory` for this machine,
-    `prompt-too-long` for this model, `shape-unsupported` for this engine."""
+    """A loaded model. Its methods raise InputError for a shape that does not fit: `out-of-memory` on this machine,
+    `prompt-too-long` for this model, `shape-unsupported` by this engine."""
 
     def decode(self, batch: int, context: int) -> Step:
-        """Prepare a decode step with `context` tokens in the cache; each call repeats the same step."""
+        """Prepare a decode step with `context` tokens in the cache. Each call of the result repeats the same step."""
         ...
 
     def prefill(self, batch: int, tokens: int) -> Step:
-        """Prepare a prefill of `tokens` tokens a sequence; each call repeats it."""
+        """Prepare a prefill of `tokens` tokens a sequence. Each call of the result repeats it."""
         ...
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is timed.
+    """Shape of a step.
 
     Args:
         batch: sequences, or samples of a graph.
-        size: tokens in the cache of a decode step; of each sequence of a prefill, which is 1 of a graph.
+        size: decode step: tokens in the cache; prefill: tokens of each sequence (1 for a graph).
     """
 
     kind: Literal["decode", "prefill"]
@@ -70,7 +70,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Name of its rows of latency."""
+        """Name of its latency rows."""
         return "latency.decode_step" if self.kind == "decode" else "latency.prefill"
 
     @property
@@ -85,7 +85,7 @@ class Shape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes as rows have them beside the batch."""
+        """Sizes beside the batch, as rows have them."""
         return {"new_tokens": self.tokens, "context": self.context}
 
     @property
@@ -94,23 +94,25 @@ class Shape:
         return f"{self.kind}, batch {self.batch}, {'context' if self.kind == 'decode' else 'tokens'} {self.size}"
 
     def step(self, model: Timeable) -> Step:
-        """Prepare it on a model. Raises InputError: the model's."""
+        """Prepare the step on a model. Raises InputError: the model's errors."""
         return (model.decode if self.kind == "decode" else model.prefill)(self.batch, self.size)
 
 
 @dataclass(frozen=True)
 class TimingPlan:
-    """What is measured, and how long it may take.
+    """Shapes to measure and the time for them.
 
     Args:
-        batches: of the decode steps.
+        batches: batches of the decode steps.
         contexts: tokens in the cache of the decode steps; empty for a model that does not decode.
         prefills: tokens a sequence of the prefills.
-        prefill_batches: of the prefills.
-        seconds: for all shapes together. One takes longer where its 30 steps a side (10 of a prefill) need it.
-        cell_seconds: beyond this a shape makes do with fewer steps, five blocks at least, and is flagged `few-steps`.
-        rounds: over all shapes; the interval of a time rests on how much its rounds differ, from four rounds on.
-        seed: of the order of the steps and of the resamples.
+        prefill_batches: batches of the prefills.
+        seconds: time for all shapes together. A shape takes longer if its 30 steps a side (10 of a prefill) need it.
+        cell_seconds: limit for one shape; beyond it the shape gets fewer steps, at least five blocks, and is flagged
+            `few-steps`.
+        rounds: rounds over all shapes. From four rounds on, a time's interval comes from the differences between
+            rounds.
+        seed: seed of the order of the steps and of the resamples.
     """
 
     batches: Sequence[int] = BATCHES
@@ -123,19 +125,19 @@ class TimingPlan:
     seed: int = 0
 
     def shapes(self) -> list[Shape]:
-        """List the shapes, small ones first: what they leave of their time goes to the large ones."""
+        """List the shapes, small ones first: the large ones get the time that those leave."""
         decode = [Shape("decode", batch, context) for batch in self.batches for context in self.contexts]
         return decode + [Shape("prefill", batch, tokens) for batch in self.prefill_batches for tokens in self.prefills]
 
 
 @dataclass(frozen=True)
 class Visit:
-    """What is done each time that a side's turn comes.
+    """Steps of one side each time its turn comes.
 
     Args:
         burst: timed steps.
-        settle: steps before them that are not counted.
-        runs: how often a step is run in a row to be timed as one; its mean is kept.
+        settle: untimed steps before them.
+        runs: repetitions that are timed as one step; their mean is kept.
     """
 
     burst: int = 1
@@ -144,28 +146,28 @@ class Visit:
 
     @classmethod
     def fitting(cls, longest: float, *, runs: int = 1) -> Visit:
-        """Lay out a visit for steps of at most so many seconds."""
+        """Lay out a visit for steps of at most `longest` seconds."""
         return cls(2, 1, runs) if longest < SHORT else cls(1, 0, runs)
 
     def block(self, seconds: Sequence[float]) -> float:
-        """Tell the seconds of a block whose sides' steps take so long."""
+        """Return the seconds of a block whose sides' steps take `seconds`."""
         return max(2 * (self.burst + self.settle) * self.runs * sum(seconds), 1e-9)
 
 
 @dataclass(frozen=True, eq=False)
 class Timing:
-    """What was timed of some sides in turns, in the order in which it was taken; or why nothing was.
+    """Times of sides in turns, in the order of measurement, or the reason for having none.
 
     Args:
-        seconds: side -> [blocks, 2, burst] of one step.
-        began: the same, when each step began, seconds since 1970; empty where nobody kept that.
-        order: of each block the sides as they were visited, and then in reverse.
+        seconds: side -> [blocks, 2, burst] seconds of one step.
+        began: start of each step in seconds since 1970, same shape; empty if not kept.
+        order: sides of each block in the order of their first visits; the second visits are in reverse.
         rounds: blocks of each round.
-        visit: how a side's turn was laid out, where that is known.
-        shape: what was timed; None of a step without one.
-        skipped: why there are no times: `out-of-memory`, `prompt-too-long`, `shape-unsupported`; empty else.
-        settings: of its rows, besides those of the run: clocks and warmth meanwhile.
-        flags: of its rows: `throttled`.
+        visit: layout of a side's turn, where known.
+        shape: shape of the step; None for a step without one.
+        skipped: reason for having no times: `out-of-memory`, `prompt-too-long`, `shape-unsupported`; otherwise empty.
+        settings: settings of its rows besides those of the run: clocks and temperature meanwhile.
+        flags: flags of its rows: `throttled`.
     """
 
     seconds: Mapping[str, Array] = field(default_factory=dict)
@@ -180,7 +182,7 @@ class Timing:
 
     @classmethod
     def joined(cls, parts: Sequence[Timing]) -> Timing:
-        """Join rounds of the same sides, one after another; one that was skipped has no times at all."""
+        """Join rounds of the same sides, one after another; if one was skipped, there are no times."""
         if skipped := next((part for part in parts if part.skipped), None):
             return skipped
         first, order = parts[0], [order for part in parts for order in part.order]
@@ -190,12 +192,12 @@ class Timing:
         return replace(first, seconds=seconds, began=began, order=order, rounds=rounds)
 
     def of(self, *sides: str) -> Timing:
-        """Keep the times of some sides alone."""
+        """Keep only the times of the named sides."""
         seconds, began = ({side: times[side] for side in sides} for times in (self.seconds, self.began))
         return replace(self, seconds=seconds, began=began)
 
     def compared(self, subject: str, baseline: str, seed: int = 0) -> Comparison | None:
-        """Compare two sides; None where there are no times.
+        """Compare two sides; None without times.
 
         Raises ValueError: fewer than two blocks; MissingDependency: scipy.
         """
@@ -204,7 +206,7 @@ class Timing:
         return compare(self.seconds[subject], self.seconds[baseline], rounds=self.rounds, seed=seed)
 
     def steps(self) -> Iterator[tuple[str, int, int, float, float]]:
-        """Give (side, block, position in the block, seconds, when it began) of every step, in the order of time."""
+        """Yield (side, block, position in the block, seconds, start) of every step, in order of time."""
         for block, order in enumerate(self.order):
             for place, side in enumerate([*order, *order[::-1]]):
                 visit, burst = int(place >= len(order)), self.seconds[side].shape[2]
@@ -213,7 +215,7 @@ class Timing:
                     yield side, block, place * burst + i, taken, began
 
     def as_dict(self) -> dict[str, Any]:
-        """Give what JSON holds of it."""
+        """Return its JSON form."""
         seconds, began = ({side: x.tolist() for side, x in times.items()} for times in (self.seconds, self.began))
         parts = {"visit": self.visit and asdict(self.visit), "shape": self.shape and asdict(self.shape)}
         told = {**parts, "skipped": self.skipped, "settings": dict(self.settings), "flags": list(self.flags)}
@@ -222,7 +224,7 @@ class Timing:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Timing:
-        """Read what `as_dict` gave."""
+        """Read the result of `as_dict`."""
         known: dict[str, Any] = dict(data)
         for name in ("seconds", "began"):
             known[name] = {side: np.asarray(times) for side, times in known.get(name, {}).items()}
@@ -242,15 +244,15 @@ def interleave(
     visit: Visit | None = None,
     clock: Clock = time.perf_counter,
 ) -> Timing:
-    """Take one round: the fewest blocks that are asked for, then more while there is time.
+    """Take one round: the fewest blocks, then more while there is time.
 
     Args:
-        sides: what to time, one or more.
-        blocks: the fewest and the most.
-        seconds: after which no further block begins.
-        generator: draws the order of each block.
-        visit: None is one step.
-        clock: seconds, rising.
+        sides: one or more sides with their steps.
+        blocks: fewest and most blocks.
+        seconds: time after which no block begins.
+        generator: source of each block's random order.
+        visit: layout of a turn; None is one step.
+        clock: rising seconds.
     """
     visit = visit or Visit()
     steps = {side: _repeated(step, visit.runs) for side, step in sides.items()}
@@ -279,25 +281,24 @@ def interleave(
 
 
 def warm(step: Step, clock: Clock = time.perf_counter) -> float:
-    """Tell about the seconds that a step takes, after it has run once: that faults the pages in."""
+    """Run a step once to fault its pages in, then return its approximate seconds."""
     step()
     return max(timed(step, clock), 1e-9)
 
 
 def runs_of(longest: float) -> int:
-    """Tell how often steps of at most so many seconds are run to be timed as one."""
+    """Return how many repetitions are timed as one, for steps of at most `longest` seconds."""
     return math.ceil(SHORTEST / longest)
 
 
 def timed(step: Step, clock: Clock) -> float:
-    """Run a step: the seconds that it says itself, as a float, or that passed on the clock."""
+    """Run a step. Return the seconds that it reports as a float, or those that passed on the clock."""
     begin = clock()
     told = step()
     return told if isinstance(told, float) else clock() - begin
 
 
 def _repeated(step: Step, runs: int) -> Step:
-    """A step that is so many of them, one after another."""
     if runs == 1:
         return step
 
@@ -310,9 +311,9 @@ def _repeated(step: Step, runs: int) -> Step:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Python's garbage collector may stop one side's step for long; as with `timeit`, it waits.
+    """Keep Python's garbage collector from interrupting a step, as `timeit` does.
 
-    Collecting first may take a tenth of a second: within another one of these, it is left out.
+    The first collection may take a tenth of a second; a nested use skips it.
     """
     was = gc.isenabled()
     if was:

@@ -1,11 +1,11 @@
-"""What a bundle exports and its baseline's, timed side by side in a process of their own.
+"""Time the export of a bundle beside that of its baseline, in a process of their own.
 
-In one of their own, so that what else this process has loaded, its threads and its memory, is not part of the figures,
-and the models are not part of its peak. The baseline is what the same exporter makes of the unquantized model: same
-runtime, same fusions, same threads, other weights. A third may take its turns with them, in another runtime.
+In a separate process, the threads and memory of this one do not affect the figures, and the models do not count toward
+its peak. The baseline is the same exporter's output for the unquantized model: same runtime, same fusions, same
+threads, other weights. A third side in another runtime may take turns with them.
 
-Of a graph that is no transformer, one pass of a batch of samples is a prefill of one token a sequence: it has no
-tokens, and all that it reads of a sample comes at once.
+A graph that is not a transformer has no tokens and reads a whole sample at once. One pass over a batch of samples
+counts as a prefill of one token a sequence.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from quantkit.runtimes.onnxruntime.open import open_graph
 from quantkit.stats.abba import Comparison
 
 RUNTIME = "onnxruntime"
-# of the step that shows that an export runs
+# size of the step that proves that an export runs
 _TOKENS = 8
 _BATCH, _CONTEXT = 1, 128
-# two graphs: the fewest and the most blocks; seconds after which none begins
+# for two graphs: fewest and most blocks; seconds after which no block begins
 _BLOCKS, _SECONDS = (8, 40), 3.0
 _REMEDY = "try smaller batches: quantkit measure BUNDLE --batch 1,2,4"
 
 
 @dataclass(frozen=True)
 class SpeedSide:
-    """One side.
+    """One side of a timing.
 
     Args:
-        path: a folder with `model.onnx` or `model.gguf`, or a graph's file.
-        subject: identity for the rows.
-        format: of its weights.
-        weight_bytes: of all constants of a graph.
-        runtime: that runs it: `onnxruntime`, `quantkit_cpu`, `llama_cpp` or `openvino`.
+        path: folder with `model.onnx` or `model.gguf`, or a graph's file.
+        subject: name in the rows.
+        format: format of its weights.
+        weight_bytes: bytes of all constants of a graph.
+        runtime: its runtime: `onnxruntime`, `quantkit_cpu`, `llama_cpp` or `openvino`.
     """
 
     path: str
@@ -73,12 +73,12 @@ class SpeedSide:
 
 @dataclass(frozen=True)
 class Samples:
-    """What a graph is run on.
+    """Inputs of a graph.
 
     Args:
-        file: a .npz with an array [n, ...] for each input: what is run, over again where a batch is larger.
+        file: .npz with an array [n, ...] for each input; repeated for a larger batch.
         macs: multiply-accumulates of one sample.
-        outputs: numbers that come out for one sample.
+        outputs: output numbers of one sample.
     """
 
     file: str
@@ -88,15 +88,15 @@ class Samples:
 
 @dataclass(frozen=True)
 class SpeedJob:
-    """What is to be timed.
+    """Sides and shapes to time.
 
     Args:
-        ours: what is judged.
-        theirs: what it is set against.
-        threads: of both.
+        ours: side to judge.
+        theirs: side to compare with.
+        threads: threads of both sides.
         plan: shapes and time.
-        samples: of graphs; None: of transformers.
-        across: what is timed besides, in another runtime.
+        samples: inputs of graphs; None for transformers.
+        across: third side, in another runtime.
     """
 
     ours: SpeedSide
@@ -108,12 +108,12 @@ class SpeedJob:
 
     @property
     def sides(self) -> list[SpeedSide]:
-        """All sides, what is judged first."""
+        """Sides of the job; the first is to be judged."""
         return [self.ours, self.theirs, *([self.across] if self.across else [])]
 
 
 def demand(runtimes: Collection[str] = (RUNTIME,)) -> None:
-    """Refuse to begin what needs a package that is not there; `runtimes`: that run the sides.
+    """Refuse to begin if a package is missing; `runtimes`: those of the sides.
 
     Raises MissingDependency: scipy; onnxruntime or llama-cpp-python.
     """
@@ -125,7 +125,7 @@ def demand(runtimes: Collection[str] = (RUNTIME,)) -> None:
 
 
 def demand_room(models: Sequence[Path]) -> None:
-    """Refuse to load what does not fit: folders with `model.onnx` or `model.gguf`, or graphs' files.
+    """Refuse to load models beyond the free memory: folders with `model.onnx` or `model.gguf`, or graphs' files.
 
     Raises InputError: `out-of-memory`.
     """
@@ -137,13 +137,12 @@ def demand_room(models: Sequence[Path]) -> None:
 
 
 def _bytes(model: Path) -> int:
-    """Bytes of a folder's files, or of a graph's file and of those that its numbers lie in."""
     files = model.iterdir() if model.is_dir() else model.parent.glob(f"{model.stem}.*")
     return sum(path.stat().st_size for path in files)
 
 
 def run(job: SpeedJob, progress: Report | None = None) -> list[Row]:
-    """Time both, and weigh both unless they are graphs; see `latency.measure` for the rows; `memory.peak` besides.
+    """Time both sides and, unless they are graphs, weigh them. Rows: those of `latency.measure` and `memory.peak`.
 
     Raises InputError: `out-of-memory`, they do not fit; `onnx-unreadable`, `gguf-unreadable`, `speed-failed`;
     MissingDependency: onnxruntime, llama-cpp-python or scipy.
@@ -166,7 +165,7 @@ def footprint(part: SpeedSide, threads: int) -> dict[str, int]:
 
     Returns:
         `resident` and `peak` bytes of a process that has loaded it and made a step after `context` tokens, or an
-        encoder's pass over `new_tokens`; of the interpreter `before`.
+        encoder's pass over `new_tokens`; `before`: bytes of the interpreter alone.
     """
     sizes: dict[str, int]
     (sizes,) = child.run(_weigh, {"side": asdict(part), "threads": threads}, remedy=_REMEDY)
@@ -183,7 +182,7 @@ def memory_row(
     device: Mapping[str, Any],
     versions: Mapping[str, str],
 ) -> Row:
-    """Give `memory.peak`, of what `footprint` says of both."""
+    """Return `memory.peak` from the `footprint` of both sides."""
     return Row(
         name="memory.peak",
         value=ours["peak"],
@@ -207,11 +206,11 @@ def memory_row(
 def compared(
     subject: bytes, baseline: bytes, feeds: Mapping[str, Array], threads: int, *, seconds: float = _SECONDS
 ) -> Comparison:
-    """Run two whole graphs with the same inputs in turns in ONNX Runtime: how many times as fast `subject` is.
+    """Run two whole graphs on the same inputs in turns in ONNX Runtime, and compare their times.
 
     Args:
-        threads: of one operator.
-        seconds: about how long it takes.
+        threads: threads of one operator.
+        seconds: approximate duration.
 
     Raises InputError: `onnx-unreadable`; MissingDependency: onnxruntime, scipy.
     """
@@ -242,7 +241,7 @@ class Passes:
         self._run, self._samples = run, samples
 
     def decode(self, batch: int, context: int) -> Step:
-        """See `Timeable`: a graph has no cache."""
+        """Refuse a decode step: a graph has no cache."""
         raise InputError("not-a-decoder", where="a graph", value="a decode step", rule="only decoders have a cache")
 
     def prefill(self, batch: int, tokens: int) -> Step:
@@ -255,7 +254,7 @@ class Passes:
 
 
 def samples_of(file: str | None) -> dict[str, Array]:
-    """Read the arrays of a .npz; none of no file."""
+    """Read the arrays of a .npz; an empty dictionary without a file."""
     if not file:
         return {}
     with np.load(file, allow_pickle=False) as loaded:
@@ -263,24 +262,24 @@ def samples_of(file: str | None) -> dict[str, Array]:
 
 
 def opened(path: str, samples: Mapping[str, Array], threads: int, runtime: str = RUNTIME) -> Session | Passes:
-    """Open a folder with `model.onnx` or `model.gguf`, or with samples a graph's file. Raises as `open_graph`."""
+    """Open a folder with `model.onnx` or `model.gguf`; with samples, open a graph's file. Raises as `open_graph`."""
     if samples:
         return Passes(opened_graph(Path(path), threads, runtime), samples)
     return load_runtime(runtime).opens(Path(path), threads)
 
 
 def opened_graph(file: Path, threads: int, runtime: str) -> Graph:
-    """Open a graph's file to run it on a batch. Raises InputError: the runtime's."""
+    """Open a graph's file to run it on a batch. Raises InputError: the runtime's errors."""
     return load_runtime(runtime).opens_graph(file, threads)
 
 
 def stepped(path: Path, runtime: str, *, graph: bool) -> None:
-    """Load an export, and make a step where what goes in is known.
+    """Load an export, and run a step if its inputs are known.
 
     Args:
-        graph: whether it is a graph's file, no transformer's folder.
+        graph: True for a graph's file, False for a transformer's folder.
 
-    Raises InputError: the runtime's.
+    Raises InputError: the runtime's errors.
     """
     if graph:
         opened_graph(path, machine.cores(), runtime)
@@ -290,7 +289,7 @@ def stepped(path: Path, runtime: str, *, graph: bool) -> None:
 
 
 def sides(job: SpeedJob) -> tuple[list[TimedSide], dict[str, Any]]:
-    """Load what is judged, what it is set against and what is timed across; and give the settings of their rows.
+    """Load every side of a job, and return the sides with the settings of their rows.
 
     Raises InputError: those of `open_graph`.
     """
@@ -358,7 +357,7 @@ def _weigh(data: Mapping[str, Any], caller: child.Caller) -> None:
 
 
 def _status(key: str) -> int:
-    """Bytes; where there is no /proc, the most that was resident so far."""
+    """Return bytes of a line of /proc/self/status; without /proc, the largest resident size so far."""
     try:
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith(f"{key}:"):
