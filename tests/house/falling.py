@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+from house import prose
 from house.source import PACKAGE, files, imports, nodes
 
 FILE = Path(__file__).with_name("falling.txt")
@@ -153,6 +154,8 @@ LISTED: dict[str, Callable[[], list[str]]] = (
     {"modules in circles": in_circles, "needs that run upward": climbs}
     | {"files of an odd size": odd_files, "summaries without a verb": no_verb}
     | {"summaries with a relative pronoun": relative, "values named vaguely": vague}
+    | {"long sentences in documents": prose.long_sentences, "long paragraphs in documents": prose.long_paragraphs}
+    | {"sentences in documents that open with a clause": prose.clauses_first}
 )
 
 
