@@ -1,1 +1,1 @@
-"""A float ONNX graph: opened, fused, observed, and given its quantizers."""
+"""Float ONNX graphs: opening, fusion, observation of activations, and insertion of quantizers."""

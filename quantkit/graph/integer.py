@@ -1,12 +1,12 @@
-"""What ONNX Runtime really runs in integers: read off the graph that it has optimized.
+"""Share of a quantized graph that ONNX Runtime runs in integer kernels, read from the optimized graph.
 
-A quantized product is written as float operators between QuantizeLinear and DequantizeLinear, and it is up to the
-runtime to find the integer kernel that they stand for. Where it does not, the model still gives the right numbers,
-slower than before. So the graph is read after optimization (`SessionOptions.optimized_model_filepath`):
+A quantized product is written as a float operator between DequantizeLinear and QuantizeLinear, and the runtime replaces
+the pattern by an integer kernel. If it finds none, the results stay right, but the model is slower than before. So the
+graph is read after optimization (`SessionOptions.optimized_model_filepath`):
 
-    share = MACs of the sites that an integer kernel multiplies / MACs of all sites
+    share = MACs of the sites in integer kernels / MACs of all sites
 
-A site is found by the tensor that holds its codes, which the runtime moves but keeps, or by the value that it makes.
+A site is identified by the tensor of its codes, which the runtime moves but keeps, or by the name of its output.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ KERNELS = frozenset(
         "QLinearConv",
     }
 )
-# between stored codes and the product that reads them
+# operators that may stand between stored codes and their product
 _BETWEEN = frozenset({"DequantizeLinear", "QuantizeLinear", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Cast"})
 
 
 @dataclass(frozen=True)
 class QuantizedSite:
-    """A product that was quantized.
+    """A quantized product.
 
     Args:
-        name: for people: the layer's.
-        weight: the initializer that holds its codes.
-        macs: multiply-accumulates of one item, whatever an item is, as long as all sites mean the same.
-        output: the float value that the product makes.
+        name: name of the layer, for people.
+        weight: name of the initializer with its codes.
+        macs: multiply-accumulates per item, for the same item at all sites.
+        output: name of the product's float output.
     """
 
     name: str
@@ -54,12 +54,12 @@ class QuantizedSite:
 
 @dataclass(frozen=True)
 class IntegerKernels:
-    """What a runtime made of the sites.
+    """Integer kernels that a runtime chose for the sites.
 
     Args:
-        share: of the sites' multiply-accumulates, those in integer kernels; 1 where there are none.
-        floating: site -> what runs in the place of an integer kernel.
-        kernels: integer kernel -> how many sites it runs.
+        share: share of the sites' multiply-accumulates in integer kernels; 1 without sites.
+        floating: site -> operator that runs instead of an integer kernel.
+        kernels: integer kernel -> number of sites.
     """
 
     share: float
@@ -68,7 +68,7 @@ class IntegerKernels:
 
 
 def found(model: ir.Model, sites: Sequence[QuantizedSite]) -> IntegerKernels:
-    """Tell which sites run in integer kernels."""
+    """Match the sites with the integer kernels of an optimized graph."""
     graph = model.graph
     readers: dict[str, list[ir.Node]] = {}
     makers: dict[str, ir.Node] = {}
@@ -89,13 +89,13 @@ def found(model: ir.Model, sites: Sequence[QuantizedSite]) -> IntegerKernels:
             kernels[kernel] += 1
             inside += site.macs
         else:
-            floating[site.name] = nodes[0].op_type if nodes else "no operator that reads its weight"
+            floating[site.name] = nodes[0].op_type if nodes else "no operator reads its weight"
     total = sum(site.macs for site in sites)
     return IntegerKernels(inside / total if total else 1.0, floating, dict(kernels))
 
 
 def _constants(value: ir.Value | None) -> Iterator[str]:
-    """Return the initializer that a value holds, as it is or unpacked."""
+    """Yield the name of the initializer that a value is read from, directly or dequantized."""
     while value is not None:
         if value.is_initializer():
             yield value.name or ""
@@ -107,7 +107,7 @@ def _constants(value: ir.Value | None) -> Iterator[str]:
 
 
 def _reading(readers: Mapping[str, Iterable[ir.Node]], weight: str) -> list[ir.Node]:
-    """The nodes that read a tensor; one that the runtime has converted bears the name with something after it."""
+    """Return the readers of a tensor; the runtime adds a suffix to the name of a converted one."""
     return [
         node for name, nodes in readers.items() if name == weight or name.startswith(f"{weight}_") for node in nodes
     ]

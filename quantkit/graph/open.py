@@ -1,7 +1,8 @@
-"""A float ONNX file -> a graph in memory, or one line that says what is wrong with it.
+"""Opening of a float ONNX file: a checked graph in memory, or an error of one line.
 
-Nothing in a file is trusted: weights beside it are read only from its own folder, by a name without `..`, never through
-a link, and no further than the file goes. Operators are those that ONNX Runtime brings itself.
+The file is not trusted. External weights are read only from the file's own folder, by a name without `..`, never
+through
+a link, and only up to the end of their file. Operators must be among those that ONNX Runtime ships.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from quantkit.model.source.files import source_changed
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-# per-channel DequantizeLinear is of opset 13
+# first opset with a per-channel DequantizeLinear
 OPSET = 13
 _DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft", "pkg.torch")
 _QUANTIZED = (
@@ -34,17 +35,23 @@ _QUANTIZED = (
     "ConvInteger",
     "MatMulNBits",
 )
-# what leaves every number what it is
+# operators that keep every number
 _SAME_NUMBERS = ("Cast", "Identity")
 _IDS, _WHOLE = "input_ids", ("INT64", "INT32")
 _SUFFIX = ".onnx"
-# of a graph without functions: a few that call each other twice are billions
+# most nodes after functions are inlined: a few functions that call each other twice make billions
 _NODES = 1_000_000
 
 
 @dataclass(frozen=True)
 class FloatGraphInput:
-    """One input of a graph; None is a free size."""
+    """One input of a graph.
+
+    Args:
+        name: name of the input.
+        dtype: numpy's name of the type.
+        shape: sizes; None is a free size.
+    """
 
     name: str
     dtype: str
@@ -53,15 +60,17 @@ class FloatGraphInput:
 
 @dataclass(frozen=True)
 class FloatGraph:
-    """An opened graph, its weights in memory.
+    """An opened graph with its weights in memory.
 
     Args:
-        name: what a bundle is named after.
-        inputs: that are not weights.
-        sha256: over the file and those beside it.
-        files: it, and those beside it that its weights lie in.
-        kind: `encoder` where inputs are token ids; else `network`.
-        notes: sentences for the reader of its figures.
+        model: the graph.
+        path: file that it was read from.
+        name: name for a bundle.
+        inputs: inputs that are no weights.
+        sha256: hash over the file and its external weights.
+        files: the file, and the files of its external weights.
+        kind: `encoder` if inputs are token ids, else `network`.
+        notes: sentences for the reader of its measurements.
     """
 
     model: ir.Model
@@ -75,11 +84,11 @@ class FloatGraph:
 
     @property
     def bytes(self) -> int:
-        """Of all its files."""
+        """Size of all its files."""
         return sum(file.stat().st_size for file in self.files)
 
     def demand_unchanged(self) -> None:
-        """See `Source.demand_unchanged`: InputError `source-changed`."""
+        """Raise InputError `source-changed` if a file has changed since it was opened."""
         try:
             same = _identity(self.files) == self.sha256
         except OSError:
@@ -89,24 +98,28 @@ class FloatGraph:
 
 
 def is_graph(reference: str) -> bool:
-    """Tell whether a model's name is an ONNX file."""
+    """Tell whether a model reference is the path of an ONNX file."""
     return reference.lower().endswith(_SUFFIX)
 
 
 def open_graph(path: Path, name: str = "") -> FloatGraph:
     """Read and check a file.
 
+    Args:
+        path: the file.
+        name: name for a bundle; by default the file's.
+
     Raises:
         InputError: `file-missing`; `onnx-` followed by `unreadable`, `external`, `quantized`, `operator`, `opset`,
             `shape`, `dtype`, `weights`, `outputs`.
-        MissingDependency: onnx-ir.
+        MissingDependency: without onnx-ir.
     """
     with MissingDependency.unless_found("onnx-ir", extra="compile", purpose="reading an ONNX file"):
         import onnx_ir  # noqa: F401
     where = path.name
     if not path.is_file():
         raise InputError("file-missing", where=str(path), value="no such file", remedy="check the path")
-    with reading(lambda said: _refused(where, "unreadable", said)):
+    with reading(lambda reason: _refused(where, "unreadable", reason)):
         demand_attributes(path)
         return _opened(path, name, where)
 
@@ -118,35 +131,35 @@ def _opened(path: Path, name: str, where: str) -> FloatGraph:
 
     model, notes = _loaded(path)
     if not len(model.graph):
-        raise _refused(where, "unreadable", "nothing in it")
+        raise _refused(where, "unreadable", "the graph is empty")
     files = (path, *sorted(_external(model, path.parent.resolve(), where)))
     digest = _identity(files)
     version = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
     _inline(model, version, where)
     _check_operators(model, where)
     if version < OPSET:
-        rule = f"from opset {OPSET} on a weight has a scale a channel"
+        rule = f"scales per channel exist from opset {OPSET} on"
         remedy = f"onnx.version_converter.convert_version(model, {OPSET + 4}), or export it again"
         raise _refused(where, "opset", f"opset {version}", rule, remedy)
     _check_weights(model, where, sum(file.stat().st_size for file in files))
     for node in model.graph.all_nodes():
-        node.name = name_of(node)  # before anything else numbers them: its own file does not know `node_3`
+        node.name = name_of(node)  # before another pass numbers them: the user does not know `node_3`
     for value in list(model.graph.inputs):
-        if value.name in model.graph.initializers:  # a weight that could be given from outside, as old exporters wrote
+        if value.name in model.graph.initializers:  # old exporters list weights as inputs too
             model.graph.inputs.remove(value)
     inputs = tuple(inputs_of(model, where))
     if not list(model.graph.outputs):
         raise _refused(where, "unreadable", "no outputs")
     for value in model.graph.outputs:
         if not isinstance(value.type, ir.TensorType | None) or value.dtype == ir.DataType.BFLOAT16:
-            rule = "what comes out is tensors that numpy has, by which the quantized graph is compared"
-            remedy = "cast it to float32 in the graph, or give out the tensors of a sequence one by one"
+            rule = "outputs are tensors of a numpy type, so that the quantized graph can be compared"
+            remedy = "cast it to float32 in the graph, or make each tensor of a sequence an output"
             raise _refused(where, "outputs", f"{value.name} is {value.type}", rule, remedy)
     return FloatGraph(model, path, name or path.stem, inputs, digest, files, kind_of(model), notes)
 
 
 def _loaded(path: Path) -> tuple[ir.Model, tuple[str, ...]]:
-    """The graph of a file, and notes: scikit-learn's maps of chances come as the matrix that they are made of."""
+    """Return the graph of a file, and notes; a ZipMap of scikit-learn is replaced by the matrix that it reads."""
     import onnx
     import onnx_ir as ir
 
@@ -162,12 +175,12 @@ def _loaded(path: Path) -> tuple[ir.Model, tuple[str, ...]]:
         output.type.CopyFrom(onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, [None, None]))
         node = maps[output.name]
         node.CopyFrom(onnx.helper.make_node("Identity", list(node.input), list(node.output), node.name))
-    notes = [f"{output.name} is [samples, classes] here, no map a sample (ZipMap)" for output in mapped]
+    notes = [f"{output.name} is [samples, classes] here, not one map per sample (ZipMap)" for output in mapped]
     return ir.from_proto(proto), tuple(notes)
 
 
 def _identity(files: Sequence[Path]) -> str:
-    """sha256 over the first file's bytes and the digests of the others, none of which is in memory."""
+    """Hash the bytes of the first file and the digests of the others, without loading them."""
     with files[0].open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256")
     for file in files[1:]:
@@ -176,7 +189,7 @@ def _identity(files: Sequence[Path]) -> str:
 
 
 def _external(model: ir.Model, folder: Path, where: str) -> Iterator[Path]:
-    """Return the files beside the graph. Raises InputError `onnx-external` for one that is not plainly beside it."""
+    """Yield the files of external weights. Raises InputError `onnx-external` for one outside of the graph's folder."""
     import onnx_ir as ir
 
     seen: dict[str, int] = {}
@@ -202,7 +215,7 @@ def _external(model: ir.Model, folder: Path, where: str) -> Iterator[Path]:
 
 
 def _tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
-    """Return all weights, those of subgraphs included."""
+    """Yield all weights, including those of subgraphs."""
     for graph in (model.graph, *model.graph.subgraphs()):
         for value in graph.initializers.values():
             if value.const_value is not None:
@@ -210,9 +223,9 @@ def _tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
 
 
 def _inline(model: ir.Model, version: int, where: str) -> None:
-    """Put the bodies of functions in the place of their calls: a graph is converted and rewritten node by node.
+    """Replace calls of functions by their bodies.
 
-    Bodies are of the opset of the graph around them, whatever they say: ONNX Runtime reads them so.
+    The opset of a body is that of the graph around it, whatever the body declares: ONNX Runtime does the same.
     """
     from onnx_ir.passes.common import InlinePass
 
@@ -253,13 +266,14 @@ def _check_operators(model: ir.Model, where: str) -> None:
             held = attribute.value if attribute.type in (ir.AttributeType.TENSOR, ir.AttributeType.TENSORS) else ()
             parts = held if isinstance(held, list | tuple) else (held,)
             if any(isinstance(part, ir.ExternalTensor) for part in parts):
-                holding, rule = f"{node.name or node.op_type} holds a file", "constants stand in the graph itself"
+                holding = f"{node.name or node.op_type} has a constant in another file"
+                rule = "constants are stored in the graph itself"
                 raise _refused(where, "external", holding, rule, "export it again")
         for value in filter(None, node.inputs):
             if not (value.producer() is not None or value.is_graph_input() or value.is_initializer()):
                 raise _refused(where, "unreadable", f"{called} reads {value.name}, which nothing computes")
         if node.op_type in _QUANTIZED or node.op_type.startswith("QLinear"):
-            rule, remedy = "what is compiled is a float graph", "name the one from before it was quantized"
+            rule, remedy = "the graph to compile is a float graph", "name the graph from before it was quantized"
             raise _refused(where, "quantized", called, rule, remedy)
         if node.domain not in _DOMAINS:
             rule, remedy = "operators are those of ONNX and ONNX Runtime", "export the model without it"
@@ -267,7 +281,7 @@ def _check_operators(model: ir.Model, where: str) -> None:
 
 
 def _check_weights(model: ir.Model, where: str, size: int) -> None:
-    """Load the weights: none may claim to be larger than all files together, for memory is taken for what it claims."""
+    """Load the weights; refuse one that claims more bytes than all files have, before memory is allocated."""
     import onnx_ir as ir
 
     for value, tensor in _tensors(model):
@@ -285,20 +299,22 @@ def _check_weights(model: ir.Model, where: str, size: int) -> None:
 
 
 def kind_of(model: ir.Model) -> Kind:
-    """`encoder` of a graph that takes token ids, and nothing of more sizes than those (images, sound); else `network`.
+    """Return `encoder` for a graph whose inputs are token ids and nothing with more dimensions (images, sound), else
+    `network`.
 
-    Token ids are whole numbers [samples, tokens] by which rows of a table in the graph are looked up, as by positions
-    and sizes they are not; or that are called `input_ids`, where what is done with them is not to be seen.
+    Token ids are integers [samples, tokens] that gather rows of a table in the graph; positions and sizes do not. An
+    integer
+    input named `input_ids` counts too, since the lookup is not always visible.
     """
-    given = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
-    if any(value.shape is None or len(value.shape) > 2 for value in given):
+    inputs = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
+    if any(value.shape is None or len(value.shape) > 2 for value in inputs):
         return "network"
-    whole = [value for value in given if len(value.shape or ()) == 2 and str(value.dtype) in _WHOLE]
+    whole = [value for value in inputs if len(value.shape or ()) == 2 and str(value.dtype) in _WHOLE]
     return "encoder" if any(value.name == _IDS or _looks_up(value) for value in whole) else "network"
 
 
 def _looks_up(ids: ir.Value) -> bool:
-    """Tell whether rows of a matrix that is in the graph are gathered by these numbers, one a number."""
+    """Tell whether these numbers gather rows of a matrix of the graph, one row per number."""
     for node, index in ids.uses():
         if node.op_type in _SAME_NUMBERS and node.outputs and _looks_up(node.outputs[0]):
             return True
@@ -311,18 +327,18 @@ def _looks_up(ids: ir.Value) -> bool:
 
 
 def inputs_of(model: ir.Model, where: str) -> Iterator[FloatGraphInput]:
-    """Return what a graph is given: its inputs that are no weights. Raises InputError: `onnx-dtype`, `onnx-shape`."""
+    """Yield the inputs of a graph that are no weights. Raises InputError: `onnx-dtype`, `onnx-shape`."""
     import onnx_ir as ir
 
     names: Mapping[str, Any] = model.graph.initializers
     for value in model.graph.inputs:
-        if value.name in names:  # a weight that could be given from outside, as old exporters wrote them
+        if value.name in names:  # old exporters list weights as inputs too
             continue
         if not isinstance(value.type, ir.TensorType) or value.dtype is None:
             raise _refused(where, "dtype", f"{value.name} is {value.type}", "inputs are tensors")
         if value.shape is None:
             remedy = "export it with the shapes of its inputs"
-            raise _refused(where, "shape", f"{value.name} has none", "an input says how many sizes it has", remedy)
+            raise _refused(where, "shape", f"{value.name} has none", "every input has a shape", remedy)
         shape = tuple(size if isinstance(size, int) and size > 0 else None for size in value.shape)
         yield FloatGraphInput(str(value.name), np.dtype(value.dtype.numpy()).name, shape)
 

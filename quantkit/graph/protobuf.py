@@ -1,7 +1,7 @@
-"""Protobuf, as far as single products and a look at a file before it is opened need it without the package onnx.
+"""Minimal protobuf, for graphs of one product and a check before a file is opened, without the package onnx.
 
-A message is its fields one after another, in any order, each a number, how it is written, and a value
-(https://protobuf.dev/programming-guides/encoding). Numbers of fields: onnx/onnx.proto.
+A message is a sequence of fields in any order; each has a number, a wire type and a value
+(https://protobuf.dev/programming-guides/encoding). Field numbers: onnx/onnx.proto.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from pathlib import Path
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 Chunks = list[bytes]
-# of messages, as onnx.proto numbers them
+# field numbers of onnx.proto
 _GRAPH, _FUNCTIONS, _NODE, _FUNCTION_NODE, _OPERATOR, _ATTRIBUTE = 7, 25, 1, 7, 4, 5
 _NAME, _NUMBER, _INNER, _INNERS = 1, 3, 6, 11
-# that honest files have beyond 32 bits: "to the end", any constant, a seed
+# attributes that may exceed 32 bits: "to the end", any constant, a seed
 _WIDE = {b"start", b"end", b"value_int", b"seed"}
 
 
 def number(field: int, value: int) -> Chunks:
-    """Return a field that is a number, not below zero."""
+    """Return a field with a number, not below zero."""
     return [_varint(field << 3 | _VARINT) + _varint(value)]
 
 
 def text(field: int, value: str) -> Chunks:
-    """Return a field that is a text."""
+    """Return a field with a text."""
     return message(field, [value.encode()])
 
 
 def message(field: int, parts: Sequence[bytes]) -> Chunks:
-    """Return a field that is a message, or bytes: parts that follow each other, none of which is copied."""
+    """Return a field with a message, or bytes, as its parts; none of them is copied."""
     return [_varint(field << 3 | _BYTES) + _varint(sum(map(len, parts))), *parts]
 
 
 def inside(data: int | bytes | memoryview, *path: int) -> Iterator[int | memoryview]:
-    """Return what stands in a message, written whole, at a path of fields; of what has a fixed size the bytes."""
+    """Yield the values at a path of fields in a serialized message; those of a fixed size as bytes."""
     if isinstance(data, int):
         return
     for field, value in _fields(memoryview(data)):
@@ -58,26 +58,26 @@ def _fields(view: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def numbers(value: int | memoryview) -> list[int]:
-    """Of a field that holds several: written one by one, or packed."""
+    """Return the numbers of a repeated field, packed or not."""
     if isinstance(value, int):
         return [value]
-    found, at = [], 0
+    values, at = [], 0
     while at < len(value):
         one, at = _read(value, at)
-        found.append(one)
-    return found
+        values.append(one)
+    return values
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 127:
-        found.append(value & 127 | 128)
+        encoded.append(value & 127 | 128)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*encoded, value])
 
 
 def _read(view: memoryview, at: int) -> tuple[int, int]:
-    """(a number, where it ends)."""
+    """Return a number and the position behind it."""
     value = shift = 0
     while True:
         value |= (view[at] & 127) << shift
@@ -87,13 +87,13 @@ def _read(view: memoryview, at: int) -> tuple[int, int]:
 
 
 def demand_attributes(path: Path) -> None:
-    """Refuse a graph with an attribute beyond 32 bits, of which ONNX Runtime computes with the lower half.
+    """Refuse a graph with an attribute beyond 32 bits: ONNX Runtime would compute with its lower half.
 
     A `kv_num_heads` of 2^32 would divide by zero there.
 
     Raises:
-        ValueError: naming it, or of what is no protobuf.
-        OSError: as the system says.
+        ValueError: for such an attribute, with its name, or if the file is no protobuf.
+        OSError: if the file cannot be read.
     """
     with path.open("rb") as stream:
         whole = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
@@ -102,7 +102,7 @@ def demand_attributes(path: Path) -> None:
             for node in nodes:
                 _demand_narrow(node)
     except (IndexError, KeyError):
-        raise ValueError("no whole protobuf") from None
+        raise ValueError("not a complete protobuf") from None
 
 
 def _demand_narrow(node: int | memoryview) -> None:
@@ -112,7 +112,7 @@ def _demand_narrow(node: int | memoryview) -> None:
             names = [bytes(name) for name in inside(attribute, _NAME)]  # type: ignore[arg-type]
             if not -(1 << 31) <= signed < 1 << 31 and not set(names) <= _WIDE:
                 kinds = [*inside(node, _OPERATOR), *inside(attribute, _NAME)]
-                called = ".".join(bytes(each).decode(errors="replace") for each in kinds)  # type: ignore[arg-type]
+                called = ".".join(bytes(kind).decode(errors="replace") for kind in kinds)  # type: ignore[arg-type]
                 raise ValueError(f"{called} is {signed}, beyond 32 bits")
         for inner in (*inside(attribute, _INNER, _NODE), *inside(attribute, _INNERS, _NODE)):
             _demand_narrow(inner)

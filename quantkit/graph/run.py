@@ -1,4 +1,4 @@
-"""A graph in ONNX Runtime, batch by batch or piece by piece, with chosen inner tensors beside its outputs."""
+"""Running of a graph in ONNX Runtime, batch by batch or part by part, with chosen inner tensors."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
-# a protobuf holds no more; larger weights are handed over apart
+# larger weights do not fit a protobuf and go through the session options
 _LARGE = 1 << 30
 
 
 class Runner:
-    """A loaded graph, or the file of one.
+    """A graph loaded in ONNX Runtime.
 
     Args:
-        inner: names of tensors to show beside the outputs.
-        threads: of one run; 0: all cores.
-        optimised: with the runtime's own fusions; without, the graph runs as it is written.
-        literal: what is quantized is computed as it is written: by no kernel that stands for it.
+        model: the graph, or its file.
+        inner: names of tensors to return beside the outputs.
+        threads: threads of one run; 0 for all cores.
+        optimised: False to run the graph as it is written, without the runtime's fusions.
+        literal: True to compute Q/DQ patterns as written, without integer kernels.
 
     Raises:
         InputError: `onnx-unrunnable`, with ONNX Runtime's reason.
-        MissingDependency: onnxruntime.
+        MissingDependency: without onnxruntime.
     """
 
     def __init__(
@@ -62,18 +63,18 @@ class Runner:
                 data, self._held = serialized(showing(model, list(dict.fromkeys([*own, *inner]))), options)
             self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
             self.names = [value.name for value in self._session.get_outputs()]
-        except Exception as error:  # ONNX Runtime raises types of its own for each status
+        except Exception as error:  # ONNX Runtime has an error type for each status
             node, reason = told(error)
             rule, remedy = "the graph runs in ONNX Runtime", "check it with onnx.checker, or export it again"
             raise InputError("onnx-unrunnable", node or "ONNX Runtime", reason, rule, remedy) from None
 
     def __call__(self, feed: Feed) -> dict[str, Array]:
-        """Name -> what the outputs and the inner tensors are, text as text. Raises InputError `onnx-unrunnable`."""
+        """Return the outputs and inner tensors by name. Raises InputError `onnx-unrunnable`."""
         try:
             values = self._session.run(self.names, dict(feed))
         except Exception as error:
             node, reason = told(error)
-            rule, remedy = "the graph runs on the inputs that it is given", "check the shape of the calibration set"
+            rule, remedy = "the graph runs on its calibration inputs", "check the shape of the calibration set"
             raise InputError("onnx-unrunnable", node or "calibration", reason, rule, remedy) from None
         named = zip(self.names, values, strict=True)
         return {name: value.astype(str) if value.dtype == object else value for name, value in named}
@@ -95,7 +96,10 @@ def showing(model: ir.Model, names: Sequence[str]) -> ir.Model:
 
 
 def serialized(model: ir.Model, options: Any) -> tuple[bytes, Any]:
-    """(the graph as bytes, what has to be kept while a session on it lives): large weights go through the options."""
+    """Return the graph as bytes, and the objects that must live as long as its session.
+
+    Large weights go through the session options.
+    """
     import onnx_ir as ir
     import onnxruntime
 
@@ -113,10 +117,11 @@ def serialized(model: ir.Model, options: Any) -> tuple[bytes, Any]:
 
 
 class Stepwise:
-    """The values of one graph, or of one that changes behind what was asked for, for some feeds of its inputs.
+    """Values of a graph for some feeds, requested in graph order while later parts of the graph change.
 
-    What is still to be read is held, and nothing is computed twice: products can be solved one after the other, each on
-    what those before it make of the calibration set, for the price of one run of the graph.
+    Values that a later request needs are kept, so nothing is computed twice: products are solved one after the other,
+    each
+    on the calibration set as the quantized products before it leave it, for the price of one run.
     """
 
     def __init__(self, feeds: Sequence[Feed]) -> None:
@@ -126,9 +131,9 @@ class Stepwise:
         """Return one value for each feed.
 
         Args:
-            model: the graph as it is now; what stands before values asked for is as it was.
-            name: of the value.
-            later: names of those that will be asked for after it.
+            model: the graph in its present state; parts in front of earlier requests must not have changed.
+            name: name of the value.
+            later: names of the values of later requests.
 
         Raises:
             InputError: `onnx-unrunnable`.
@@ -143,15 +148,15 @@ class Stepwise:
                 value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
             runner = Runner(ir.Model(part, ir_version=model.ir_version, functions=list(model.functions.values())))
             for held in self._held:
-                held.update(runner({each: held[each] for each in needed}))
+                held.update(runner({key: held[key] for key in needed}))
         wanted = _reached(values, [name, *later], self._held[0])
-        self._held = [{each: array for each, array in held.items() if each in wanted} for held in self._held]
+        self._held = [{key: array for key, array in held.items() if key in wanted} for held in self._held]
         return [held[name] for held in self._held]
 
 
 def _reached(values: Mapping[str, ir.Value], names: Iterable[str], held: Collection[str]) -> set[str]:
-    """Tell which held values some others are computed from, or are themselves."""
-    found: set[str] = set()
+    """Return the held values from which the named ones can be computed."""
+    reached: set[str] = set()
     seen: set[str] = set()
     waiting = list(names)
     while waiting:
@@ -160,7 +165,7 @@ def _reached(values: Mapping[str, ir.Value], names: Iterable[str], held: Collect
             continue
         seen.add(name)
         if name in held:
-            found.add(name)
+            reached.add(name)
             continue
         producer = values[name].producer()
         if producer is None:
@@ -168,7 +173,7 @@ def _reached(values: Mapping[str, ir.Value], names: Iterable[str], held: Collect
         if any(attribute.type.name in ("GRAPH", "GRAPHS") for attribute in producer.attributes.values()):
             return set(held)  # subgraphs read what they like
         waiting += [value.name for value in producer.inputs if value is not None and value.name]
-    return found
+    return reached
 
 
 _LONGEST = 200
@@ -180,14 +185,14 @@ _NODES = (
     re.compile(r"of Optype \((?P<kind>\w+)\)(?=.* in node \((?P<name>[^)]*)\))"),
     re.compile(r"(?P<kind>) of node \((?P<name>[^)]*)\)"),
 )
-# where in its source: all up to a condition that did not hold, or a file and a function
+# place in its source: everything up to a failed condition, or a file and a function
 _PLACE = re.compile(r"^Status Message: (?:\S*onnxruntime_src/.* was false\. |\S+\.(?:h|cc|cpp):\d+ \w+ )?")
 
 
 def told(problem: BaseException) -> tuple[str, str]:
-    """Read ONNX Runtime's words: (the node: `MatMul a/product`, empty where none is named; the reason).
+    """Parse an error of ONNX Runtime into the node (`MatMul a/product`, or "") and the reason.
 
-    They are a status, a place in its source, the call that stood there, and behind them the reason:
+    A message is a status, a place in the source, the failed call, and then the reason:
 
         [ONNXRuntimeError] : 1 : FAIL : Non-zero status code returned while running MatMul node. Name:'a/product' Status
             Message: matmul_helper.h:59 Compute MatMul dimension mismatch
@@ -199,8 +204,8 @@ def told(problem: BaseException) -> tuple[str, str]:
     """
     text = _STATUS.sub("", " ".join((str(problem) or type(problem).__name__).split()))
     for pattern in _NODES:
-        if found := pattern.search(text):
-            # what stands in the middle of a sentence stays there
-            reason = text[found.end() :] if found.start() == 0 else text
-            return f"{found['kind']} {found['name']}".strip(), _PLACE.sub("", reason)[:_LONGEST]
+        if match := pattern.search(text):
+            # a match inside of a sentence stays in the reason
+            reason = text[match.end() :] if match.start() == 0 else text
+            return f"{match['kind']} {match['name']}".strip(), _PLACE.sub("", reason)[:_LONGEST]
     return "", text[:_LONGEST]

@@ -1,9 +1,9 @@
-"""What is quantized in a graph: products with a constant weight, and what each of them costs.
+"""Products of a graph that can be quantized: those with a constant weight, and their cost.
 
-    Conv                 W [O, I/g, ...]   as a matrix [O, (I/g) · kernel], its inputs the patches that the kernel sees
+    Conv                 W [O, I/g, ...]   as a matrix [O, (I/g) · kernel], its inputs the patches under the kernel
     Gemm, MatMul         W [K, N] or [N, K]                      as a matrix [N, K]
 
-Multiply-accumulates are counted for one sample, on the shapes that a run with real inputs has.
+Multiply-accumulates are counted for one sample, on the shapes of a run with real inputs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from quantkit.graph.values import constant, fixed, free, name_of, values_of
 
 Array = NDArray[Any]
 OPERATORS = ("Conv", "Gemm", "MatMul")
-# that multiply by matrices, too
+# other operators with matrix products
 _OTHERS = ("ConvTranspose", "DeformConv", "Einsum", "LSTM", "GRU", "RNN")
 _ONNX = ("", "ai.onnx")
-# the reason of those that have nothing to quantize: their output is the same whatever comes in, and has no range
+# reason for weights with nothing to quantize: the output is constant and has no range
 ZEROS = "its weight is all zeros"
 
 
@@ -33,11 +33,13 @@ class Site:
     """One product.
 
     Args:
-        name: of its node, or of its output where it has none.
-        weight: its constant, in the graph's layout; `rows` is the axis of the output channels in that.
-        group: of a Conv; 1 else.
-        stem: what its new constants are called: `STEM.codes`, `STEM.scale`, ... By its output, since weights may be
-            shared; nothing else in the graph is called so.
+        name: name of its node, or of its output if the node has none.
+        node: the node.
+        weight: constant weight in the graph's layout.
+        rows: axis of the weight with the output channels.
+        group: groups of a Conv, else 1.
+        stem: prefix for the names of its new constants: `STEM.codes`, `STEM.scale`, ... It comes from the output, since
+            weights may be shared; nothing else in the graph has this prefix.
     """
 
     name: str
@@ -49,26 +51,26 @@ class Site:
 
     @property
     def input(self) -> str:
-        """Name of the activation that it reads."""
+        """Name of its input activation."""
         return str(self.node.inputs[0].name)  # type: ignore[union-attr]
 
     @property
     def output(self) -> str:
-        """Name of what it computes."""
+        """Name of its output."""
         return str(self.node.outputs[0].name)
 
     @property
     def is_conv(self) -> bool:
-        """Whether it slides."""
+        """True for a convolution."""
         return self.node.op_type == "Conv"
 
     @property
     def depthwise(self) -> bool:
-        """Whether each input channel has a kernel of its own."""
+        """True if each input channel has a kernel of its own."""
         return self.is_conv and self.group > 1 and self.weight.shape[1] == 1
 
     def matrix(self) -> Array:
-        """Return the weight as [N, K]; of grouped convolutions, rows of one group share their inputs."""
+        """Return the weight as [N, K]; in a grouped convolution, rows of one group share their inputs."""
         return np.ascontiguousarray(np.moveaxis(self.weight, self.rows, 0).reshape(self.weight.shape[self.rows], -1))
 
     def shaped(self, matrix: Array) -> Array:
@@ -77,13 +79,19 @@ class Site:
         return np.ascontiguousarray(np.moveaxis(matrix.reshape(moved), 0, self.rows))
 
     def macs(self, shape: Sequence[int], samples: int) -> int:
-        """Multiply-accumulates a sample, from the shape of its output for so many."""
+        """Return the multiply-accumulates per sample, from the shape of the output for a number of samples."""
         return math.prod(shape) * int(self.matrix().shape[1]) // samples
 
 
 @dataclass(frozen=True)
 class FloatWeight:
-    """A weight that stays as it is: the product that reads it, its size, and why; "" for a table of embeddings."""
+    """A weight that stays float.
+
+    Args:
+        name: name of the product that reads it.
+        elements: number of elements.
+        reason: reason; "" for a table of embeddings.
+    """
 
     name: str
     elements: int
@@ -91,8 +99,8 @@ class FloatWeight:
 
 
 def sites(model: ir.Model) -> list[Site]:
-    """Return the products of the main graph that can be quantized, in order, each with a name of its own."""
-    found: list[Site] = []
+    """Return the products of the main graph that can be quantized, in order, with unique names."""
+    products: list[Site] = []
     values = values_of(model.graph)
     names = {str(value.name) for value in values}
     computed = {value.name for value in values if not value.is_initializer()}
@@ -111,18 +119,18 @@ def sites(model: ir.Model) -> list[Site]:
             output += "_"
             stem = f"{output}.weight"
         names.add(f"{stem}.")
-        found.append(Site(name, node, weight, _rows(node), group, stem))
-    return found
+        products.append(Site(name, node, weight, _rows(node), group, stem))
+    return products
 
 
 def left_in_floats(model: ir.Model) -> list[FloatWeight]:
-    """Return the weights that are those of no site, those of subgraphs included."""
+    """Return the weights of no site, including those of subgraphs."""
     left = []
     for node in model.graph.all_nodes():
         table = node.op_type == "Gather" and node.domain in _ONNX
         reason = why_float(node) if _multiplies(node) else ""
         if not reason and node.graph is not model.graph and _multiplies(node):
-            reason = "it stands inside of an If, Loop or Scan, which calibration does not see into"
+            reason = "it is inside of an If, Loop or Scan, where calibration cannot observe it"
         if not (reason or table):
             continue
         for value in node.inputs[:1] if table else node.inputs[:2] if node.op_type in OPERATORS else node.inputs:
@@ -133,25 +141,25 @@ def left_in_floats(model: ir.Model) -> list[FloatWeight]:
 
 
 def _multiplies(node: ir.Node) -> bool:
-    """Tell whether an operator multiplies by matrices; of those that are not ONNX's own any may."""
+    """Tell whether an operator multiplies by matrices; an operator outside of ONNX may."""
     return node.domain not in _ONNX or node.op_type in (*OPERATORS, *_OTHERS)
 
 
 def why_float(node: ir.Node) -> str:
-    """Tell why a product cannot be quantized; "" where it can."""
+    """Return the reason why a product cannot be quantized; "" if it can."""
     if node.domain not in _ONNX or node.op_type not in OPERATORS:
-        return f"nothing in integers is made of {node.op_type}"
+        return f"{node.op_type} has no integer form"
     weight = fixed(node.inputs[1]) if len(node.inputs) > 1 else None
     if fixed(node.inputs[0]) is not None:
-        return "its weight stands on the left, where no channel has a scale of its own"
+        return "its weight is the left operand, which has no scale per channel"
     if weight is None:
-        return "no weight is constant"
+        return "it has no constant weight"
     if weight.dtype != np.float32:
         return f"its weight is {weight.dtype}"
     if not weight.any():
         return ZEROS
     if node.op_type == "MatMul" and weight.ndim != 2:
-        return "its weight is a matrix for each of several, which would share their scales"
+        return "its weight is a stack of matrices, which would share their scales"
     if node.op_type == "Conv" and weight.ndim not in (3, 4):
         return f"a convolution over {weight.ndim - 2} axes"
     if node.op_type == "Gemm" and (
@@ -161,51 +169,52 @@ def why_float(node: ir.Node) -> str:
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if bias is not None:
         values, rows = constant(bias), weight.shape[_rows(node)]
-        # one that is computed, or differs from row to row, has no place among the sums of integers
+        # only a constant bias with one number per channel can be added to sums of integers
         if values is None or values.size not in (1, rows) or values.shape[-1:] not in ((), (values.size,)):
-            return "its bias is computed, or is not one number a channel"
+            return "its bias is computed, or does not have one number per channel"
     return ""
 
 
 def _rows(node: ir.Node) -> int:
-    """Return the axis of a weight that its output channels lie along."""
+    """Return the axis of a weight with the output channels."""
     turned = node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1
     return 0 if node.op_type == "Conv" or turned else 1
 
 
 def patches(site: Site, x: Array, *, most: int | None = None) -> Array:
-    """Return what the rows of a site's matrix are multiplied with, [groups, rows, K].
+    """Return the inputs of a site's matrix product, [groups, rows, K].
 
     Args:
-        x: its input: [n, C, H, W] of a two-dimensional Conv, [..., K] else.
-        most: rows that are enough: of a two-dimensional Conv every second, third, ... place of both axes is taken.
+        site: the product.
+        x: its input: [n, C, H, W] for a two-dimensional Conv, [..., K] for a matrix product.
+        most: number of rows that is enough; a two-dimensional Conv then takes every n-th place along both axes.
     """
     if not site.is_conv:
         return x.reshape(1, -1, x.shape[-1])
     import torch
 
-    given = _geometry(site.node, x.shape[2:], site.weight.shape[2:])
+    geometry = _geometry(site.node, x.shape[2:], site.weight.shape[2:])
     if len(site.weight.shape) == 3:
         x, kernel = x[:, :, None], (1, site.weight.shape[2])
     else:
         kernel = site.weight.shape[2:]
-    tensor = torch.nn.functional.pad(torch.from_numpy(np.ascontiguousarray(x)), given["pads"])
-    strides = given["strides"]
+    tensor = torch.nn.functional.pad(torch.from_numpy(np.ascontiguousarray(x)), geometry["pads"])
+    strides = geometry["strides"]
     if most is not None and len(site.weight.shape) == 4:
         places = math.prod(size // step for size, step in zip(tensor.shape[2:], strides, strict=True)) * len(x)
         every = max(1, math.isqrt(places // most))
         # from the middle of the first so many, or borders would weigh too much
         tensor = tensor[:, :, every // 2 * strides[0] :, every // 2 * strides[1] :]
         strides = tuple(every * step for step in strides)
-    found = torch.nn.functional.unfold(tensor, kernel, dilation=given["dilations"], stride=strides)
-    samples, columns, places = found.shape
-    apart = found.reshape(samples, site.group, columns // site.group, places)
+    unfolded = torch.nn.functional.unfold(tensor, kernel, dilation=geometry["dilations"], stride=strides)
+    samples, columns, places = unfolded.shape
+    apart = unfolded.reshape(samples, site.group, columns // site.group, places)
     result: Array = apart.permute(1, 0, 3, 2).reshape(site.group, samples * places, -1).numpy()
     return result
 
 
 def _geometry(node: ir.Node, size: Sequence[int], kernel: Sequence[int]) -> Mapping[str, Any]:
-    """Strides, dilations, and pads as torch's `pad` takes them; of one dimension, a first one of size 1 is added."""
+    """Return strides, dilations, and pads as torch's `pad` takes them; one dimension gets a leading one of size 1."""
     dims = len(kernel)
     strides = list(node.attributes.get_ints("strides", [1] * dims))
     dilations = list(node.attributes.get_ints("dilations", [1] * dims))

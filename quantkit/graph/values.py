@@ -1,4 +1,4 @@
-"""Constants of a graph: read, replaced, and the ways in which one may not be touched."""
+"""Constants of a graph: reading, replacing, and reasons not to touch one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MOVED = ("Transpose", "Reshape", "Identity")
 
 
 def name_of(node: ir.Node) -> str:
-    """Return a node's name; that of its first output where it has none."""
+    """Return a node's name, or that of its first output if it has none."""
     return node.name or (node.outputs[0].name if node.outputs else None) or node.op_type
 
 
 def constant(value: ir.Value | None) -> Array | None:
-    """Return what a value always is; None where it is computed, or an input that merely has a default."""
+    """Return the value of a constant; None for computed values and for inputs with a default."""
     if value is None or value.is_graph_input():
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -27,10 +27,13 @@ def constant(value: ir.Value | None) -> Array | None:
 
 
 def fixed(value: ir.Value | None) -> Array | None:
-    """As `constant`, also of what is moved on its way, as a weight is transposed for one of two that share it."""
-    found, node = constant(value), None if value is None else value.producer()
-    if found is not None or node is None or node.op_type not in _MOVED or (x := fixed(node.inputs[0])) is None:
-        return found
+    """Return a constant as `constant` does, also through Transpose, Reshape and Identity.
+
+    Exporters write a Transpose in front of a weight that two nodes share.
+    """
+    direct, node = constant(value), None if value is None else value.producer()
+    if direct is not None or node is None or node.op_type not in _MOVED or (x := fixed(node.inputs[0])) is None:
+        return direct
     if node.op_type == "Transpose":
         return np.transpose(x, node.attributes.get_ints("perm"))
     if node.op_type == "Identity":
@@ -40,13 +43,13 @@ def fixed(value: ir.Value | None) -> Array | None:
 
 
 def scalar(value: ir.Value | None) -> float | None:
-    """Return the one element of a constant, of whatever rank."""
-    found = constant(value)
-    return None if found is None or found.size != 1 or found.dtype.kind not in "fiu" else float(found.reshape(-1)[0])
+    """Return the single element of a constant of any rank; else None."""
+    array = constant(value)
+    return None if array is None or array.size != 1 or array.dtype.kind not in "fiu" else float(array.reshape(-1)[0])
 
 
 def why_not_constant(value: ir.Value | None) -> str:
-    """Return a reason, for a value that `constant` does not give."""
+    """Return the reason why `constant` returns None for a value."""
     if value is None:
         return "an input is missing"
     if value.is_graph_input():
@@ -55,7 +58,9 @@ def why_not_constant(value: ir.Value | None) -> str:
 
 
 def other_readers(value: ir.Value, among: Collection[ir.Node]) -> str:
-    """Why a value inside of a pattern has to stay: it is an output, or a node that is not `among` them reads it."""
+    """Return the reason why an inner value of a pattern must stay: it is an output, or a node outside of `among` reads
+    it.
+    """
     if value.is_graph_output():
         return f"{value.name} is an output of the graph"
     for reader, _ in value.uses():
@@ -65,7 +70,7 @@ def other_readers(value: ir.Value, among: Collection[ir.Node]) -> str:
 
 
 def set_input(node: ir.Node, index: int, values: Array, *, name: str) -> None:
-    """Give a node a constant of its own as an input; one that nothing else reads keeps its name."""
+    """Set a node's input to a constant of its own; one that no other node reads keeps its name."""
     if len(node.inputs) <= index:
         node.resize_inputs(index + 1)
     value = node.inputs[index]
@@ -79,7 +84,14 @@ def set_input(node: ir.Node, index: int, values: Array, *, name: str) -> None:
 
 
 def initializer(graph: ir.Graph, values: Array, *, name: str, taken: Collection[str | None] | None = None) -> ir.Value:
-    """Return a new constant of a graph; the name gets a tail where it is `taken`, by default by any of its values."""
+    """Add a constant to a graph, and return it.
+
+    Args:
+        graph: the graph.
+        values: its values.
+        name: its name; a suffix is added if it is taken.
+        taken: names in use; by default those of all values of the graph.
+    """
     unique = free(name, {value.name for value in values_of(graph)} if taken is None else taken)
     tensor = ir.tensor(values, name=unique)
     value = ir.Value(name=unique, shape=ir.Shape(values.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
@@ -88,28 +100,32 @@ def initializer(graph: ir.Graph, values: Array, *, name: str, taken: Collection[
 
 
 def values_of(graph: ir.Graph) -> dict[ir.Value, None]:
-    """Return all values of a graph and of those inside of it, whose names would hide its own, in order."""
+    """Return all values of a graph and its subgraphs, in order; a subgraph's name would hide the graph's."""
     every = [graph, *graph.subgraphs()]
-    parts = [(each.inputs, each.initializers.values(), *(node.outputs for node in each)) for each in every]
+    parts = [(one.inputs, one.initializers.values(), *(node.outputs for node in one)) for one in every]
     return {value: None for part in parts for values in part for value in values}
 
 
 def free(name: str, taken: Collection[str | None]) -> str:
-    """Return the name, with a tail where it is taken."""
+    """Return the name, with a suffix if it is taken."""
     while name in taken:
         name += "_"
     return name
 
 
 def parts_of(graph: ir.Graph) -> frozenset[ir.Value | ir.Node]:
-    """Return all that has a name in a graph and in those inside of it."""
+    """Return all named values and nodes of a graph and its subgraphs."""
     return frozenset((*values_of(graph), *graph.all_nodes()))
 
 
 def name_apart(graph: ir.Graph, known: Collection[ir.Value | ir.Node]) -> None:
-    """Give what was put into a graph names that nothing else of its kind in it has; `known`: its parts from before.
+    """Give added values and nodes unique names.
 
-    Nodes know values, not names, so that those have to differ only when the graph is written.
+    In memory, nodes refer to values, not to names, so names have to be unique only when the graph is written.
+
+    Args:
+        graph: the graph.
+        known: values and nodes from before, which keep their names.
     """
     kept = {*known, *graph.inputs, *graph.outputs}
     for every in (values_of(graph), list(graph.all_nodes())):
@@ -121,7 +137,7 @@ def name_apart(graph: ir.Graph, known: Collection[ir.Value | ir.Node]) -> None:
 
 
 def drop_unread(graph: ir.Graph) -> None:
-    """Remove the constants that nothing reads any more, and what merely moves them."""
+    """Remove constants without readers, and nodes that only move such constants."""
     for node in reversed(graph):
         if node.op_type in _MOVED and not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
             graph.remove(node, safe=True)
@@ -131,14 +147,14 @@ def drop_unread(graph: ir.Graph) -> None:
 
 
 def bypass(value: ir.Value, source: ir.Value) -> str:
-    """Let all readers of `value` read `source`; its node can go. Returns why not, where that is so."""
+    """Let all readers of `value` read `source`, so that its node can go; return the reason if that is refused."""
     if value.is_graph_output():
         if source.is_graph_input() or source.is_initializer():
             return f"it makes {source.name} an output of the graph"
         if source.is_graph_output():
             return f"{source.name} and {value.name} are both outputs of the graph"
         if value.graph is not source.graph:
-            return f"{source.name} comes from outside of the subgraph"
+            return f"{source.name} is a value of the outer graph"
     name, output = value.name, value.is_graph_output()
     if source.shape is None:
         source.shape = value.shape
@@ -151,7 +167,7 @@ def bypass(value: ir.Value, source: ir.Value) -> str:
 
 
 def per_channel(values: Array, rank: int, channels: int) -> Array | None:
-    """A constant that broadcasts over [N, C, ...] as one number a channel: [C]; None if it does anything else."""
+    """Return a constant as one number per channel, [C]; None if it does not broadcast over [N, C, ...] so."""
     shape = (1,) * (rank - values.ndim) + values.shape
     if len(shape) != rank or shape[1] not in (1, channels) or any(size != 1 for size in (shape[0], *shape[2:])):
         return None

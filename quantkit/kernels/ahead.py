@@ -1,7 +1,7 @@
-"""What a kernel becomes on a GPU that is not at hand: compiled ahead of time, its machine code read.
+"""Compilation of a kernel for a GPU that is not present, and reading of its machine code.
 
-Triton compiles for any target, and ships ptxas and the disassembler: registers, shared memory, spills, and which
-instructions the inner loop is made of, with no GPU and no driver. It says nothing about speed.
+Triton compiles for any target and ships ptxas and the disassembler. They give registers, shared memory, spills, and the
+instructions of the inner loop, without a GPU or a driver. They say nothing about speed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import KINDS
 
-# threads that share a multiprocessor's registers, in warps
+# threads of a warp
 _LANES = 32
-# the first architecture whose kernels overlap
+# first architecture with programmatic dependent launch
 _OVERLAPS = 90
 _LINE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)$")
 _LABEL = re.compile(r"^(\.L_\w+):")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
-# whether K is split -> sums and counters
+# K is split -> types of sums and counters
 _SPLIT: dict[bool, dict[str, str | None]] = {
     False: {"sums_ptr": None, "count_ptr": None},
     True: {"sums_ptr": "*fp32", "count_ptr": "*i32"},
@@ -37,12 +37,12 @@ class CompiledKernel:
     """One kernel for one architecture.
 
     Args:
-        sm: 80, 89, 90.
-        registers: a thread.
-        shared_bytes: a program.
-        spill_bytes: local memory a thread; 0 unless registers did not suffice.
-        loop: instructions of the loop around the matrix products, by their whole names.
-        code: instructions of all of it.
+        sm: architecture: 80, 89, 90.
+        registers: registers per thread.
+        shared_bytes: shared memory per program.
+        spill_bytes: local memory per thread; 0 unless registers ran out.
+        loop: full name -> count of the instructions in the loop around the matrix products.
+        code: full name -> count of all instructions.
     """
 
     sm: int
@@ -53,7 +53,7 @@ class CompiledKernel:
     code: Mapping[str, int]
 
     def count(self, *starts: str, loop: bool = True) -> int:
-        """Count the instructions whose name begins with one of `starts`."""
+        """Count the instructions with one of these prefixes."""
         return sum(n for name, n in (self.loop if loop else self.code).items() if name.startswith(starts))
 
 
@@ -69,16 +69,18 @@ def weight_only(
     x: str = "fp16",
     decode: bool = True,
 ) -> CompiledKernel:
-    """Compile the kernel of `matmul` for a weight whose sizes are whole tiles.
+    """Compile the kernel of `matmul` for a weight whose sizes are multiples of the tile.
 
     Args:
-        kind: of the weight, in `matmul.DECODERS`.
-        group: columns that share a scale; 0: a row.
-        zero: with zero points.
-        nested: scales that are quantized themselves.
+        kind: format of the weight, in `matmul.DECODERS`.
+        sm: architecture.
+        config: tile sizes.
+        group: columns that share a scale; 0 for a whole row.
+        zero: True with zero points.
+        nested: True for scales that are quantized themselves.
         scale: type of the scale: fp16, bf16, fp32.
-        x: of the activations: fp16, bf16.
-        decode: False is the raw twin.
+        x: type of the activations: fp16, bf16.
+        decode: False for the raw twin.
     """
     from quantkit.kernels import matmul
     from quantkit.kernels.decoders import DECODERS
@@ -110,7 +112,7 @@ def _compile(
     blocks |= {"SPLIT": config.split, "OVERLAP": sm >= _OVERLAPS}
     known = blocks | dict(constants) | {name: None for name, kind in types.items() if kind is None}
     signature = {name: "constexpr" if name in known else types[name] for name in kernel.arg_names}
-    # what Triton finds at a call: pointers and sizes of real weights are multiples of 16; M is any number
+    # as at a real call: pointers and sizes of a weight are multiples of 16; M is any number
     even = [name for name, kind in signature.items() if name != "M" and kind != "constexpr"]
     options = {"num_warps": config.warps, "num_stages": config.stages, "launch_pdl": sm >= _OVERLAPS}
     return machine_code(kernel, signature, known, even, sm, options)
@@ -127,8 +129,12 @@ def machine_code(
     """Compile a kernel for an architecture and read its registers, spills and instructions.
 
     Args:
-        even: arguments that are multiples of 16.
-        options: of the launch.
+        kernel: the kernel.
+        signature: type of each argument.
+        constants: values of compile-time arguments.
+        even: names of arguments that are multiples of 16.
+        sm: architecture.
+        options: options of the launch.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -146,24 +152,23 @@ def machine_code(
 
 
 def _read(cubin: bytes, sm: int, shared: int) -> CompiledKernel:
-    """Registers, spills and instructions of a compiled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         usage = _tool("cuobjdump", "-res-usage", str(path))
-        # what it would find out of the flow is of older GPUs: a quarter of its time, and not a letter of its output
+        # -ndf skips a flow analysis for older GPUs: a quarter less time, the same output
         lines = _tool("nvdisasm", "-ndf", "-c", str(path)).splitlines()
-    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
-    if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers: {usage!r:.200}")
+    resources = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
+    if resources is None:
+        raise RuntimeError(f"cuobjdump reports no registers: {usage!r:.200}")
     code = Counter(match[1] for line in lines if (match := _LINE.match(line)))
     spills = sum(n for name, n in code.items() if name.startswith(("LDL", "STL")))
-    local = max(int(found[2]), int(found[3]), 4 * spills)
-    return CompiledKernel(sm, int(found[1]), shared, local, _loop(lines), code)
+    local = max(int(resources[2]), int(resources[3]), 4 * spills)
+    return CompiledKernel(sm, int(resources[1]), shared, local, _loop(lines), code)
 
 
 def _loop(lines: list[str]) -> Counter[str]:
-    """Instructions between a label and a jump back to it, of the shortest such stretch with a matrix product."""
+    """Count the instructions of the shortest loop with a matrix product."""
     at: dict[str, int] = {}
     best: Counter[str] = Counter()
     for number, line in enumerate(lines):

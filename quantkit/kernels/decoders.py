@@ -1,20 +1,21 @@
-"""Packed weights to 16-bit floats in registers, without moving anything between threads.
+"""Decoding of packed weights to 16-bit floats in registers, without moving data between threads.
 
-`layout` says where an element lies. `halves`, `per_word` and `beside` only rename axes: in the compiled code they are
-nothing at all, as the tests of the machine code show (the left operand of the product is used from the registers it was
-decoded in). Then each format in its own way; nothing is converted from integer to float.
+`layout` says where an element lies. `halves`, `per_word` and `beside` only rename axes and compile to no instruction,
+as
+the tests of the machine code show: the product reads its left operand from the registers in which it was decoded. Each
+format has its own method; none uses an integer-to-float conversion.
 
 **int4** by magic numbers: a mask and an FMA for two weights. A float16 between 2^a and 2^(a+1) has the bits of 2^a with
-a whole number in the last ten, which counts steps of 2^(a-10). With a word's fragments i = 0 .. 3 at bits 16 h + 4 i, a
-code c in its place under the bits of 2^a is
+an integer in the last ten bits, which counts steps of 2^(a-10). A word has its fragments i = 0 .. 3 at bits 16 h + 4 i.
+A code c, left in its place under the bits of 2^a, is
 
     i even   (q & 0x000F000F) | 0x68006800 = 2048 + 2 c        times 1/2,  minus (1024 + z)     exact
     i odd    (q & 0x00F000F0) | 0x64006400 = 1024 + 16 c       times 1/16, minus (64 + z)       exact
              q = word for i < 2, word >> 8 else
 
 and in bfloat16, of 8 significant bits, (word >> 4 i & 0x000F000F) | 0x43804380 = 256 + 2 c, times 1/2, minus (128 + z).
-2048 + 2 c rather than 1024 + c, so that every line is an FMA: LLVM pairs those up for both halves of a register, and
-leaves half of the plain additions single. A zero point goes into the bits of what is subtracted, by integer operations.
+2048 + 2 c is used rather than 1024 + c so that every line is an FMA: LLVM pairs FMAs for both halves of a register, but
+leaves half of the plain additions unpaired. A zero point goes into the bits of the subtrahend, by integer operations.
 (Kim et al., "Who Says Elephants Can't Run", 2022, arXiv 2211.10017; the same in Marlin, Frantar et al., 2024, arXiv
 2408.11743.)
 
@@ -28,27 +29,27 @@ bfloat16 has too few bits for that; c - z itself has 8 significant ones, so it i
 
     s eeee mmm  ->  s 0eeee mmm0000000        the float16 of 2^-8 times the value: exponents are biased by 7 and by 15
 
-which holds for subnormal numbers too; the factor 2^8 goes with the scale, exactly. In bfloat16, whose exponents are
-biased by 127,
+This holds for subnormal numbers too; the factor 2^8 goes into the scale, exactly. In bfloat16, with exponents biased by
+127,
 
     s eeee mmm  ->  s 0000eeee mmm0000        2^-120 times the value
 
-which products in float32 would lose: it is multiplied by 2^112, and 2^8 goes with the scale again. NaN (S.1111.111)
-would become 480: weights have none. SM 8.0, which has no instruction for it, runs the same.
+which products in float32 would lose: it is multiplied by 2^112, and 2^8 goes into the scale again. NaN (S.1111.111)
+would become 480; weights have none. SM 8.0, which has no instruction for FP8, runs the same code.
 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433.)
 
-**nf4** by a table in registers: a byte permutation looks four codes up at once. PRMT takes each byte of its result from
-eight bytes in two registers, by three bits of a nibble of its selector. The 16 values of the codebook, in the dtype of
-the product, make four pairs of registers: low and high bytes of values 0 to 7 and 8 to 15. For the four codes in 16
-bits of a word
+**nf4** by a table in registers: a byte permutation looks up four codes at once. PRMT takes each byte of its result from
+eight bytes in two registers, selected by three bits of a nibble. The 16 values of the codebook, in the dtype of the
+product, fill four pairs of registers: low and high bytes of values 0 to 7 and 8 to 15. For the four codes in 16 bits of
+a word
 
     low   = PRMT(PRMT(low bytes of 0..7), PRMT(low bytes of 8..15)), whose selector keeps each byte's place and takes
             it from the first or the second by bit 3 of its code
     high  = likewise
     pairs = PRMT(low, high)           (low 0, high 0, low 1, high 1), (low 2, high 2, low 3, high 3)
 
-eight permutations for four weights, none of which touches memory. float16 rounds the codebook by at most 2^-11 of a
-value, bfloat16 by 2^-8. (Dettmers et al., "QLoRA", 2023, arXiv 2305.14314, for the codebook.)
+Eight permutations decode four weights without memory access. float16 rounds the codebook by at most 2^-11 of a value,
+bfloat16 by 2^-8. (Dettmers et al., "QLoRA", 2023, arXiv 2305.14314, for the codebook.)
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ from quantkit.formats.nf4 import VALUES
 
 @triton.jit
 def halves(words, ROWS: tl.constexpr, DTYPE: tl.constexpr):
-    """One fragment of each tile: int32 [ROWS * 8], a register each -> DTYPE (16 bits) [ROWS, 16]."""
+    """Return one fragment of each tile: int32 [ROWS * 8], one register each -> DTYPE (16 bits) [ROWS, 16]."""
     low = (words & 0xFFFF).to(tl.int16)
     high = (words >> 16).to(tl.int16)
     values = tl.join(low, high).to(DTYPE, bitcast=True)
@@ -75,7 +76,7 @@ def halves(words, ROWS: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def per_word(values, ROWS: tl.constexpr):
-    """What belongs to a row, once for each of its words: [ROWS] -> [ROWS * 8]."""
+    """Repeat a value of each row for each of its words: [ROWS] -> [ROWS * 8]."""
     values = tl.permute(tl.reshape(values, (ROWS // 16, 2, 8)), (0, 2, 1))  # R, g, rl
     values = tl.broadcast_to(values[:, :, None, None, :], (ROWS // 16, 8, 4, 2, 2))
     return tl.reshape(values, (ROWS * 8,))
@@ -83,13 +84,13 @@ def per_word(values, ROWS: tl.constexpr):
 
 @triton.jit
 def beside(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS / 2] twice -> [ROWS, COLUMNS], left then right."""
+    """Concatenate [ROWS, COLUMNS / 2] twice -> [ROWS, COLUMNS], left then right."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, COLUMNS))
 
 
 @triton.jit
 def undecoded(words, FIRST: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr):
-    """The raw twin of every decode: the same words as operands as they are, in the same registers."""
+    """Return words as operands without decoding, in the same registers: the raw twin of every decoder."""
     one = halves(words, ROWS, DTYPE)
     values = one
     if COUNT >= 2:
@@ -101,7 +102,7 @@ def undecoded(words, FIRST: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexp
 
 # --- int4 -------------------------------------------------------------------------------------------------------------
 
-# of both halves, as signed numbers: a zero point goes into the low bits (of -64 four places up)
+# constants for both halves, as signed numbers; a zero point goes into the low bits (for -64 shifted by four)
 _MINUS_1024 = tl.constexpr(0xE400E400 - (1 << 32))
 _MINUS_64 = tl.constexpr(0xD400D400 - (1 << 32))
 _MINUS_128 = tl.constexpr(0xC300C300 - (1 << 32))
@@ -112,7 +113,7 @@ def decode_int4(
     words, zero, magic,
     FIRST: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """`code - zero` of COUNT (2 or 4) fragments from FIRST on: int32 [ROWS * 8] -> DTYPE [ROWS, 16 COUNT].
+    """Return `code - zero` of COUNT (2 or 4) fragments from FIRST on: int32 [ROWS * 8] -> DTYPE [ROWS, 16 COUNT].
 
     `zero` is [ROWS], uint8 with its offset of 8, or None; `magic` is MAGIC.
     """
@@ -131,10 +132,10 @@ def _two_int4(words, zero, magic, FIRST: tl.constexpr, ROWS: tl.constexpr, DTYPE
 @triton.jit
 def _one_int4(words, zero, magic, INDEX: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, ON_GPU: tl.constexpr):
     if zero is not None:
-        # the same in both halves, as a register: what is subtracted is made by integer operations, once a row
+        # the zero point in both halves of a register, by integer operations, once per row
         zero = per_word(zero.to(tl.int32) * 0x00010001, ROWS)
     if DTYPE == tl.bfloat16:
-        # the interpreter has the type's bits, but no arithmetic in it
+        # the interpreter has no bfloat16 arithmetic
         SUM: tl.constexpr = DTYPE if ON_GPU else tl.float32
         values = halves(((words >> (4 * INDEX)) & 0x000F000F) | (magic - 0x20802080), ROWS, DTYPE).to(SUM) * 0.5
         if zero is None:
@@ -164,7 +165,9 @@ def decode_int8(
     words, zero, magic,
     FIRST: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """`code - zero` of both fragments: int32 [ROWS * 8] -> DTYPE [ROWS, 32]. `zero`: [ROWS], offset 128, or None."""
+    """Return `code - zero` of both fragments: int32 [ROWS * 8] -> DTYPE [ROWS, 32]; `zero` is [ROWS], offset 128, or
+    None.
+    """
     return beside(
         _one_int8(words, zero, magic, 0, ROWS, DTYPE), _one_int8(words, zero, magic, 1, ROWS, DTYPE), ROWS, 32
     )
@@ -184,7 +187,7 @@ def _one_int8(words, zero, magic, INDEX: tl.constexpr, ROWS: tl.constexpr, DTYPE
 
 # sign bits of both halves, as a signed number
 _SIGNS = tl.constexpr(0x80008000 - (1 << 32))
-# a bfloat16 itself, so that nothing is rounded
+# exact in bfloat16
 _UP = tl.constexpr(2.0**112)
 
 
@@ -193,7 +196,7 @@ def decode_fp8(
     words, zero, magic,
     FIRST: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """2^-8 times the values of both fragments: int32 [ROWS * 8] -> DTYPE [ROWS, 32]. There is no zero."""
+    """Return 2^-8 times the values of both fragments: int32 [ROWS * 8] -> DTYPE [ROWS, 32]; there is no zero point."""
     if DTYPE == tl.bfloat16:
         low = ((words << 4) & 0x07F007F0) | ((words << 8) & _SIGNS)
         high = ((words >> 4) & 0x07F007F0) | (words & _SIGNS)
@@ -207,11 +210,11 @@ def decode_fp8(
 
 @triton.jit
 def _raised(bits, ROWS: tl.constexpr, ON_GPU: tl.constexpr):
-    """2^112 times one fragment in bfloat16: int32 [ROWS * 8] -> bfloat16 [ROWS, 16]."""
+    """Return 2^112 times one fragment in bfloat16: int32 [ROWS * 8] -> bfloat16 [ROWS, 16]."""
     if ON_GPU:
         values = halves(bits, ROWS, tl.bfloat16) * _UP
     else:
-        # the interpreter has no arithmetic in bfloat16, and widens its subnormal numbers wrong
+        # the interpreter has no bfloat16 arithmetic, and widens subnormal numbers wrongly
         wide = (halves(bits, ROWS, tl.int16).to(tl.int32) << 16).to(tl.float32, bitcast=True)
         values = (wide * _UP).to(tl.bfloat16)
     return values
@@ -221,7 +224,7 @@ def _raised(bits, ROWS: tl.constexpr, ON_GPU: tl.constexpr):
 
 
 def _bits(value: float, bfloat16: bool) -> int:
-    """Of the nearest 16-bit float, ties to even."""
+    """Return the bits of the nearest 16-bit float, ties to even."""
     if not bfloat16:
         return int.from_bytes(struct.pack("<e", value), "little")
     bits = int.from_bytes(struct.pack("<f", value), "little")
@@ -229,10 +232,10 @@ def _bits(value: float, bfloat16: bool) -> int:
 
 
 def _table(bfloat16: bool) -> tuple[int, ...]:
-    """Registers as signed numbers: low bytes of values 0 to 3, 4 to 7, 8 to 11, 12 to 15, then the high bytes."""
+    """Return registers as signed numbers: low bytes of values 0-3, 4-7, 8-11, 12-15, then the high bytes."""
     bits = [_bits(value, bfloat16) for value in VALUES]
     return tuple(
-        int.from_bytes(bytes(each >> shift & 255 for each in bits[first : first + 4]), "little", signed=True)
+        int.from_bytes(bytes(value >> shift & 255 for value in bits[first : first + 4]), "little", signed=True)
         for shift in (0, 8)
         for first in (0, 4, 8, 12)
     )
@@ -247,7 +250,7 @@ def decode_nf4(
     words, zero, magic,
     FIRST: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """Codebook values of COUNT (2 or 4) fragments from FIRST on: int32 [ROWS * 8] -> DTYPE [ROWS, 16 COUNT]."""
+    """Return codebook values of COUNT (2 or 4) fragments from FIRST on: int32 [ROWS * 8] -> DTYPE [ROWS, 16 COUNT]."""
     none = (words & 0) + magic
     place = words & 0x77777777
     half = ((words >> 1) & 0x44444444) | (none + 0x32103210)
@@ -260,7 +263,7 @@ def decode_nf4(
 
 @triton.jit
 def _two_nf4(place, half, none, ROWS: tl.constexpr, DTYPE: tl.constexpr, ON_GPU: tl.constexpr):
-    """Fragments of the four codes in the low 16 bits: codes 0 and 1 are one's halves, 2 and 3 the other's."""
+    """Return two fragments from the four codes in the low 16 bits: codes 0 and 1 are the halves of the first."""
     TABLE: tl.constexpr = _BFLOAT16 if DTYPE == tl.bfloat16 else _FLOAT16
     low_a = permuted(none + TABLE[0], none + TABLE[1], place, ON_GPU)
     low_b = permuted(none + TABLE[2], none + TABLE[3], place, ON_GPU)
@@ -274,9 +277,9 @@ def _two_nf4(place, half, none, ROWS: tl.constexpr, DTYPE: tl.constexpr, ON_GPU:
 
 @triton.jit
 def permuted(a, b, selector, ON_GPU: tl.constexpr):
-    """Byte j of the result is byte (selector >> 4 j & 7) of the eight in a (0 to 3) and b (4 to 7).
+    """Return bytes selected from a (0 to 3) and b (4 to 7): byte j is number (selector >> 4 j & 7).
 
-    One PRMT instruction; without PRMT (Triton's interpreter knows no instruction by name) the same by shifts.
+    One PRMT instruction; shifts in Triton's interpreter, which has no PRMT.
     """
     if ON_GPU:
         result = libdevice.byte_perm(a, b, selector)
@@ -290,13 +293,14 @@ def permuted(a, b, selector, ON_GPU: tl.constexpr):
 
 
 class WordDecoder(NamedTuple):
-    """Decoding of a format.
+    """Decoder of a format.
 
     Args:
-        GAIN: what a product has to be multiplied by, beside the scale.
-        MAGIC: an argument of `decode` that the compiler must not know. An instruction takes one constant, and for two
-            it makes two instructions, (q & mask) and (... | magic): of 1024 for int4, of 2048 for int8, in both halves;
-            nf4's 0 keeps it from loading the table's constants anew for every use.
+        decode: the function.
+        GAIN: factor for the product, beside the scale.
+        MAGIC: argument of `decode` that the compiler must not know. An instruction takes one constant, so the compiler
+            would split (q & mask) | magic into two. The value is 1024 for int4 and 2048 for int8, in both halves; for
+            nf4, 0 prevents reloading the table's constants at every use.
     """
 
     decode: Any

@@ -1,13 +1,14 @@
-"""Which kernel multiplies at which batch: the fastest that was measured, within the memory one allows.
+"""Choice of the kernel for each batch: the fastest measured one within the allowed memory.
 
-Candidates are ours (`weight_only`, `native`), torch's own (`_weight_int4pack_mm`, `_int_mm`, `_scaled_mm`), a peer's,
-or dequantize-then-matmul. What they took comes from outside, as plain data; choosing is a pure function of it:
+Candidates are our kernels (`weight_only`, `native`), torch's own (`_weight_int4pack_mm`, `_int_mm`, `_scaled_mm`),
+another library's, or dequantize-then-matmul. Timings come as plain data, and the choice is a pure function of them:
 
-    choice(shape, M) = the candidate of the smallest seconds at M among those that hold no copy in high precision
-                       (unless asked otherwise); ties go to fewer resident bytes, then by name
+    choice(shape, M) = the candidate of the smallest seconds at M among those that keep no copy in high precision
+                       (unless allowed); ties go to fewer resident bytes, then by name
 
-Between two measured batches the choice of the larger one holds: what a kernel does for 17 rows is what it does for a
-tile of 32. The table is plain data again, so that a bundle can carry it; and so are the tile sizes to try.
+Between two measured batches the choice of the larger one holds: a kernel computes 17 rows as a tile of 32. The table
+and
+the tile sizes to try are plain data too, so that a bundle can carry them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 from quantkit.errors import InputError
 
 FILE = "kernels.json"
-# what a layer can run (`kernels.linear`): the format's own kernel, torch's product with an expanded weight, torch's own
-# products of 8-bit codes; another library's kernel, of formats that ours lack
+# ways for a layer to multiply (`kernels.linear`): the format's own kernel, torch's product with an expanded weight,
+# torch's products of 8-bit codes; another library's kernel, for formats without our own
 OURS, EXPANDED, INT_MM, SCALED_MM = "quantkit", "dequantize_matmul", "torch._int_mm", "torch._scaled_mm"
 HUMMING = "humming"
 LAYERS = (OURS, EXPANDED, INT_MM, SCALED_MM, HUMMING)
@@ -31,14 +32,15 @@ LAYERS = (OURS, EXPANDED, INT_MM, SCALED_MM, HUMMING)
 
 @dataclass(frozen=True)
 class Config:
-    """Cuts of a kernel's work.
+    """Tile sizes and launch options of a kernel.
 
     Args:
-        block_n: rows of the weight a program; 16 a warp and fragment.
-        block_m: rows of x.
-        unroll: tiles of the weight along K a step: 64 columns each of 4 bits, 32 of 8.
+        block_n: rows of the weight per program; 16 per warp and fragment.
+        block_m: rows of x per program.
+        unroll: tiles of the weight along K per step: 64 columns each for 4 bits, 32 for 8.
         split: programs that share K.
-        stages: of the pipeline of asynchronous copies.
+        warps: warps per program.
+        stages: depth of the pipeline of asynchronous copies.
     """
 
     block_n: int
@@ -58,11 +60,11 @@ class Config:
         return cls(**data)
 
 
-# block_n, block_m, unroll, split, warps, stages; by the number of rows of x. The first of a list is the best alone over
-# the four shapes of a block of Llama-3-8B on an H200, each next one what was missed most without it; all of a list are
-# within 6 % of the best of seven to ten that were tried (`configs` of benchmarks/results/gpu-run-20261126.json). Their
-# counts of instructions for a weight foretold nothing: what counts is how many programs there are, `_PROGRAMS`. None
-# spills, for any format (benchmarks/kernel_resources.py). Four warps or eight, so that Hopper multiplies by warpgroups
+# block_n, block_m, unroll, split, warps, stages; by the number of rows of x. The first of a list is the best single
+# choice over the four shapes of a block of Llama-3-8B on an H200; each next one adds the largest gain. All of a list
+# are within 6 % of the best of seven to ten that were tried (`configs` of benchmarks/results/gpu-run-20261126.json).
+# Instruction counts per weight do not predict the time; the number of programs does (`_PROGRAMS`). None spills, for any
+# format (benchmarks/kernel_resources.py). Four or eight warps, so that Hopper multiplies by warpgroups
 _WEIGHT_ONLY = {
     16: (
         *((64, 16, 2, 8, 4, 3), (64, 16, 2, 16, 4, 3), (128, 16, 2, 2, 4, 3), (128, 16, 2, 4, 4, 3)),
@@ -72,12 +74,12 @@ _WEIGHT_ONLY = {
     64: ((64, 64, 4, 4, 4, 3), (128, 64, 2, 1, 8, 4), (64, 64, 4, 2, 4, 3)),
     128: ((256, 64, 2, 4, 8, 3), (128, 128, 2, 1, 8, 3), (256, 64, 2, 2, 8, 3)),
 }
-# the width of all batches beyond 128: no split, and a scale product a group of 128, not one for every 64 columns
+# width of all batches above 128: no split, and one scale product per group of 128, not one per 64 columns
 PREFILL = 256
 _WEIGHT_ONLY[PREFILL] = ((128, 128, 2, 1, 8, 4), (128, 128, 2, 1, 8, 3), (256, 64, 2, 1, 8, 3))
-# by width: programs for each multiprocessor of those that were the fastest there
+# width -> programs per multiprocessor of the fastest configurations
 _PROGRAMS = {16: 7.0, 32: 2.5, 64: 1.7, 128: 1.0}
-# products of 8-bit codes: beyond 32 rows torch multiplies (`rows`), or this as it can
+# products of 8-bit codes; above 32 rows torch multiplies, and these only if it cannot
 _NATIVE = {
     16: ((128, 16, 8, 4, 4, 3), (128, 16, 4, 8, 4, 4), (64, 16, 8, 4, 4, 4), (64, 16, 4, 8, 4, 4)),
     32: ((128, 32, 8, 4, 4, 3), (128, 32, 4, 8, 4, 4), (64, 32, 8, 4, 4, 4), (64, 32, 4, 8, 4, 4)),
@@ -85,25 +87,29 @@ _NATIVE = {
 
 
 def width(batch: int) -> int:
-    """Round a batch up to its width: all of one have the same candidates, and what is the fastest for one is taken."""
+    """Round a batch up to its width; batches of one width share their candidates and their choice."""
     return next((wide for wide in (16, 32, 64, 128) if batch <= wide), PREFILL)
 
 
 def candidates(batch: int, *, native: bool = False) -> list[Config]:
-    """List configurations worth timing at a batch of M = `batch` rows of x, the most promising first.
+    """List the configurations to time for M = `batch` rows of x, the most promising first.
 
     Args:
-        native: of products of 8-bit codes; `unroll` counts 32 columns there.
+        batch: M.
+        native: True for products of 8-bit codes, where `unroll` counts 32 columns.
     """
     wide = width(batch)
     return [Config(*cut) for cut in (_NATIVE[min(wide, 32)] if native else _WEIGHT_ONLY[wide])]
 
 
 def unmeasured(rows: int, batch: int, multiprocessors: int, *, native: bool = False) -> Config:
-    """Choose where nothing was measured: of the candidates the one with the most usual number of programs.
+    """Choose a configuration without timings: the candidate whose number of programs is closest to the usual one.
 
     Args:
-        rows: N of the weight; `batch` is M.
+        rows: N of the weight.
+        batch: M.
+        multiprocessors: multiprocessors of the device.
+        native: True for products of 8-bit codes.
     """
     able, wide = candidates(batch, native=native), width(batch)
     if native or wide not in _PROGRAMS:
@@ -119,16 +125,16 @@ def unmeasured(rows: int, batch: int, multiprocessors: int, *, native: bool = Fa
 
 @dataclass(frozen=True)
 class KernelTiming:
-    """One candidate at one shape and batch.
+    """Timing of one candidate at one shape and batch.
 
     Args:
-        candidate: its name: `quantkit`, `torch._int_mm`, `dequantize_matmul`, ...
+        candidate: name: `quantkit`, `torch._int_mm`, `dequantize_matmul`, ...
         shape: (N, K) of the weight.
         batch: M, rows of x.
-        seconds: median.
-        resident_bytes: all that stays in memory between calls: the packed weight, and any copy of it.
-        config: of ours: what `Config.as_dict` gives; None of others.
-        copy: whether a copy of the weight in high precision stays resident.
+        seconds: median time.
+        resident_bytes: bytes that stay in memory between calls: the packed weight, and any copy of it.
+        config: `Config.as_dict` for our kernels, else None.
+        copy: True if a copy of the weight in high precision stays resident.
     """
 
     candidate: str
@@ -142,7 +148,15 @@ class KernelTiming:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to run up to and including a batch: a candidate, with its tile sizes, what it took and keeps."""
+    """Kernel for batches up to and including one.
+
+    Args:
+        batch: largest batch.
+        candidate: name of the candidate.
+        config: its tile sizes, for our kernels.
+        seconds: its median time.
+        resident_bytes: bytes that it keeps in memory.
+    """
 
     batch: int
     candidate: str
@@ -153,12 +167,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Table:
-    """The choices of a device: (N, K) -> by rising batch."""
+    """Choices of a device.
+
+    Args:
+        choices: (N, K) -> choices by rising batch.
+    """
 
     choices: Mapping[tuple[int, int], Sequence[Choice]]
 
     def choose(self, shape: tuple[int, int], batch: int) -> Choice:
-        """Return the choice for M = `batch`: that of the next batch that was measured; beyond the largest, its choice.
+        """Return the choice for M = `batch`: that of the next measured batch; above the largest, the last.
 
         Raises:
             InputError: `shape-unmeasured`, `batch-invalid`.
@@ -169,7 +187,7 @@ class Table:
             raise InputError(
                 "shape-unmeasured",
                 value=f"N {shape[0]}, K {shape[1]}",
-                rule="a kernel is chosen from what was measured on the device",
+                rule="a kernel is chosen from timings on the device",
                 remedy=f"measured: {', '.join(f'{n}x{k}' for n, k in sorted(self.choices)) or 'none'}",
             )
         known = self.choices[shape]
@@ -198,14 +216,14 @@ class Table:
 
 
 def fastest(timings: Iterable[KernelTiming], *, copies: bool = False) -> Table:
-    """Choose the fastest candidate for every shape and batch measured.
+    """Choose the fastest candidate for every measured shape and batch.
 
     Args:
-        timings: any number for each shape and batch; those without a finite time above zero are passed over.
-        copies: whether candidates may keep a copy of the weight in high precision.
+        timings: timings, any number for each shape and batch; those without a finite time above zero are skipped.
+        copies: True to allow candidates that keep a copy of the weight in high precision.
 
     Raises:
-        InputError: `nothing-measured`: a shape and batch of which nothing may be chosen.
+        InputError: `nothing-measured` if no candidate remains for a shape and batch.
     """
     groups: dict[tuple[tuple[int, int], int], list[KernelTiming]] = {}
     for timing in timings:
@@ -218,7 +236,7 @@ def fastest(timings: Iterable[KernelTiming], *, copies: bool = False) -> Table:
             raise InputError(
                 "nothing-measured",
                 value=f"N {shape[0]}, K {shape[1]}, batch {batch}",
-                rule="a time of at least one candidate without a copy in high precision",
+                rule="at least one candidate without a copy in high precision needs a time",
                 remedy="measure dequantize_matmul: it always runs",
             )
         best = min(able, key=lambda t: (t.seconds, t.resident_bytes, t.candidate))
@@ -229,13 +247,18 @@ def fastest(timings: Iterable[KernelTiming], *, copies: bool = False) -> Table:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The choices that were measured on a device, as a bundle carries them: `kernels.json`.
+    """Choices measured on a device, as a bundle carries them in `kernels.json`.
 
         {"schema": 1, "device": {"id", "kind", "name"}, "versions": {"torch", "triton", ...},
-         "variant": "int4.g64.zeros", "table": what `Table.as_dict` gives}
+         "variant": "int4.g64.zeros", "table": the result of `Table.as_dict`}
 
-    They hold for the device alone: tile sizes that are the fastest on one card spill or starve on another. `device` is
-    as in rows of measurements, `variant` the format that was timed.
+    They hold for this device alone: the fastest tile sizes of one card may spill or starve on another.
+
+    Args:
+        device: device, as in rows of measurements.
+        versions: library -> version.
+        variant: format that was timed.
+        table: the choices.
     """
 
     device: Mapping[str, str]
@@ -244,7 +267,7 @@ class Recorded:
     table: Table
 
     def as_bytes(self) -> bytes:
-        """Write the file."""
+        """Return the file's contents."""
         data = {"schema": 1, "device": dict(self.device), "versions": dict(self.versions), "variant": self.variant}
         return (json.dumps({**data, "table": self.table.as_dict()}, indent=1, allow_nan=False) + "\n").encode()
 

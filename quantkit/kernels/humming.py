@@ -1,11 +1,13 @@
-"""humming-kernels for what no kernel of ours multiplies: 4-bit floats, FP8 by blocks, 4-bit weights by 8-bit inputs.
+"""Layer of humming-kernels, for formats without a kernel of ours: 4-bit floats, FP8 by blocks, 4-bit weights by 8-bit
+inputs.
 
     y = x Wᵀ + b      x [..., K] float16 or bfloat16, W [N, K] as compressed-tensors stores it, y in the dtype of x
 
-The library (vLLM's, Apache-2.0; extra `humming`) takes stored tensors and arguments as they are, packs them for itself
-when a layer is made, rounds inputs where the arguments say so, and compiles its kernels when they are first used. What
-it keeps takes the place of the stored weight: there is no second copy. Scales that are floats of 16 or 32 bits it
-rounds to the dtype of x.
+The library (vLLM's, Apache-2.0; extra `humming`) takes stored tensors and arguments as they are, packs them when a
+layer
+is made, rounds inputs if the arguments say so, and compiles its kernels at the first use. The packed weight replaces
+the
+stored one: there is no second copy. Scales in floats of 16 or 32 bits are rounded to the dtype of x.
 """
 
 from __future__ import annotations
@@ -19,24 +21,24 @@ import torch
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import HUMMING
 
-# as a candidate among those of a table
+# name as a candidate in a table
 NAME = HUMMING
 _METHOD = "compressed-tensors"
 
 
 class HummingLinear(torch.nn.Module):
-    """See the module.
+    """Linear layer that humming-kernels multiplies.
 
     Args:
-        stored: what is stored of the linear, by the names of compressed-tensors: `weight_packed`, `weight_scale`, ...
-        group: the config group that it is in: `format`, `weights` and `input_activations`, as config.json has them.
+        stored: tensors of the linear by their names in compressed-tensors: `weight_packed`, `weight_scale`, ...
+        group: its config group: `format`, `weights` and `input_activations`, as in config.json.
         shape: (N, K).
-        dtype: of x.
-        device: that it runs on; a GPU.
-        bias: [N] or None.
+        dtype: dtype of x.
+        device: a GPU.
+        bias: bias [N] or None.
 
     Raises:
-        InputError: `kernel-unsupported`: the library is not installed, or does not take it, in its own words.
+        InputError: `kernel-unsupported` if the library is not installed or refuses the layer, with its reason.
     """
 
     def __init__(
@@ -52,10 +54,10 @@ class HummingLinear(torch.nn.Module):
         super().__init__()
         inputs = group.get("input_activations")
         if inputs is not None and inputs.get("dynamic") is not True:
-            raise _refused("inputs of a fixed scale", "inputs are floats, or are rounded as they come")
+            raise _refused("inputs with a fixed scale", "inputs are floats, or have dynamic scales")
         self.shape, self.bias = shape, bias
         try:
-            made = (
+            layer = (
                 importlib.import_module("humming.layer")
                 .HummingLayer(
                     shape_n=shape[0],
@@ -66,27 +68,27 @@ class HummingLinear(torch.nn.Module):
                 )
                 .to(device)
             )
-            # it would leave what is missing as the memory was
-            if missing := {name for name, _ in made.named_parameters()} - set(stored):
+            # the library would leave missing parameters uninitialized
+            if missing := {name for name, _ in layer.named_parameters()} - set(stored):
                 raise ValueError(f"not stored: {', '.join(sorted(missing))}")
-            made.load_from_tensors({name: part.to(device) for name, part in stored.items()})
-            made.transform()
+            layer.load_from_tensors({name: part.to(device) for name, part in stored.items()})
+            layer.transform()
         except ImportError as error:
             raise _refused(
-                str(error), "no kernel of ours, and humming is not there: pip install 'quantkit[humming]'"
+                str(error), "no kernel of ours, and humming is not installed: pip install 'quantkit[humming]'"
             ) from None
         except (AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            raise _refused(str(error).partition("\n")[0] or type(error).__name__, "nor does humming take it") from None
-        self.product = made
+            raise _refused(str(error).partition("\n")[0] or type(error).__name__, "humming refuses it too") from None
+        self.product = layer
 
     @property
     def resident_bytes(self) -> int:
-        """What it keeps, packed."""
+        """Size of its packed tensors."""
         return sum(part.numel() * part.element_size() for part in self.product.state_dict().values())
 
     @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See the module."""
+        """Multiply, as described in the module."""
         y: torch.Tensor = self.product(x.reshape(-1, x.shape[-1]).contiguous())
         if self.bias is not None:
             y = y + self.bias
@@ -94,9 +96,9 @@ class HummingLinear(torch.nn.Module):
 
 
 def _arguments(group: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """The library's own names for them, and those of compressed-tensors, are the same."""
-    given = {name: value for name, value in group[part].items() if value is not None}
-    return {**given, "quant_method": _METHOD, "format": group["format"]}
+    """Return the arguments of the library; their names are those of compressed-tensors."""
+    arguments = {name: value for name, value in group[part].items() if value is not None}
+    return {**arguments, "quant_method": _METHOD, "format": group["format"]}
 
 
 def _refused(value: str, rule: str) -> InputError:

@@ -1,12 +1,12 @@
-"""Weights as the kernels read them: every thread loads 16 bytes that hold its own matrix fragment.
+"""Layout of weights for the kernels: every thread loads 16 bytes that hold its own matrix fragment.
 
-A tensor core takes its left operand from registers, 16 rows by 32 bytes at a time; of such a fragment, lane 4 g + t
+A tensor core takes its left operand from registers, 16 rows by 32 bytes at a time. Of such a fragment, lane 4 g + t
 holds (PTX ISA, fragments of `mma.m16n8k16` and `mma.m16n8k32`; a warp of `wgmma.m64nNk16` has the same)
 
     row  g + 8 rl    rl = 0, 1        column  4 H rh + H t + h    rh = 0, 1    h < H elements of one register
 
-with H = 2 for 16-bit operands and 4 for 8-bit ones. A *tile* is 16 rows by P fragments side by side, P = 16 / bits: a
-32-bit word (g, t, rh, rl) holds elements h = 0 .. H-1 of all P fragments, so that decoding a word gives P registers,
+with H = 2 for 16-bit operands and 4 for 8-bit ones. A *tile* is 16 rows by P fragments side by side, P = 16 / bits. A
+32-bit word (g, t, rh, rl) holds elements h = 0 .. H-1 of all P fragments, so that decoding a word fills P registers,
 each in its place. No weight moves between threads, and a warp reads a tile, 512 bytes, with one load.
 
     format      operand   P   tile      bit of element h of fragment i
@@ -15,10 +15,11 @@ each in its place. No weight moves between threads, and a warp reads a tile, 512
     int8, fp8   16 bits   2   16 x 32   16 h + 8 i
 
 Tiles of the same 16 rows follow each other along K: words [4096, 14336] int4 are int32 [256, 224, 128].
-Rows and columns are filled up with code 0 to whole tiles; the kernels never multiply what was filled in.
+Rows and columns are padded with code 0 to whole tiles; the kernels never multiply the padding.
 
-Codes of 8 bits that are multiplied by 8-bit inputs (`.native`) are not decoded, so a tensor core reads them from shared
-memory as they are: they stay [N, K], in rows, where torch's own products read the same bytes.
+8-bit codes for products with 8-bit inputs (`.native`) are not decoded: a tensor core reads them from shared memory.
+They
+stay [N, K], in rows, where torch's own products read the same bytes.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ if TYPE_CHECKING:
 
 ROWS = 16
 WORDS = 128
-# scales that share a float32 when they are quantized themselves: `formats.Nested`
+# nested scales that share a float32 (`formats.Nested`)
 NESTED = 256
 
 
 @dataclass(frozen=True)
 class Words:
-    """How the codes of one kind lie in 32-bit words.
+    """Layout of one kind of codes in 32-bit words.
 
     Args:
-        bits: of a code.
-        lanes: H, elements of a fragment in one register; 0: codes lie in rows, in no words.
+        bits: bits of a code.
+        lanes: H, elements of a fragment in one register; 0 for codes in rows, without words.
         stride: bits from element h to h + 1, and from fragment i to i + 1.
-        offset: added to a signed code, so that it is stored without a sign.
+        offset: offset that makes a signed code unsigned.
     """
 
     bits: int
@@ -66,7 +67,7 @@ class Words:
         return 8 * self.lanes * self.fragments
 
     def shifts(self, device: torch.device) -> torch.Tensor:
-        """Return the place of each element in its word, [P, H] int32."""
+        """Return the bit position of each element in its word, [P, H] int32."""
         import torch
 
         at = [[self.stride[0] * h + self.stride[1] * i for h in range(self.lanes)] for i in range(self.fragments)]
@@ -85,17 +86,17 @@ KINDS = {
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [N, K] in the kernels' layout. Np and Tp: N and K in whole tiles of 16 rows and `KINDS[kind]` columns.
+    """A weight [N, K] in the kernels' layout, padded to Np and Tp: whole tiles of 16 rows and `KINDS[kind]` columns.
 
     Args:
-        kind: one of `KINDS`; `.native` goes with 8-bit inputs.
-        words: [Np / 16, Tp, 128] int32; the codes [N, K] themselves, int8 or float8_e4m3fn, of a `.native` kind.
-        scale: [G, Np] ([1, N] of a `.native` kind), in the dtype it is stored in; of nested scales their codes, uint8.
-        zero: [G, Np] uint8, `zero + offset`; None when symmetric.
+        kind: one of `KINDS`; `.native` for products with 8-bit inputs.
+        words: [Np / 16, Tp, 128] int32; for a `.native` kind the codes [N, K], int8 or float8_e4m3fn.
+        scale: [G, Np] ([1, N] for a `.native` kind), in its stored dtype; for nested scales their uint8 codes.
+        zero: [G, Np] uint8, `zero + offset`; None if symmetric.
         shape: (N, K).
-        group: columns that share a scale; K where a row has one scale.
-        nested: absmax [ceil(N * G / 256)], values of the codes [256], offset [1], all float32; None of plain scales.
-        rows_share: rows that share a scale in the source; 0: all of them (a scale for the tensor).
+        group: columns that share a scale; K for one scale per row.
+        nested: absmax [ceil(N * G / 256)], values of the codes [256], offset [1], all float32; None for plain scales.
+        rows_share: rows that share a scale in the source; 0 for all of them (one scale per tensor).
     """
 
     kind: str
@@ -119,18 +120,18 @@ class PackedWeight:
         return sum(part.numel() * part.element_size() for part in parts)
 
     def to(self, device: str | torch.device) -> PackedWeight:
-        """Copy it to another device."""
+        """Return a copy on another device."""
         zero = None if self.zero is None else self.zero.to(device)
         nested = self.nested and (self.nested[0].to(device), self.nested[1].to(device), self.nested[2].to(device))
         return replace(self, words=self.words.to(device), scale=self.scale.to(device), zero=zero, nested=nested)
 
 
 def pack(tensor: QuantTensor, *, native: bool = False) -> PackedWeight:
-    """Lay a quantized weight out for the kernels; nothing is rounded.
+    """Pack a quantized weight for the kernels, without rounding.
 
     Args:
-        tensor: of a format in `KINDS`, without a global scale.
-        native: for products with 8-bit inputs; one scale a row.
+        tensor: weight in a format of `KINDS`, without a global scale.
+        native: True for products with 8-bit inputs; needs one scale per row.
 
     Raises:
         InputError: `unknown-kernel`, `group-unsupported`, `kernel-unsupported`.
@@ -163,14 +164,16 @@ def pack_parts(
     nested: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     rows_share: int = 1,
 ) -> PackedWeight:
-    """Lay plain tensors out, as `pack`, for where schemes are not at hand.
+    """Pack plain tensors as `pack` does, without a scheme.
 
     Args:
-        codes: [N, K] as in `QuantTensor`: int8, uint8 places in a codebook, or float8.
-        scale: [N, G]; codes of nested scales are uint8.
+        kind: one of `KINDS`.
+        codes: [N, K] as in `QuantTensor`: int8, uint8 indices of a codebook, or float8.
+        scale: [N, G]; uint8 codes for nested scales.
         zero: [N, G] int8.
-        group: columns that share a scale; None is K / G.
-        nested, rows_share: see `PackedWeight`.
+        group: columns that share a scale; None for K / G.
+        nested: parts of nested scales; see `PackedWeight`.
+        rows_share: rows that share a scale; see `PackedWeight`.
 
     Raises:
         InputError: `unknown-kernel`, `group-unsupported`, `kernel-unsupported`.
@@ -200,7 +203,7 @@ def pack_parts(
 
 
 def codes_of(packed: PackedWeight) -> torch.Tensor:
-    """Return the codes [N, K] that were packed, as `QuantTensor` has them; float8 ones as their bytes, uint8."""
+    """Return the codes [N, K] as `QuantTensor` has them; float8 codes as bytes, uint8."""
     import torch
 
     form, (rows, columns) = KINDS[packed.kind], packed.shape
@@ -219,7 +222,8 @@ def unpack(packed: PackedWeight, like: QuantTensor) -> QuantTensor:
     """Invert `pack`, bit for bit, for tests and exports.
 
     Args:
-        like: gives what the kernels do not need: scheme, codebook and, of nested scales, their effective values.
+        packed: the packed weight.
+        like: source of the parts that the kernels do not need: scheme, codebook, effective values of nested scales.
     """
     import torch
 
@@ -252,13 +256,13 @@ def scales_of(packed: PackedWeight) -> torch.Tensor:
 
 
 def _check(kind: str, form: Words, scale: torch.Tensor, zero: torch.Tensor | None, columns: int, group: int) -> None:
-    """Refuse what no kernel of this kind can read."""
+    """Refuse parts without a kernel."""
     if kind.endswith(".native") and (zero is not None or group < columns):
         value = "zero points" if zero is not None else f"group {group} of K {columns}"
-        rule = "a product of 8-bit codes has one symmetric scale a row"
+        rule = "a product of 8-bit codes has one symmetric scale per row"
         raise InputError("kernel-unsupported", kind, value, rule, "granularity: channel, symmetric: true")
     if zero is not None and form.offset == 0:
-        rule, remedy = "only integers have them", "symmetric: true"
+        rule, remedy = "only integer formats have zero points", "symmetric: true"
         raise InputError("kernel-unsupported", where=kind, value="zero points", rule=rule, remedy=remedy)
     if scale.shape[1] == 1 and group >= columns:
         return
@@ -270,7 +274,7 @@ def _check(kind: str, form: Words, scale: torch.Tensor, zero: torch.Tensor | Non
 
 
 def _by_group(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """[N, G] -> [G, rows], filled up with zeros."""
+    """Transpose [N, G] to [G, rows], padded with zeros."""
     return _padded(values.T, 0, rows - values.shape[0]).contiguous()
 
 

@@ -1,10 +1,10 @@
-"""A linear layer on a packed weight: for each number of rows, the kernel that was the fastest when it was measured.
+"""Linear layer on a packed weight, with the fastest measured kernel for each number of rows.
 
     y = x Wᵀ + b      x [..., K] float16 or bfloat16, W [N, K] packed (`layout`), y [..., N] in the dtype of x
 
-A table of choices (`dispatch`) names a way for M rows of x: `quantkit`, the format's own kernel with the tile sizes it
-was measured with; `dequantize_matmul`, torch's product with a weight that is expanded into scratch; or, where inputs
-are codes of 8 bits, torch's own product of those. None keeps a second copy of the weight.
+A table of choices (`dispatch`) names the product for M rows of x: `quantkit`, the format's own kernel with its measured
+tile sizes; `dequantize_matmul`, torch's product with a weight expanded into scratch memory; or, for 8-bit inputs,
+torch's own product of 8-bit codes. None keeps a second copy of the weight.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from quantkit.kernels.layout import PackedWeight
     from quantkit.kernels.matmul import Workspace
 
-# rows up to which our own kernels are taken where nothing was measured: of codes of 8 bits, of others
+# largest batches of our own kernels without timings: products of 8-bit codes, others
 _OURS_TO = {True: (16, 32), False: (16, 32, 64, 128)}
 
 
 class QuantLinear(torch.nn.Module):
-    """See the module.
+    """Linear layer on a packed weight.
 
     Args:
         packed: the weight, on the device of the inputs.
-        bias: [N] or None.
-        table: what is the fastest; None: `unmeasured`.
-        memory: for the sums of a split K, shared by layers that run one after the other.
+        bias: bias [N] or None.
+        table: measured choices; None for `unmeasured`.
+        memory: workspace for the sums of a split K, shared by layers that run one after the other.
 
     Raises:
-        InputError: `kernel-unsupported`, a choice that this layer cannot run; `shape-unmeasured`.
+        InputError: `kernel-unsupported` for a choice that this layer cannot run; `shape-unmeasured`.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class QuantLinear(torch.nn.Module):
             if not (choice.candidate == OURS and choice.config) and choice.candidate != other(packed):
                 where = f"{packed.kind}, batch {choice.batch}"
                 rule = f"this layer runs {' or '.join(filter(None, (f'{OURS} with its tile sizes', other(packed))))}"
-                remedy = "choose among these alone: `dispatch.fastest` of their timings"
+                remedy = "choose among these: `dispatch.fastest` of their timings"
                 raise InputError("kernel-unsupported", where, choice.candidate, rule, remedy)
 
     @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See the module."""
+        """Multiply, as described in the module."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         choice = self.table.choose(self.packed.shape, flat.shape[0])
         config = None if choice.config is None else Config.of(choice.config)
@@ -82,12 +82,12 @@ class QuantLinear(torch.nn.Module):
 
 
 def other(packed: PackedWeight) -> str:
-    """What a layer can run besides our own kernel; "" where there is nothing."""
+    """Return the alternative to our own kernel for a weight; "" if there is none."""
     return torch_product(packed) if packed.kind.endswith(".native") else EXPANDED
 
 
 def unmeasured(packed: PackedWeight) -> Table:
-    """Choices where nothing was measured: the likeliest tile sizes of each width, the other way for more rows."""
+    """Return choices without timings: likely tile sizes for each width, then the alternative for more rows."""
     size, native_kind, at = packed.resident_bytes, packed.kind.endswith(".native"), packed.words.device
     many = torch.cuda.get_device_properties(at).multi_processor_count if at.type == "cuda" else 1
     choices = []

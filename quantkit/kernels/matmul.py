@@ -1,26 +1,28 @@
-"""Weights of few bits times 16-bit activations: one skeleton for every format, every batch.
+"""Product of weights of few bits and 16-bit activations: one kernel for every format and batch.
 
     y[m, n] = sum over groups g of  scale[n, g] * sum over k in g of  value(codes[n, k], zero[n, g]) * x[m, k]
 
-- **The weight is the left operand.** y^T = W x^T: a tile is decoded in the registers in which the tensor core reads it
-  (`layout`), so that it never returns to shared memory, and a batch of 1 fills a product's narrow side (8), not its
+- **The weight is the left operand.** y^T = W x^T: a tile is decoded in the registers from which the tensor core reads
+it
+  (`layout`), so that it never returns to shared memory, and a batch of 1 fills the narrow side of a product (8), not
+  the
   wide one (64).
-- **Codes are multiplied as whole numbers**, exact in 16 bits; a group's sum is scaled in float32. There is no rounding
-  of `code * scale`, and no multiplication a weight.
-- **Few columns of x (decode): K is split over programs**, so that all multiprocessors stream. Each leaves its float32
-  sums in a buffer; the last to arrive, by an integer counter, adds them in the order of K and writes y. One launch,
-  and the same bits every time: no float is added atomically. (Osama et al., "Stream-K", 2023, arXiv 2301.03598, has
-  the fix-up by flags; here it is the plain split of K.)
-- **Many columns (prefill): larger tiles, no split**, each weight decoded once for `block_m` rows of x.
-- **The raw twin** (`decode=False`) is this very kernel with words taken for numbers: same loads, same products.
-  t(twin) - bound is streaming loss, t(kernel) - t(twin) decode proper.
+- **Codes are multiplied as integers**, exact in 16 bits; a group's sum is scaled in float32. `code * scale` is never
+  rounded, and there is no multiplication per weight.
+- **Few columns of x (decode): K is split over programs**, so that all multiprocessors stream. Each program leaves its
+  float32 sums in a buffer; the last to arrive, by an integer counter, adds them in the order of K and writes y. One
+  launch, and the same bits every time: no float is added atomically. (Osama et al., "Stream-K", 2023, arXiv 2301.03598,
+  has the fix-up by flags; this is the plain split of K.)
+- **Many columns (prefill): larger tiles, no split**; each weight is decoded once for `block_m` rows of x.
+- **The raw twin** (`decode=False`) is the same kernel with words taken as numbers: same loads, same products.
+  t(twin) - bound is the streaming loss, t(kernel) - t(twin) the cost of decoding.
 
-Pipelining of words and x (16-byte asynchronous copies, `stages` deep) is Triton's.
+Triton pipelines the words and x (16-byte asynchronous copies, `stages` deep).
 
 **Programmatic dependent launch** (SM 9.0 and later): a kernel is set up while the one before it still runs. A decode
-step is hundreds of kernels of a few microseconds that need each other's results. One that was launched so may take its
-place on a multiprocessor as soon as all programs of the one before have begun; it reads and writes nothing before
-`begin` has waited for that one to end, memory and all. Whoever comes after it waits for it in turn, or is launched as
+step is hundreds of dependent kernels of a few microseconds. A kernel launched this way may take its place on a
+multiprocessor as soon as all programs of the previous one have begun. It reads and writes nothing before `begin` has
+waited for the end of the previous kernel, memory included. The next kernel waits for it in turn, or is launched as
 usual, after its end. (PTX ISA, `griddepcontrol`.)
 """
 
@@ -48,22 +50,22 @@ _FROM = 90
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """To be called before anything is read or written."""
+    """Wait for the previous kernel; must come before any read or write."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
 
 
 def overlap() -> dict[str, bool]:
-    """What a kernel whose first line is `begin(OVERLAP)` is launched with, on what Triton compiles for."""
+    """Return launch arguments for a kernel that starts with `begin(OVERLAP)`, for the present device."""
     able = not interpreted() and driver.active.get_current_target().arch >= _FROM
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 
 
 class Workspace:
-    """Sums and counters, grown to the largest call so far. For one stream at a time: calls in it follow each other.
+    """Sums and counters, as large as the largest call so far needs; for one stream at a time.
 
-    What was outgrown is kept: a CUDA graph that was captured before still writes there.
+    Smaller buffers are kept: a CUDA graph that was captured earlier still writes there.
     """
 
     def __init__(self) -> None:
@@ -72,7 +74,7 @@ class Workspace:
         self._outgrown: list[torch.Tensor] = []
 
     def of(self, sums: int, counts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """At least `sums` float32 and `counts` int32 zeros."""
+        """Return at least `sums` float32 elements, and at least `counts` int32 zeros."""
         import torch
 
         if self._sums is None or self._sums.numel() < sums:
@@ -85,16 +87,16 @@ class Workspace:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels: TRITON_INTERPRET=1, set before Triton is imported."""
+    """Tell whether Triton's interpreter runs the kernels: TRITON_INTERPRET=1, set before Triton is imported."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
 @triton.jit
 def effective(stored, absmax_ptr, values_ptr, offset_ptr, rows, g, N, GROUPS, GAIN: tl.constexpr):
-    """Scales of `rows` in group g as float32, times GAIN: [ROWS]. Nested ones: values[code] * absmax + offset."""
+    """Return float32 scales of `rows` in group g, times GAIN: [ROWS]; nested ones: values[code] * absmax + offset."""
     scale = stored
     if absmax_ptr is not None:
-        # the last rows of a tile may be filled in: they have no absmax
+        # the last rows of a tile may be padding: they have no absmax
         place = tl.minimum(rows, N - 1) * GROUPS + g
         scale = tl.load(values_ptr + stored.to(tl.int32)) * tl.load(absmax_ptr + place // 256) + tl.load(offset_ptr)
     return scale.to(tl.float32) * GAIN
@@ -102,18 +104,18 @@ def effective(stored, absmax_ptr, values_ptr, offset_ptr, rows, g, N, GROUPS, GA
 
 @triton.jit
 def of_row(ptr, rows, g, STRIDE):
-    """What `rows` have stored for group g: a scale, its code, a zero point."""
+    """Load a scale, its code, or a zero point of `rows` for group g."""
     return tl.load(ptr + g * STRIDE + rows, mask=rows < STRIDE, other=0)
 
 
 @triton.jit
 def of_step(ptr, rows, step, STRIDE, GROUPS, GROUP: tl.constexpr, STEP: tl.constexpr):
-    """What `rows` have stored for each group that begins or goes on in a step of STEP columns; none past the last."""
-    found = ()
+    """Load values of `rows` for each group in a step of STEP columns; past the end, those of the last group."""
+    loaded = ()
     for i in tl.static_range((STEP + GROUP - 1) // GROUP):
         g = tl.minimum((step * STEP + i * GROUP) // GROUP, GROUPS - 1)
-        found = found + (of_row(ptr, rows, g, STRIDE),)  # type: ignore[assignment]
-    return found
+        loaded = loaded + (of_row(ptr, rows, g, STRIDE),)  # type: ignore[assignment]
+    return loaded
 
 
 @triton.jit
@@ -121,18 +123,18 @@ def effective_of_step(
     stored, absmax_ptr, values_ptr, offset_ptr, rows, step, N, GROUPS,
     GROUP: tl.constexpr, STEP: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """`effective` of what `of_step` has loaded."""
-    found = ()
+    """Return `effective` for the values of `of_step`."""
+    scales = ()
     for i in tl.static_range((STEP + GROUP - 1) // GROUP):
         g = tl.minimum((step * STEP + i * GROUP) // GROUP, GROUPS - 1)
         ready = effective(stored[i], absmax_ptr, values_ptr, offset_ptr, rows, g, N, GROUPS, GAIN)
-        found = found + (ready,)  # type: ignore[assignment]
-    return found
+        scales = scales + (ready,)  # type: ignore[assignment]
+    return scales
 
 
 @triton.jit
 def place_of_weight(words_ptr, pid_n, TILES, STRIDE, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr):
-    """Where a program's words of the first tile lie, [BLOCK_N * 8] pointers, and its rows of the weight, [BLOCK_N]."""
+    """Return pointers to a program's words of the first tile, [BLOCK_N * 8], and its rows of the weight, [BLOCK_N]."""
     lane = tl.arange(0, BLOCK_N * 8)
     row_tile = pid_n * (BLOCK_N // 16) + lane // 128
     if not EVEN_N:
@@ -143,7 +145,7 @@ def place_of_weight(words_ptr, pid_n, TILES, STRIDE, BLOCK_N: tl.constexpr, EVEN
 
 @triton.jit
 def as_read(zero):
-    """Zero points of the raw twin: some float32 that depends on them, or they would not be loaded."""
+    """Return a float32 computed from zero points, so that the raw twin loads them too."""
     return (zero.to(tl.int32) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
@@ -152,7 +154,7 @@ def finish(
     acc, y_ptr, sums_ptr, count_ptr, rows, batch, pid_m, pid_n, pid_k, M, N,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Write [BLOCK_N, BLOCK_M] sums as y^T; of a split K, the last program to arrive adds those of all, in order."""
+    """Write sums [BLOCK_N, BLOCK_M] as y^T; for a split K, the last program to arrive adds all of them, in order."""
     inside = (rows < N)[:, None] & (batch < M)[None, :]
     place = batch[None, :].to(tl.int64) * N + rows[:, None]
     if SPLIT > 1:
@@ -171,7 +173,7 @@ def finish(
         tl.store(y_ptr + place, acc.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-# no compilation of its own for M = 1 and for multiples of 16
+# one compilation for every M, also 1 and multiples of 16
 @triton.jit(do_not_specialize=["M"])
 def weight_only_matmul(
     x_ptr,  # [M, K] float16 or bfloat16
@@ -194,7 +196,7 @@ def weight_only_matmul(
     UNROLL: tl.constexpr,  # tiles a step
     SPLIT: tl.constexpr, ON_GPU: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """Compute the product, as described in the module."""
     begin(OVERLAP)
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     words_at, rows = place_of_weight(words_ptr, pid_n, TILES, STRIDE, BLOCK_N, EVEN_N)
@@ -213,8 +215,8 @@ def weight_only_matmul(
     STEP: tl.constexpr = UNROLL * COLUMNS
     steps = tl.cdiv(TILES, UNROLL)
     first = steps * pid_k // SPLIT
-    # scales and zero points are too narrow for the asynchronous copies that bring words and x, and would be waited for:
-    # what a step needs is loaded two steps before it (of nested scales the code; its value one step before)
+    # scales and zero points are too narrow for asynchronous copies, and a plain load would stall: they are loaded two
+    # steps ahead (for nested scales the code; its value one step ahead)
     if GROUP > 0:
         stored = of_step(scale_ptr, rows, first, STRIDE, GROUPS, GROUP, STEP)
         scales = effective_of_step(
@@ -253,7 +255,7 @@ def weight_only_matmul(
                 else:
                     w = undecoded(words, p * (WIDTH // 16), WIDTH // 16, BLOCK_N, x_ptr.dtype.element_ty)
                 if not ON_GPU:
-                    # the interpreter's product of bfloat16 is one of their bits
+                    # the interpreter multiplies the bits of bfloat16
                     w, x = w.to(tl.float32), x.to(tl.float32)
                 if GROUP == 0:
                     acc = tl.dot(w, tl.trans(x), acc)
@@ -281,13 +283,14 @@ def weight_only_matmul(
 def weight_only(
     x: torch.Tensor, weight: PackedWeight, config: Config, *, workspace: Workspace | None = None, decode: bool = True
 ) -> torch.Tensor:
-    """x [M, K] times the weight [N, K] transposed: y [M, N], in the dtype of x; sums are float32.
+    """Return x [M, K] times the transposed weight [N, K]: y [M, N], in the dtype of x; sums are float32.
 
     Args:
         x: float16 or bfloat16, rows contiguous.
-        weight: packed; on the same device.
-        workspace: memory for the sums of a split K, kept between calls (needed under a CUDA graph); None makes its own.
-        decode: False is the raw twin, whose result means nothing.
+        weight: packed weight on the same device.
+        config: tile sizes.
+        workspace: memory for the sums of a split K, kept between calls (needed under a CUDA graph); None for its own.
+        decode: False for the raw twin, whose result is meaningless.
 
     Raises:
         InputError: `kernel-unsupported`, `kernel-shape`.
@@ -307,12 +310,12 @@ def weight_only(
 
 
 def constants(weight: PackedWeight, config: Config, *, decode: bool = True) -> dict[str, Any]:
-    """The kernel's compile-time arguments for a weight, but the tile's columns."""
+    """Return the kernel's compile-time arguments for a weight, except the tile's columns."""
     form, decoder = KINDS[weight.kind], DECODERS[weight.kind]
     row_tiles = weight.words.shape[0]
     group = 0 if weight.groups == 1 else weight.group
     unroll = config.unroll
-    # a step holds whole groups, or a group whole steps
+    # a step holds whole groups, or a group holds whole steps
     while unroll > 1 and group and (unroll * form.columns) % group and group % (unroll * form.columns):
         unroll //= 2
     return {
@@ -338,7 +341,7 @@ def prepared(
     kinds: Iterable[str],
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """y, and the sums and counters of a split K; refuses what does not fit together."""
+    """Return y, and the sums and counters of a split K; refuse arguments that do not match."""
     import torch
 
     if weight.kind not in kinds:
@@ -365,7 +368,7 @@ def dequantize_tile(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UNROLL: tl.constexpr,
     SPLIT: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """One tile of 16 BLOCK_N / 16 rows."""
+    """Dequantize one tile of BLOCK_N rows."""
     pid_n, tile = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, BLOCK_N * 8)
     row_tile = tl.minimum(pid_n * (BLOCK_N // 16) + lane // 128, STRIDE // 16 - 1)
@@ -391,7 +394,7 @@ def dequantize_tile(
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [N, K] in a float dtype, on its device.
+    """Return the weight [N, K] in a float dtype, on its device.
 
     Raises:
         InputError: `kernel-unsupported`.

@@ -1,10 +1,10 @@
-"""8-bit codes times 8-bit codes (W8A8): INT8 with int32 sums, FP8 (E4M3) with float32 sums.
+"""Products of 8-bit codes with 8-bit codes (W8A8): INT8 with int32 sums, FP8 (E4M3) with float32 sums.
 
     y[m, n] = scale[n] * step[m] * sum over k of codes[n, k] * x[m, k]
 
-scale is a weight's row's, step an activation's token's (`quantize_tokens`). As in `matmul` the weight is the left
-operand and K is split, but there is nothing to decode: its rows go to shared memory as they are stored, where Hopper's
-tensor core reads them, and the kernel is its own raw twin. Beyond 32 rows of x torch's own products are at hand
+scale belongs to a row of the weight, step to a token of the activations (`quantize_tokens`). As in `matmul` the weight
+is the left operand and K is split, but nothing is decoded: rows go to shared memory as they are stored, where Hopper's
+tensor core reads them, and the kernel is its own raw twin. Above 32 rows of x torch has products of its own
 (`multiply`).
 
 int8: exact up to |sum| < 2^31, K < 131072. FP8: Hopper's tensor core keeps about 14 bits of a sum of FP8 products
@@ -16,14 +16,15 @@ and added to a float32 sum outside. FP8 needs SM 8.9 or later, int8 SM 8.0.
     int8       step = max|x| / 127.5     code = round(clip(x / step, -128, 127)), ties to even
     fp8_e4m3   step = max|x| / 448       code = nearest element to clip(x / step, -448, 448)
 
-computed in the dtype of x, as `formats/base/activation.py` does, bit for bit; a token of zeros takes the dtype's
-epsilon for its step. One program a token; x is read twice, the second time out of the cache.
+computed in the dtype of x, bit for bit as in `formats/base/activation.py`; a token of zeros has the dtype's epsilon as
+its step. One program per token; x is read twice, the second time from the cache.
 
-**torch's own products**, `torch._int_mm` and `torch._scaled_mm`, for batches that arithmetic binds. Both read the
-weight's rows as `layout` stores them, so that nothing is kept besides. On CUDA they ask for operands that lie along K,
-so the right one in columns; for N and K in multiples of 8 or 16; of whole numbers for more than 16 rows of x; and
-scales by row and column give bfloat16 everywhere, other types on some GPUs alone (torch's `Blas.cpp` and
-`ScaledBlas.cpp`). For float16 FP8 sums come out in float32 therefore, and are scaled outside, as int32 ones are.
+**torch's own products**, `torch._int_mm` and `torch._scaled_mm`, for batches limited by arithmetic. Both read the
+weight's rows as `layout` stores them, so there is no second copy. On CUDA they require operands that lie along K, so
+the
+right one in columns; N and K in multiples of 8 or 16; for integers more than 16 rows of x; and scales by row and column
+give bfloat16 everywhere, other types only on some GPUs (torch's `Blas.cpp` and `ScaledBlas.cpp`). For float16, FP8 sums
+therefore come out in float32 and are scaled outside, as int32 sums are.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ if TYPE_CHECKING:
     import torch
 
 KINDS = ("int8.native", "fp8_e4m3.native")
-# the first architecture with products of the type, and who has it
+# first architecture with products of the type, and its families
 _FROM = {"int8.native": (80, "Ampere, Ada, Hopper"), "fp8_e4m3.native": (89, "Ada, Hopper")}
 
 
 def require(kind: str, sm: int) -> None:
-    """Refuse codes that a device of compute capability `sm` (80, 89, 90) cannot multiply.
+    """Refuse codes without products on a device of compute capability `sm` (80, 89, 90).
 
     Raises:
         InputError: `device-lacks-format`.
@@ -61,7 +62,7 @@ def require(kind: str, sm: int) -> None:
 
 @triton.jit
 def codes_of_step(at, inside, WHOLE: tl.constexpr):
-    """Codes, with zeros for those that are not there."""
+    """Load codes, with zeros outside of the mask."""
     if WHOLE:
         codes = tl.load(at, mask=inside, other=0)
     else:
@@ -83,7 +84,7 @@ def native_matmul(
     STEP: tl.constexpr,  # columns at a time
     SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """Compute the product, as described in the module."""
     begin(OVERLAP)
     pid_m, pid_n, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -121,14 +122,14 @@ def native(
     x: torch.Tensor, step: torch.Tensor, weight: PackedWeight, config: Config, *, dtype: torch.dtype | None = None,
     workspace: Workspace | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Codes x [M, K] with steps [M] times the weight [N, K] transposed: y [M, N].
+    """Return codes x [M, K] with steps [M] times the transposed weight [N, K]: y [M, N].
 
     Args:
         x: int8 or float8_e4m3fn, rows contiguous.
-        step: float32, what a code of each token stands for.
-        weight: packed with `native=True`.
+        step: float32, step of each token.
+        weight: weight packed with `native=True`.
         config: tile sizes; `unroll` counts 32 columns each.
-        dtype: of y; None is float16.
+        dtype: dtype of y; None for float16.
         workspace: see `matmul.weight_only`.
 
     Raises:
@@ -159,17 +160,19 @@ _REACH = {"int8": 127.5, "fp8_e4m3": 448.0}
 
 @triton.jit
 def rounded(values):
-    """Nearest whole numbers below 2^21 in size, ties to even, in the low bits: 1.5 * 2^23 leaves none for fractions."""
+    """Round numbers below 2^21 in size to integers, ties to even, in the low bits: 1.5 * 2^23 leaves no bits for
+    fractions.
+    """
     return (values + 12582912.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def nearest_e4m3(values):
-    """float32 within +-448 -> the bits of the nearest E4M3, ties to even, int8.
+    """Return the bits of the E4M3 nearest to a float32 within +-448, ties to even, int8.
 
-    Of a normal number the upper bits, rounded, with the exponent's bias changed from 127 to 7; below 2^-6 whole
-    multiples of 2^-9, whose codes go on where the normal ones begin. By integers, so that it runs where there is no
-    such conversion.
+    A normal number keeps its upper bits, rounded, with the exponent's bias changed from 127 to 7. Below 2^-6 values are
+    multiples of 2^-9, whose codes end where the normal ones begin. Integer operations only, for devices without such a
+    conversion.
     """
     bits = values.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -184,7 +187,7 @@ def quantize_token(
     x_ptr, code_ptr, step_ptr, K,
     REACH: tl.constexpr, EPSILON: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """See the module; one row of x [M, K]."""
+    """Quantize one row of x [M, K], as described in the module."""
     begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -193,7 +196,7 @@ def quantize_token(
     for k in range(0, K, BLOCK):
         x = tl.load(x_ptr + row * K + k + column, mask=k + column < K, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.abs(x))
-    # rounded to the dtype of x, as if divided in it: float32 has more than twice its bits
+    # rounding to the dtype of x equals a division in it, since float32 has more than twice its bits
     step = (tl.max(most, axis=0) / REACH).to(DTYPE).to(tl.float32)
     step = tl.where(step == 0.0, EPSILON, step)
     for k in range(0, K, BLOCK):
@@ -208,7 +211,7 @@ def quantize_token(
 
 
 def quantize_tokens(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] -> codes [M, K] (int8 or float8_e4m3fn) and steps [M] float32.
+    """Quantize x [M, K] to codes [M, K] (int8 or float8_e4m3fn) and steps [M] float32.
 
     Args:
         x: float16 or bfloat16, rows contiguous.
@@ -229,29 +232,29 @@ def quantize_tokens(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tens
 
 # --- torch's own products ---------------------------------------------------------------------------------------------
 
-# kind of the weight -> the operator, and what its sizes have to be multiples of
+# kind of the weight -> operator, and required divisor of its sizes
 _ASKED = {"int8.native": (INT_MM, 8), "fp8_e4m3.native": (SCALED_MM, 16)}
-# rows of x that `_int_mm` is not content with
+# `_int_mm` needs more rows of x than this
 _FEW = 16
 
 
 def torch_product(weight: PackedWeight) -> str:
-    """The operator that multiplies by this weight; "" where none does."""
+    """Return the operator of torch that multiplies by this weight; "" if there is none."""
     name, multiple = _ASKED.get(weight.kind, ("", 1))
     return "" if any(size % multiple for size in weight.shape) else name
 
 
 def multiply(codes: torch.Tensor, step: torch.Tensor, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Codes x [M, K] with steps [M] times the weight [N, K] transposed, by `torch_product(weight)`: y [M, N].
+    """Multiply codes x [M, K] with steps [M] by the transposed weight [N, K], with `torch_product(weight)`: y [M, N].
 
     Args:
         codes: int8 or float8_e4m3fn, rows contiguous.
-        step: float32, what a code of each token stands for.
-        weight: of a `.native` kind.
-        dtype: of y: float16 or bfloat16.
+        step: float32, step of each token.
+        weight: weight of a `.native` kind.
+        dtype: dtype of y: float16 or bfloat16.
 
     Raises:
-        RuntimeError: torch cannot, with its reason.
+        RuntimeError: if torch refuses, with its reason.
     """
     import torch
 
@@ -265,5 +268,5 @@ def multiply(codes: torch.Tensor, step: torch.Tensor, weight: PackedWeight, dtyp
         if rows <= _FEW:
             codes = torch.nn.functional.pad(codes, (0, 0, 0, 2 * _FEW - rows))
         sums = torch._int_mm(codes, columns).narrow(0, 0, rows)
-    # rounded as it is written: an output of M x N is passed over twice, not three times
+    # rounds while it writes: two passes over the output of M x N, not three
     return torch.mul(sums * step.unsqueeze(1), scale, out=torch.empty(sums.shape, dtype=dtype, device=sums.device))

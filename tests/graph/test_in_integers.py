@@ -202,7 +202,7 @@ def test_weights_that_stay_in_floats_are_counted(tmp_path: Path) -> None:
     share = 4 * K * K / (4 * K * K + K * 2 * K)
     (warned,) = [each for each in result.manifest.decisions if each.code == "floats-left"]
     assert warned.to == pytest.approx(share, abs=1e-4)
-    assert "heads: its weight is a matrix for each of several" in warned.reason
+    assert "heads: its weight is a stack of matrices" in warned.reason
     assert {each.example: each.state for each in result.manifest.weights} == {"heads": "carried", "last": "quantized"}
     with pytest.raises(GateError, match="floats-left"):
         quantkit.compile(str(tmp_path / "m.onnx"), out=tmp_path / "strict", strict=True, **given)
@@ -233,7 +233,7 @@ def test_sites_are_found_by_their_codes() -> None:
     ]
     result = found(model, sites)
     assert result.share == pytest.approx(7 / 12)
-    assert result.floating == {"second": "MatMul", "fourth": "no operator that reads its weight"}
+    assert result.floating == {"second": "MatMul", "fourth": "no operator reads its weight"}
     assert result.kernels == {"MatMulIntegerToFloat": 1, "MatMulInteger": 1}
 
 

@@ -120,11 +120,11 @@ def test_few_rows_of_each_sample_are_kept() -> None:
     rows = CalibrationRows([], [])
     x = torch.arange(2 * 1000, dtype=torch.float32).reshape(1, 2000, 1)
     rows.add(x, -x, samples=2, total=2)
-    assert [part.shape for part in rows.found] == [(1, 256, 1)] * 2
-    assert [float(end) for part in rows.found for end in torch.aminmax(part)] == [0, 999, 1000, 1999]
-    assert torch.equal(rows.wanted[1], -rows.found[1])
+    assert [part.shape for part in rows.quantized] == [(1, 256, 1)] * 2
+    assert [float(end) for part in rows.quantized for end in torch.aminmax(part)] == [0, 999, 1000, 1999]
+    assert torch.equal(rows.original[1], -rows.quantized[1])
     rows.add(x, x, samples=2, total=1 << 24)
-    assert rows.found[-1].numel() == 1, "of very many, one each"
+    assert rows.quantized[-1].numel() == 1, "of very many, one each"
 
 
 def test_codes_that_are_bounded_stay_so() -> None:

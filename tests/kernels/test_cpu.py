@@ -421,14 +421,14 @@ def test_a_folder_that_others_can_change_is_refused(own_cache: Path, tmp_path: P
     elsewhere = tmp_path / "elsewhere"
     (own_cache / "kernels").rename(elsewhere)
     (own_cache / "kernels").symlink_to(elsewhere)
-    with pytest.raises(InputError, match=r"kernels-not-compiled.*a link, or somebody else"):
+    with pytest.raises(InputError, match=r"kernels-not-compiled.*a link, or belongs to another"):
         library.library(())
     (own_cache / "kernels").unlink()
     (tmp_path / "link").symlink_to(own_cache)
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "link"))
     assert library.library(()).is_relative_to(own_cache), "a cache that lies elsewhere is one's own"
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(InputError, match=r"kernels-not-compiled.*somebody else"):
+    with pytest.raises(InputError, match=r"kernels-not-compiled.*belongs to another"):
         library.library(())
 
 

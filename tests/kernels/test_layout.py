@@ -97,5 +97,5 @@ def test_what_no_kernel_reads_is_refused(kind: str, group: int, columns: int, co
 
 def test_floats_have_no_zero_points() -> None:
     codes = torch.zeros(16, 64, dtype=torch.uint8)
-    with pytest.raises(InputError, match="only integers have them"):
+    with pytest.raises(InputError, match="only integer formats have zero points"):
         pack_parts("nf4", codes, torch.ones(16, 1), torch.zeros(16, 1, dtype=torch.int8))

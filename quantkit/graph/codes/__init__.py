@@ -1,1 +1,1 @@
-"""Codes of a graph's weights: assigned, corrected, rounded by gradient."""
+"""Integer codes of a graph's weights: assignment, bias correction, learned rounding."""

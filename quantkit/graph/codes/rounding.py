@@ -1,13 +1,13 @@
-"""Learned rounding of one product: its codes and scales move down the gradient of what follows its activation.
+"""Learned rounding of one product: gradient descent on its codes and scales, with its activation in the loss.
 
-The quantizer and its step are those of language models (`passes/solvers/round.py`, SignRound; AdaRound: Nagel et al.
-2020, arXiv 2004.10568). With x what the product sees in the float graph, x̂ what it sees behind quantized ones, both
-patch by patch, and f the Relu or Clip behind it,
+The quantizer and the update step are those for language models (`passes/solvers/round.py`, SignRound; AdaRound: Nagel
+et al. 2020, arXiv 2004.10568). x is the product's input in the float graph, x̂ its input behind quantized products,
+both as patches. f is the Relu or Clip that follows. The loss is
 
     L = mean of (f(Ŵ (x̂ - E[x̂]) + W E[x] + b) - f(W x + b))²
 
-so that the bias gives back the mean whatever Ŵ is, as it will. One output channel's codes are no other's matter: each
-channel keeps the state that does best on samples which nothing is learned from, and that may be the first.
+The means are subtracted because bias correction restores the mean of the output for any Ŵ. Output channels are
+independent: each one keeps the state with the least loss on held-out samples, which may be the initial state.
 """
 
 from __future__ import annotations
@@ -28,33 +28,43 @@ if TYPE_CHECKING:
     from quantkit.formats import QuantTensor
     from quantkit.graph.sites import Site
 
-# numbers kept of all samples, and rows of one of them, at most
-_NUMBERS, _EACH = 1 << 24, 256
+# limits of what is kept: numbers over all samples, and rows of one sample
+_NUMBERS, _ROWS = 1 << 24, 256
 
 
 @dataclass
 class CalibrationRows:
-    """Rows of calibration, a few of each sample: x̂ and x, [groups, rows, K] a sample."""
+    """A few calibration rows of each sample, as tensors [groups, rows, K].
 
-    found: list[Tensor]
-    wanted: list[Tensor]
+    Args:
+        quantized: inputs x̂ behind quantized products.
+        original: inputs x in the float graph.
+    """
 
-    def add(self, found: Tensor, wanted: Tensor, *, samples: int, total: int) -> None:
-        """Take some rows of x̂ and x [groups, rows, K], in which samples stand one behind the other, of `total` samples
-        in all.
+    quantized: list[Tensor]
+    original: list[Tensor]
+
+    def add(self, quantized: Tensor, original: Tensor, *, samples: int, total: int) -> None:
+        """Keep evenly spaced rows of each sample of x̂ and x [groups, rows, K].
+
+        Args:
+            quantized: x̂ of this batch, sample after sample.
+            original: x of this batch.
+            samples: number of samples in this batch.
+            total: number of samples in all batches.
         """
-        groups, rows, width = found.shape
-        samples = samples if rows % samples == 0 else 1  # rows of all of them in one
-        each = rows // samples
-        most = max(1, min(_EACH, each, _NUMBERS // (2 * groups * width * total)))
-        places = torch.linspace(0, each - 1, most).round().long()
-        for kept, given in ((self.found, found), (self.wanted, wanted)):
-            apart = given.reshape(groups, samples, each, width)[:, :, places]
+        groups, rows, width = quantized.shape
+        samples = samples if rows % samples == 0 else 1  # else the rows count as one sample
+        length = rows // samples
+        most = max(1, min(_ROWS, length, _NUMBERS // (2 * groups * width * total)))
+        places = torch.linspace(0, length - 1, most).round().long()
+        for kept, batch in ((self.quantized, quantized), (self.original, original)):
+            apart = batch.reshape(groups, samples, length, width)[:, :, places]
             kept += [part.clone() for part in apart.unbind(1)]
 
 
 def limits(site: Site) -> tuple[float, float]:
-    """Between which values the activation that alone reads a product lets it through."""
+    """Return the interval outside of which the activation behind a product clips its output."""
     low, high = -math.inf, math.inf
     value = site.node.outputs[0]
     while not value.is_graph_output() and len(readers := {reader for reader, _ in value.uses()}) == 1:
@@ -77,16 +87,20 @@ def learned(
     generator: Generator,
     neighbours: Tensor | None = None,
 ) -> tuple[QuantTensor, int]:
-    """Better codes [N, K], and of how many channels they are not those of the start.
+    """Return codes [N, K] with a smaller loss, and the number of channels that changed.
 
     Args:
-        rows: of two samples at least.
+        site: the product.
+        start: initial codes and scales.
+        rows: calibration rows of at least two samples.
         means: E[x̂] and E[x], [groups, K].
-        bias: b, [N]; the product has no mean to give back where it is none and cannot have one (MatMul).
-        generator: which samples a step is of.
-        neighbours: [K], of codes that are bounded (`passes.solvers.unsaturated`): what breaks the bound is not taken.
+        bias: b, [N], or None. Means are not subtracted for a MatMul, which cannot have a bias.
+        settings: settings of the `round` pass.
+        generator: source of randomness for the order of samples.
+        neighbours: partner column [K] of each column, for bounded codes (`passes.solvers.unsaturated`). A state that
+            breaks the bound is rejected.
     """
-    samples = len(rows.found)
+    samples = len(rows.quantized)
     held = min(max(1, round(settings.held_out * samples)), samples - 1)
     weight = torch.from_numpy(site.matrix().copy())
     objective = _Objective(site, weight, rows, means, bias)
@@ -118,7 +132,7 @@ def learned(
 
 
 def _within(codes: Tensor, neighbours: Tensor | None) -> Tensor:
-    """[N]: whether no two neighbours of a channel are too large together."""
+    """Tell for each channel [N] whether the sums of neighbouring codes stay within the limit."""
     if neighbours is None:
         return torch.ones(codes.shape[0], dtype=torch.bool)
     signed = codes.int()
@@ -129,44 +143,44 @@ def _within(codes: Tensor, neighbours: Tensor | None) -> Tensor:
 
 
 class _Objective:
-    """What a product's output is off by, behind its activation."""
+    """Squared error of a product's output behind its activation."""
 
     def __init__(
         self, site: Site, weight: Tensor, rows: CalibrationRows, means: tuple[Tensor, Tensor], bias: Tensor | None
     ) -> None:
         self._groups, self._limits = site.group, limits(site)
         offset = torch.zeros(weight.shape[0]) if bias is None else bias
-        self._wanted = [self._behind(self._product(weight, x) + offset) for x in rows.wanted]
+        self._wanted = [self._behind(self._product(weight, x) + offset) for x in rows.original]
         centre = torch.zeros_like(means[0].float())
         if site.node.op_type != "MatMul":
             centre = means[0].float()
             offset = offset + self._product(weight, means[1].float().unsqueeze(1)).squeeze(0)
-        self._found, self._offset = [x - centre.unsqueeze(1) for x in rows.found], offset
+        self._inputs, self._offset = [x - centre.unsqueeze(1) for x in rows.quantized], offset
 
     def errors(self, values: Tensor, samples: range) -> Tensor:
-        """Of each channel the mean square, [N]."""
+        """Return the mean squared error of each channel, [N]."""
         parts = [self._difference(values, sample)[0].square().mean(dim=0) for sample in samples]
         return torch.stack(parts).mean(dim=0)
 
     def gradient(self, values: Tensor, samples: list[int]) -> Tensor:
-        """By `values` [N, K], up to a factor."""
+        """Return the gradient by `values` [N, K], up to a factor."""
         total = torch.zeros_like(values)
         for sample in samples:
             difference, through = self._difference(values, sample)
             apart = (difference * through).reshape(len(difference), self._groups, -1)
-            total += (apart.permute(1, 2, 0) @ self._found[sample]).reshape(values.shape)
+            total += (apart.permute(1, 2, 0) @ self._inputs[sample]).reshape(values.shape)
         return total
 
     def _difference(self, values: Tensor, sample: int) -> tuple[Tensor, Tensor]:
-        """[rows, N], and 1 where the activation lets a change through."""
-        made = self._product(values, self._found[sample]) + self._offset
-        through = (made > self._limits[0]) & (made < self._limits[1])
-        return self._behind(made) - self._wanted[sample], through.float()
+        """Return the difference [rows, N], and 1 where the activation passes a change, else 0."""
+        output = self._product(values, self._inputs[sample]) + self._offset
+        through = (output > self._limits[0]) & (output < self._limits[1])
+        return self._behind(output) - self._wanted[sample], through.float()
 
-    def _behind(self, made: Tensor) -> Tensor:
-        return made.clamp(*self._limits)
+    def _behind(self, output: Tensor) -> Tensor:
+        return output.clamp(*self._limits)
 
     def _product(self, values: Tensor, x: Tensor) -> Tensor:
-        """[N, K] and [groups, rows, K] -> [rows, N]."""
+        """Multiply values [N, K] by inputs [groups, rows, K]; return [rows, N]."""
         apart = values.reshape(self._groups, -1, values.shape[1])
         return (x @ apart.transpose(1, 2)).permute(1, 0, 2).reshape(x.shape[1], -1)

@@ -1,10 +1,10 @@
-"""Codes of a graph's weights, and biases that give back what rounding has taken from the mean of each output.
+"""Integer codes of a graph's weights, and biases that restore the mean of each output.
 
-Weights as for language models: a convolution is a product of its patches, each group with a Hessian of its own.
-Products are solved in the order in which the graph runs, each on what the quantized ones before it have made of the
-calibration set: its codes by the recipe's `gptq`, `rtn` or `hqq` (`passes/assign.py`), moved by `round` where that is
-asked for (`rounding.py`); then its bias gives back what is left of the mean, b + W E[x] − Ŵ E[x̂] (Nagel et al. 2019,
-arXiv 1906.04721, section 4.2), which is all that `bias_correct` asks for.
+Weights are quantized as in language models; a convolution is a product of its patches, and each group has its own
+Hessian. Products are solved in graph order, each on inputs that the quantized products before it have computed from the
+calibration set. The recipe's `gptq`, `rtn` or `hqq` chooses the codes (`passes/assign.py`), `round` refines them
+(`rounding.py`). Then the bias restores the mean: b + W E[x] − Ŵ E[x̂] (Nagel et al. 2019, arXiv 1906.04721,
+section 4.2). The pass `bias_correct` does this alone.
 """
 
 from __future__ import annotations
@@ -38,20 +38,24 @@ from quantkit.passes.solvers.unsaturated import neighbours as unsaturated_neighb
 from quantkit.scheme import ActivationScheme, WeightScheme
 
 Array = NDArray[Any]
-# Arm kernels of convolutions add two products of signed bytes up in 16 bits, into which two times (-128)(-128) does not
-# fit: 2^15 becomes -2^15, and an input at the low end of its range is that byte (microsoft/onnxruntime#31573). The
-# largest weight of a row, at 127.5 scales, is as far from -127 as from -128
+# Arm kernels of convolutions add two products of signed bytes in 16 bits. Two times (-128)(-128) = 2^15 overflows to
+# -2^15, and an input at the low end of its range is -128 (microsoft/onnxruntime#31573). -127 costs no accuracy: the
+# largest weight of a row, at 127.5 scales, is equally far from -127 and -128
 LOWEST = -127
 Report = Callable[[float, str], None]
 Keep = Callable[[str, Codes, Sequence[Decision]], None]
-# rows of a Hessian from one batch at most: evenly spaced, they say as much
+# most rows of one batch in a Hessian, evenly spaced
 _ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen(Moments):
-    """Moments of a product's inputs, and their means [groups, K], which its bias gives back: of x̂, of x, and of x in
-    its own pair, as if nothing before were quantized.
+    """Moments of a product's inputs, and the means [groups, K] for its bias correction.
+
+    Args:
+        mean: E[x̂], behind quantized products.
+        wanted: E[x], in the float graph.
+        alone: E[x] after the input's own quantizer, as if nothing before it were quantized.
     """
 
     mean: torch.Tensor
@@ -70,27 +74,34 @@ def ranges(
     total: int = 1,
     keeping: Callable[[Collection[str]], Sequence[str]] | None = None,
 ) -> dict[str, Range]:
-    """Return the range of every tensor with a pair, from what comes through the float graph; nothing is kept whole.
+    """Return the range of every tensor that gets a Q/DQ pair, observed in the float graph.
+
+    Activations are reduced to statistics batch by batch; none is stored whole.
 
     Args:
+        model: the float graph.
+        placement: the tensors that get a pair.
         feeds: calibration batches.
-        scheme: of activations, with fixed scales.
-        signed: whether codes of a symmetric scheme are stored as -128..127; else the same stand as 0..255, and 128 is
-            zero. On x86 ONNX Runtime multiplies unsigned ones; it turns signed ones into these while it loads, but
-            not those that two nodes read, and a product of codes of both kinds stays float.
-        keeping: tensors -> what a recipe keeps in floats for none of them to have a pair.
+        scheme: scheme of activations, with fixed scales.
+        signed: True to store codes of a symmetric scheme as -128..127, False as 0..255 with zero point 128. ONNX
+            Runtime multiplies unsigned codes on x86. It converts signed codes as it loads, except for tensors with two
+            readers, and a product of both kinds stays float.
+        report: callback for progress.
+        total: number of batches, for progress.
+        keeping: function from tensors to the products that a recipe must keep in floats so that none of these tensors
+            has a pair; for the remedy of an error.
 
     Raises:
-        InputError: `activations-nonfinite`, `activations-constant`, naming the tensor.
+        InputError: `activations-nonfinite`, `activations-constant`, with the tensor's name.
     """
     wanted = [name for name in placement.tensors if name not in placement.same]
     seen = {name: Observed(counted=scheme.range != "minmax", name=name) for name in wanted}
     runner = Runner(model, wanted)
-    given = {str(value.name) for value in model.graph.inputs}
+    inputs = {str(value.name) for value in model.graph.inputs}
     for done, feed in enumerate(feeds):
-        found = runner(feed)
+        outputs = runner(feed)
         for name in wanted:
-            array = feed[name] if name in given else found[name]
+            array = feed[name] if name in inputs else outputs[name]
             values = torch.from_numpy(np.ascontiguousarray(array, np.float32))
             seen[name].add(values.reshape(1, -1), len(values) if values.dim() > 1 else 1)
         if report is not None:
@@ -98,9 +109,9 @@ def ranges(
     if constant := [name for name, observed in seen.items() if observed.constant]:
         kept = keeping(constant) if keeping is not None else []
         floats = f", or keep their products in floats: --set {shlex.quote(f'keep={json.dumps(kept)}')}" if kept else ""
-        where, rule = ", ".join(constant[:3]), "a fixed range comes from what activations differ in"
+        where, rule = ", ".join(constant[:3]), "activations with a fixed range must vary"
         remedy = f"calibrate with more varied samples{floats}"
-        raise InputError("activations-constant", where, "one value everywhere, whatever comes in", rule, remedy)
+        raise InputError("activations-constant", where, "the same value for every input", rule, remedy)
     result = {}
     for name, observed in seen.items():
         settled, _, _ = observed.settle(scheme, torch.float32)
@@ -128,44 +139,49 @@ def solved(
     keep: Keep | None = None,
     report: Report | None = None,
 ) -> dict[str, Codes]:
-    """Return codes and biases of every chosen site, in the order in which the graph runs.
+    """Return codes and biases of every chosen site, in graph order.
 
-    A piece of a graph that is run apart has not the bits that it has inside of a larger one: ONNX Runtime fuses what it
-    is given. So sites that were solved before an interruption are run piece by piece again, as they were then, as long
-    as any site is still to be solved.
+    ONNX Runtime fuses the graph that it loads, so a part run alone differs in its last bits from the same part in a
+    larger
+    graph. After an interruption, the parts in front of solved sites therefore run again one by one, while any site is
+    left.
 
     Args:
-        quantized: makes the graph with pairs; sites without codes are float in it.
-        feeds: calibration batches; what is still to be read of them is held (`Stepwise`).
-        scheme: of weights: int8, per channel or tensor, symmetric.
-        ranges_: of the sites' inputs; none where they are quantized as the model runs.
-        passes: the recipe's, name -> settings; those that choose codes are read. None: `gptq` with its correction.
-        seed: of which samples `round` learns from when.
-        unsaturated: bound neighbouring codes (`passes.solvers.unsaturated`).
-        known: codes of sites that come first, which are taken as they are.
-        again: codes of the sites after those, solved by a call just like this one that did not get to its end.
-        keep: given the codes of each site once it is solved, and what was decided.
+        model: the float graph.
+        quantized: function that builds the graph with pairs; sites without codes stay float in it.
+        chosen: sites to solve, in graph order.
+        feeds: calibration batches; values that later sites read are kept in memory (`Stepwise`).
+        scheme: scheme of weights: int8, per channel or per tensor, symmetric.
+        ranges_: ranges of the sites' inputs; empty for dynamic quantization.
+        placement: the tensors with pairs.
+        passes: name -> settings of the recipe's passes; those that choose codes are used. None: `gptq` with correction.
+        seed: seed for the order of samples in `round`.
+        unsaturated: True to bound neighbouring codes (`passes.solvers.unsaturated`).
+        known: codes of leading sites, taken as they are.
+        again: codes of the sites after those, from an interrupted call with the same arguments.
+        keep: callback with a site's name, codes and decisions, once it is solved.
+        report: callback for progress.
     """
     passes = {Gptq.name: Gptq.Settings(correction=1.0)} if passes is None else passes
     known, again = known or {}, again or {}
     if all(site.name in known or site.name in again for site in chosen):
         return {site.name: (known if site.name in known else again)[site.name] for site in chosen}
-    found: dict[str, Codes] = {}
+    codes: dict[str, Codes] = {}
     plain, rounding = Stepwise(feeds), Stepwise(feeds)
     for done, site in enumerate(chosen):
         if site.name in known:
-            found[site.name] = known[site.name]
+            codes[site.name] = known[site.name]
             continue
         own = ranges_.get(placement.same.get(site.input, site.input))
-        made, rest = quantized(found), chosen[done + 1 :]
-        given = plain.value(model, site.input, [later.input for later in rest])
-        behind = rounding.value(made, _input(made, site), [_input(made, later) for later in rest])
+        graph, rest = quantized(codes), chosen[done + 1 :]
+        original = plain.value(model, site.input, [later.input for later in rest])
+        behind = rounding.value(graph, _input(graph, site), [_input(graph, later) for later in rest])
         if site.name in again:
-            found[site.name] = again[site.name]
+            codes[site.name] = again[site.name]
         else:
             rows = CalibrationRows([], []) if Round.name in passes else None
             other = neighbours(site) if unsaturated else None
-            seen = _seen(site, own, given, behind, rows, other)
+            seen = _seen(site, own, original, behind, rows, other)
             weight = torch.from_numpy(site.matrix().copy())
             tensor = product(weight, seen, scheme, passes)
             taken = list(seen.decisions)
@@ -173,35 +189,34 @@ def solved(
                 tensor, reason = _learned(site, seen, tensor, rows, passes[Round.name], other, seed + done)
                 if reason:
                     taken.append(decision(Round.name, "no-better", site.name, reason))
-            found[site.name] = _with_bias(site, seen, tensor, own)
+            codes[site.name] = _with_bias(site, seen, tensor, own)
             if keep is not None:
-                keep(site.name, found[site.name], taken)
+                keep(site.name, codes[site.name], taken)
         if report is not None:
             report((done + 1) / len(chosen), site.name)
-    return found
+    return codes
 
 
-def _input(made: ir.Model, site: Site) -> str:
-    """Return what a site reads in a graph with pairs: behind one, where its producer is quantized."""
-    return str(node_of(made, site).inputs[0].name)  # type: ignore[union-attr]
+def _input(graph: ir.Model, site: Site) -> str:
+    """Return the name of a site's input in a graph with pairs."""
+    return str(node_of(graph, site).inputs[0].name)  # type: ignore[union-attr]
 
 
 def _seen(
     site: Site,
     own: Range | None,
-    given: Sequence[Array],
+    original: Sequence[Array],
     behind: Sequence[Array],
     kept: CalibrationRows | None,
     other: torch.Tensor | None,
 ) -> Seen:
-    """Of a site's input, in the float graph and behind quantized products, batch by batch."""
     sums: list[torch.Tensor] = []
     halves: list[torch.Tensor] = []
     counts = [0, 0]
-    for number, pair in enumerate(zip(given, behind, strict=True)):
+    for number, pair in enumerate(zip(original, behind, strict=True)):
         rows = [torch.from_numpy(patches(site, x, most=_ROWS)) for x in pair]
         if kept is not None:
-            kept.add(rows[1], rows[0], samples=len(pair[0]), total=sum(map(len, given)))
+            kept.add(rows[1], rows[0], samples=len(pair[0]), total=sum(map(len, original)))
         step = max(1, rows[0].shape[1] // _ROWS)
         x, x_hat = (part[:, ::step].contiguous() for part in rows)
         alone = x if own is None else torch.from_numpy(rounded(x.numpy(), own))
@@ -212,7 +227,7 @@ def _seen(
         else:
             halves[number % 2] += parts[0]
         counts[number % 2] += x.shape[1]
-    means = [each.double() / sum(counts) for each in sums]
+    means = [total.double() / sum(counts) for total in sums]
     apart = tuple(half.double() / count for half, count in zip(halves, counts[: len(halves)], strict=True))
     return Seen(
         means[0], means[1], apart, site.depthwise, other, site.name, mean=means[2], wanted=means[3], alone=means[4]
@@ -228,14 +243,14 @@ def _learned(
     other: torch.Tensor | None,
     seed: int,
 ) -> tuple[QuantTensor, str]:
-    """Return what `round` makes of the codes, and why that is what they were, "" where it is not."""
-    if len(rows.found) < 2:
+    """Return the codes after `round`, and the reason if they did not change."""
+    if len(rows.quantized) < 2:
         return start, "one sample leaves none to hold out"
     bias = bias_of(site)
-    given = None if bias is None else torch.from_numpy(bias.copy())
+    offset = None if bias is None else torch.from_numpy(bias.copy())
     order = torch.Generator().manual_seed(seed)
-    tensor, better = learned(site, start, rows, (seen.mean, seen.wanted), given, settings, order, other)
-    return tensor, "" if better else "nothing that was learned did better on the held-out samples"
+    tensor, better = learned(site, start, rows, (seen.mean, seen.wanted), offset, settings, order, other)
+    return tensor, "" if better else "no learned state was better on the held-out samples"
 
 
 def _with_bias(site: Site, seen: Seen, tensor: QuantTensor, own: Range | None) -> Codes:
@@ -245,43 +260,47 @@ def _with_bias(site: Site, seen: Seen, tensor: QuantTensor, own: Range | None) -
     tiny = raised > scale
     code = np.where(tiny[:, None], np.rint(code * (scale / raised)[:, None]), code)
     code = np.maximum(code, LOWEST).astype(np.int8)
-    made = Codes(code, raised.astype(np.float32), bias)
+    codes = Codes(code, raised.astype(np.float32), bias)
     if site.node.op_type == "MatMul":
-        return made
+        return codes
     weight = torch.from_numpy(site.matrix().copy())
     apart, values = (
-        each.reshape(site.group, -1, weight.shape[1]).double() for each in (weight, torch.from_numpy(made.values()))
+        matrix.reshape(site.group, -1, weight.shape[1]).double()
+        for matrix in (weight, torch.from_numpy(codes.values()))
     )
     lost, alone = (
         (apart @ seen.wanted[:, :, None] - values @ mean[:, :, None]).reshape(-1).float().numpy()
         for mean in (seen.mean, seen.alone)
     )
-    given = 0 if bias is None else bias
-    return replace(made, bias=lost + given, alone=alone + given)
+    offset = 0 if bias is None else bias
+    return replace(codes, bias=lost + offset, alone=alone + offset)
 
 
 def neighbours(site: Site) -> torch.Tensor | None:
-    """[K], which columns of a site's matrix are added up two by two in 16 bits, channel by channel within each place of
-    the kernel; None where none are, as in depthwise convolutions, which multiply in 32 bits.
+    """Return for each column [K] of a site's matrix the column whose product is added to its own in 16 bits.
+
+    Columns pair up channel by channel within each place of the kernel. Depthwise convolutions multiply in 32 bits and
+    have
+    no pairs: None.
     """
     if site.depthwise:
         return None
     width = site.matrix().shape[1]
-    # in the order of the kernel, the columns of the matrix
+    # columns of the matrix in the order in which the kernel reads them
     order = torch.arange(width)
     if site.is_conv:
         order = order.reshape(site.weight.shape[1], -1).T.reshape(-1)
-    found = torch.empty_like(order)
-    found[order] = order[unsaturated_neighbours(width)]
-    return found
+    partners = torch.empty_like(order)
+    partners[order] = order[unsaturated_neighbours(width)]
+    return partners
 
 
 def rounded(x: Array, own: Range) -> Array:
-    """x as a pair gives it on."""
+    """Return x after quantization and dequantization with a range."""
     low, high = (-128, 127) if own.signed else (0, 255)
     codes = np.clip(np.rint(x / np.float32(own.scale)) + own.zero, low, high)
-    found: Array = ((codes - own.zero) * np.float32(own.scale)).astype(np.float32)
-    return found
+    values: Array = ((codes - own.zero) * np.float32(own.scale)).astype(np.float32)
+    return values
 
 
 def weights_alone(
@@ -295,39 +314,45 @@ def weights_alone(
     keep: Callable[[str, QuantTensor, Sequence[Decision]], None] | None = None,
     report: Report | None = None,
 ) -> dict[str, QuantTensor]:
-    """Site -> its weight [N, K] in codes, for products in floats; errors of earlier products are not made up for.
+    """Return the codes [N, K] of each site's weight, for products that compute in floats.
+
+    Later products do not compensate errors of earlier ones.
 
     Args:
-        feeds: calibration batches; each runs once.
-        passes: that choose codes, name -> settings; the feeds are looked at for one that needs a Hessian.
-        again: site -> its codes, of those that a call just like this one had come to before it was interrupted.
-        keep: given the codes of each site once they are chosen, and what was done otherwise than asked.
+        model: the float graph.
+        sites: products to quantize.
+        feeds: calibration batches, run once each, and only if a pass needs a Hessian.
+        scheme: scheme of the weights.
+        passes: name -> settings of the passes that choose codes.
+        again: site -> codes, from an interrupted call with the same arguments.
+        keep: callback with a site's name, codes and decisions, once they are chosen.
+        report: callback for progress.
     """
     again = again or {}
     left = [site for site in sites if site.name not in again]
     solver = assigner(passes)
     looks = solver is not None and "hessian" in solver.needs
     moments = _moments(model, sites, left, feeds) if left and looks else {}
-    found = {}
+    codes = {}
     for done, site in enumerate(sites):
         if site.name in again:
-            found[site.name] = again[site.name]
+            codes[site.name] = again[site.name]
             continue
         matrix = torch.from_numpy(site.matrix().copy())
         seen = moments.get(site.name)
-        found[site.name] = product(matrix, seen, scheme, passes)
+        codes[site.name] = product(matrix, seen, scheme, passes)
         if keep is not None:
-            keep(site.name, found[site.name], [] if seen is None else seen.decisions)
+            keep(site.name, codes[site.name], [] if seen is None else seen.decisions)
         if report is not None:
             report((done + 1) / len(sites), site.name)
-    return found
+    return codes
 
 
 def _moments(model: ir.Model, sites: Sequence[Site], left: Sequence[Site], feeds: Iterable[Feed]) -> dict[str, Moments]:
-    """Site -> E[x xᵀ] [groups, K, K] of those that are left; none for products that nothing but zeros came to."""
-    given = {str(value.name) for value in model.graph.inputs}
-    # inputs of all sites are shown: ONNX Runtime fuses a graph that shows fewer otherwise, and its bits differ
-    runner = Runner(model, [site.input for site in sites if site.input not in given])
+    """Return E[x xᵀ] [groups, K, K] of each remaining site; sites with all-zero inputs are left out."""
+    inputs = {str(value.name) for value in model.graph.inputs}
+    # shows the inputs of all sites: with fewer, ONNX Runtime fuses the graph differently, and the last bits change
+    runner = Runner(model, [site.input for site in sites if site.input not in inputs])
     sums: dict[str, torch.Tensor] = {}
     for feed in feeds:
         seen = {**feed, **runner(feed)}

@@ -1,4 +1,4 @@
-"""Fusions of a float ONNX graph, one a file, each proved in ONNX Runtime before it stands."""
+"""Fusions of a float ONNX graph, one per file, each proved in ONNX Runtime before it is kept."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ __all__ = ["LIMIT", "Fused", "Fusion", "fuse", "fusions"]
 
 
 def fusions(feeds: Feeds = (), *, equalize: bool = True) -> tuple[Fusion, ...]:
-    """Return all of them, in the order in which one makes room for the next; `equalize` probes clips with the feeds.
+    """Return all fusions in the order in which they must run.
 
-    Where each channel has a scale, `equalize` gains hardly anything, and moves the difference into activations.
+    Args:
+        feeds: inputs for the probe of `equalize`.
+        equalize: False to leave out cross-layer equalization. It gains little where each channel has its own scale, and
+            moves the spread of magnitudes into the activations.
     """
     exact = (
         *(Opset(), Constants(), NoOps()),
@@ -36,26 +39,31 @@ def fusions(feeds: Feeds = (), *, equalize: bool = True) -> tuple[Fusion, ...]:
 
 
 def fuse(model: ir.Model, feeds: Feeds, *, chosen: Sequence[Fusion] | None = None) -> tuple[list[Fused], float]:
-    """Fuse a model in place, and prove it.
+    """Fuse a model in place, and prove the result.
 
-    After each fusion that changed something, the outputs are those of the model as it came, to `LIMIT` of their
-    largest magnitude (or to rounding, where that is more), in ONNX Runtime with its graph optimisations off. A fusion
-    that fails this is undone and its places are listed with the reason. Values and nodes of the model from before are
-    not part of it any more.
+    After each fusion that changed the graph, its outputs in ONNX Runtime (without graph optimizations) must equal those
+    of
+    the original to `LIMIT` of their largest magnitude, or to rounding error where that is larger. A fusion that fails
+    is
+    undone, and its places are listed with the reason. Do not use values or nodes of the model from before the call:
+    they no
+    longer belong to it.
 
     Args:
-        feeds: a few real inputs; what cannot be seen on them is not proved.
-        chosen: instead of all `fusions(feeds)`.
+        model: the graph to fuse.
+        feeds: a few real inputs; the proof covers only what they exercise.
+        chosen: fusions to run; None for all `fusions(feeds)`.
 
     Returns:
-        Every place looked at, in order; the largest difference that stands, relative to the output's largest magnitude.
+        Every place that was considered, in order, and the largest remaining difference relative to an output's largest
+        magnitude.
 
     Raises:
-        InputError: `fuse-unproved` without feeds, `onnx-unrunnable` where ONNX Runtime does not run the model itself.
+        InputError: `fuse-unproved` without feeds, `onnx-unrunnable` if ONNX Runtime cannot run the model.
     """
     if not feeds:
         raise InputError("fuse-unproved", where="fuse", value="no feeds", rule="a fusion is proved on real inputs")
-    expected, names, found, error = outputs(model, feeds), _names(model), list[Fused](), 0.0
+    expected, names, listed, error = outputs(model, feeds), _names(model), list[Fused](), 0.0
     most = limit(model, feeds, expected)
     for fusion in fusions(feeds) if chosen is None else chosen:
         before, size, known = model.clone(), _size(model), parts_of(model.graph)
@@ -72,8 +80,8 @@ def fuse(model: ir.Model, feeds: Feeds, *, chosen: Sequence[Fusion] | None = Non
                 places = [replace(place, done=False, reason=reason) if place.done else place for place in places]
             else:
                 error = apart
-        found += places
-    return found, error
+        listed += places
+    return listed, error
 
 
 def _names(model: ir.Model) -> list[str | None]:
@@ -85,7 +93,7 @@ def _size(model: ir.Model) -> int:
 
 
 def _proof(model: ir.Model, feeds: Feeds, expected: list[list[Any]], most: float) -> tuple[float, str]:
-    """Tell how far the outputs are from what is expected, and why that undoes a fusion, "" where it does not."""
+    """Return the distance of the outputs from the expected ones, and the reason to undo the fusion, if any."""
     try:
         apart = difference(expected, outputs(model, feeds))
     except InputError as problem:

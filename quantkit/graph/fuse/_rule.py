@@ -1,5 +1,7 @@
-"""onnxscript's rewrite rules, with a word about every place that looked right and was left; and what proves a fusion:
-the outputs of a graph in ONNX Runtime as it stands, and how far two sets of them are apart."""
+"""Base of the rewrite rules, which also report the places that they refused; and the proof of a fusion.
+
+The proof compares the outputs of two graphs in ONNX Runtime, both run without optimization.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ from quantkit.graph.values import name_of, other_readers
 
 
 class Rule(RewriteRuleClassBase):  # type: ignore[misc]
-    """`pattern` and `rewrite` are onnxscript's; `refuses` says why a place that has the pattern's form is left.
+    """Rewrite rule of onnxscript that reports why it refused a place.
 
-    The form is matched wherever it is, also where something else reads a value inside of it, so that this can be said.
+    `pattern` and `rewrite` are onnxscript's. A place matches even if another node reads one of its inner values, so
+    that the
+    refusal can be reported.
     """
 
     def __init__(self, fusion: str) -> None:
@@ -28,15 +32,20 @@ class Rule(RewriteRuleClassBase):  # type: ignore[misc]
         self.places: dict[str, Fused] = {}
 
     def refuses(self, *context: Any, **bound: Any) -> str | None:
-        """Of the context and the pattern's variables: "" to rewrite, a reason not to, None if this is no such place."""
+        """Return "" to rewrite, a reason to refuse, or None if the place is not one for this rule.
+
+        Args:
+            context: onnxscript's match context.
+            bound: the pattern's variables.
+        """
         raise NotImplementedError
 
     def check(self, context: MatchContext, **bound: ir.Value) -> MatchResult:
-        """Return what onnxscript asks."""
+        """Record the place, and accept or refuse the match."""
         reason: str | None = self.refuses(context, **bound)
-        inside = [each for node in context.nodes for each in node.outputs if each not in context.output_values]
+        inside = [value for node in context.nodes for value in node.outputs if value not in context.output_values]
         if reason == "":
-            reason = next(filter(None, (other_readers(each, context.nodes) for each in inside)), "")
+            reason = next(filter(None, (other_readers(value, context.nodes) for value in inside)), "")
         if reason is not None:
             name = name_of(context.root)
             self.places[name] = Fused(name, str(self.name), not reason, reason)
@@ -44,7 +53,7 @@ class Rule(RewriteRuleClassBase):  # type: ignore[misc]
 
 
 def apply(model: ir.Model, rules: Sequence[Rule]) -> list[Fused]:
-    """Apply rules over the model, operands of Add and Mul in either order."""
+    """Apply rules to the whole model; operands of Add and Mul match in either order."""
     plain = [RewriteRule(rule.pattern, rule.rewrite, rule.check, name=rule.name, remove_nodes=False) for rule in rules]
     RewriteRuleSet(plain, commute=True).apply_to_model(model)
     places: dict[str, Fused] = {}
@@ -56,19 +65,26 @@ def apply(model: ir.Model, rules: Sequence[Rule]) -> list[Fused]:
 
 
 def opset(model: ir.Model) -> int:
-    """Version of ONNX's own operators."""
+    """Return the version of the standard ONNX operators."""
     return model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
 
 
 def keep_name(of: ir.Value) -> str | None:
-    """Return the name for the node that takes the place of the one that computes `of`."""
+    """Return the name of the node that computes a value, for the node that replaces it."""
     node: Any = of.producer()
     return None if node is None else node.name
 
 
 @dataclass(frozen=True)
 class Fused:
-    """One place, by the name of its node, or of its output where it has none: whether it was fused, or why not."""
+    """One place, fused or refused.
+
+    Args:
+        node: name of the node, or of its first output if it has no name.
+        fusion: name of the fusion.
+        done: True if it was fused.
+        reason: reason for the refusal.
+    """
 
     node: str
     fusion: str
@@ -77,19 +93,19 @@ class Fused:
 
 
 class Fusion(Protocol):
-    """One rewrite that leaves the outputs as they are."""
+    """One rewrite that does not change the outputs."""
 
     name: str
 
     def run(self, model: ir.Model) -> list[Fused]:
-        """Change the model in place; say where, and where not and why."""
+        """Rewrite the model in place; list every place, with the reason where nothing was done."""
         ...
 
 
 def nodes(model: ir.Model, *operators: str) -> Iterator[ir.Node]:
-    """Nodes of ONNX's own operators, those of subgraphs (If, Loop) included, in order.
+    """Yield nodes with one of these standard ONNX operators, in order, including those of subgraphs (If, Loop).
 
-    A list is taken first, so that nodes may be removed on the way; one that is gone is left out.
+    Nodes may be removed while iterating; a removed node is skipped.
     """
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         if node.graph is not None and node.domain in ("", "ai.onnx") and node.op_type in operators:
@@ -97,31 +113,38 @@ def nodes(model: ir.Model, *operators: str) -> Iterator[ir.Node]:
 
 
 Feeds = Sequence[Mapping[str, NDArray[Any]]]
-# of float32 sums in another order; a wrong factor, axis or bias is orders of magnitude beyond
+# float32 sums in another order stay below this; a wrong factor, axis or bias is orders of magnitude above
 LIMIT = 1e-4
-# what is never let pass, however much rounding matters to a graph
+# upper bound of the limit, even for graphs that amplify rounding
 _MOST = 1e-3
 _ROUNDINGS = 4
 _TINY = float(np.finfo(np.float32).tiny)
 
 
 def outputs(model: ir.Model, feeds: Feeds, inner: Sequence[str] = ()) -> list[list[Any]]:
-    """Run a graph with the runtime's own optimisations off.
+    """Run a graph without the runtime's own optimizations.
 
-    Returns, of each feed, what the graph is compared with itself by (`graph.outputs.steady`), then the `inner` tensors.
+    Args:
+        model: the graph.
+        feeds: inputs.
+        inner: names of inner tensors to return too.
+
+    Returns:
+        For each feed, the values that are safe to compare (`graph.outputs.steady`), then the `inner` tensors.
 
     Raises:
         InputError: `onnx-unrunnable`.
     """
     names = [*steady(model), *inner]
     runner = Runner(model, names, threads=1, optimised=False)
-    return [[found[name] for name in names] for found in map(runner, feeds)]
+    return [[values[name] for name in names] for values in map(runner, feeds)]
 
 
 def limit(model: ir.Model, feeds: Feeds, expected: list[list[Any]]) -> float:
-    """How far outputs may move: `LIMIT`, or four times what the last bit of the inputs moves them, if that is more.
+    """Return the allowed relative difference of outputs: `LIMIT`, or four times the effect of one bit in the inputs, if
+    larger.
 
-    The second is so where outputs are all but zero on these feeds, as those of a detector that finds nothing.
+    The second applies where outputs are almost zero, as for a detector that detects nothing on these feeds.
     """
     nudged = [
         {name: np.nextafter(x, np.inf, dtype=x.dtype) if x.dtype.kind == "f" else x for name, x in feed.items()}
@@ -131,18 +154,18 @@ def limit(model: ir.Model, feeds: Feeds, expected: list[list[Any]]) -> float:
     return min(max(LIMIT, _ROUNDINGS * moved), _MOST) if np.isfinite(moved) else LIMIT
 
 
-def difference(expected: Any, found: Any) -> float:
-    """Largest difference of any output, relative to that output's largest magnitude over all feeds.
+def difference(expected: Any, actual: Any) -> float:
+    """Return the largest difference of any output, relative to its largest magnitude over all feeds.
 
-    Whole numbers and truth values have to be equal, and so do infinities and NaN in their places: else infinity.
+    Integers, booleans, infinities and NaN must match exactly, else the difference is infinite.
     """
-    per_output = zip(zip(*expected, strict=True), zip(*found, strict=True), strict=True)
+    per_output = zip(zip(*expected, strict=True), zip(*actual, strict=True), strict=True)
     return max((_apart(before, after) for before, after in per_output), default=0.0)
 
 
-def _apart(expected: Sequence[Any], found: Sequence[Any]) -> float:
+def _apart(expected: Sequence[Any], actual: Sequence[Any]) -> float:
     largest, scale = 0.0, _TINY
-    for before, after in zip(expected, found, strict=True):
+    for before, after in zip(expected, actual, strict=True):
         if not isinstance(before, np.ndarray) or before.dtype.kind != "f":
             if not _same(before, after):
                 return float("inf")

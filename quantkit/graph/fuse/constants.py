@@ -1,15 +1,16 @@
-"""Compute once what depends on constants alone, and keep constants in one place.
+"""Constant folding, and conversion to a newer opset.
 
     f(c₁, c₂, ...) = c        for every f without randomness whose inputs are constants
 
-Model functions are inlined, Constant nodes become initializers, shapes that are known become constants (Shape of a
-fixed shape, an If with a fixed condition, a Reshape of which one size alone is free), and onnxscript's folding
-evaluates the rest with ONNX's reference evaluator. Guard: a result of more than `LIMIT` elements has to be no larger
-than the constants that go away for it, because nothing else reads them: weights do not blow up. Defaults of graph
-inputs are no constants; QuantizeLinear and DequantizeLinear stay.
+Model functions are inlined, Constant nodes become initializers, and known shapes become constants (Shape of a fixed
+shape, an If with a fixed condition, a Reshape with one free size). onnxscript's folding evaluates the rest with ONNX's
+reference evaluator. Guard: a result of more than `LIMIT` elements must not be larger than the constants that it makes
+redundant, so that weights do not grow. Graph inputs with default values are no constants; QuantizeLinear and
+DequantizeLinear stay.
 
-Before that, `Opset` converts to a newer set of operators by ONNX's own version converter: Gelu is there from 20 on,
-LayerNormalization from 17. Guard: the model fits a protobuf, and the converter knows every operator.
+`Opset` runs first. It converts with ONNX's own version converter: Gelu exists from opset 20, LayerNormalization from
+17.
+Guard: the model fits a protobuf, and the converter knows every operator.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from quantkit.graph.fuse._rule import Fused, nodes
 from quantkit.graph.values import constant, name_of
 
 LIMIT = 16_384
-# beyond this nothing is even computed to see whether it may stay
+# larger results are not computed at all
 _COMPUTABLE = 1 << 28
 _KEPT = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
 _GROWING = ("ConstantOfShape", "Expand", "Tile", "Range", "Resize", "Upsample", "OneHot", "EyeLike")
 
 
 class Constants:
-    """See the module."""
+    """Folds constants, as described in the module."""
 
     name = "constants"
 
     def run(self, model: ir.Model) -> list[Fused]:
-        """Fold in place; a node that is gone is done, one that still has constants alone is not."""
+        """Fold in place; list each removed node, and as refused each one whose inputs are all constants."""
         from onnxscript.optimizer import fold_constants
         from onnxscript.rewriter import RewriteRuleSet
         from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
@@ -48,7 +49,7 @@ class Constants:
         had = _computing(trial)
         try:
             fold_constants(trial, onnx_shape_inference=True, should_fold=_should_fold, output_size_limit=LIMIT)
-        except Exception as problem:  # whatever the reference evaluator runs into
+        except Exception as problem:  # the reference evaluator may raise anything
             return [Fused(model.graph.name or "graph", self.name, False, f"folding failed: {problem}".splitlines()[0])]
         RewriteRuleSet([materialize_reshape_shape_rule]).apply_to_model(trial)
         _without_allowzero(trial)
@@ -70,7 +71,7 @@ def _lift(model: ir.Model) -> None:
 
 
 def _without_allowzero(model: ir.Model) -> None:
-    """Take the attribute from every Reshape that it says nothing to: opset 13 does not have it."""
+    """Remove an attribute without effect from Reshape nodes: opset 13 does not have it."""
     for node in nodes(model, "Reshape"):
         shape = constant(node.inputs[1])
         if shape is not None and (shape != 0).all():
@@ -89,7 +90,7 @@ def _fixed(node: ir.Node) -> bool:
 
 
 def _should_fold(node: ir.Node) -> bool | None:
-    """Tell whether to try; onnxscript's own size rule (None) where the result's size is not known beforehand."""
+    """Tell whether to fold; None leaves an unknown result size to onnxscript's own rule."""
     if node.op_type in _KEPT:
         return False
     shape = node.outputs[0].shape
@@ -104,12 +105,12 @@ _LARGEST = 1 << 30
 
 
 class Opset:
-    """See the module."""
+    """Converts a graph to opset 21."""
 
     name = "opset"
 
     def run(self, model: ir.Model) -> list[Fused]:
-        """Convert in place what is older than `TARGET`; listed is the graph."""
+        """Convert a graph older than `TARGET` in place; the listed place is the graph."""
         import onnx
 
         had, name = _rule.opset(model), model.graph.name or "graph"
@@ -120,7 +121,7 @@ class Opset:
             return [Fused(name, self.name, False, f"opset {had}: its weights are too large for the converter")]
         try:
             converted = ir.from_proto(onnx.version_converter.convert_version(ir.to_proto(model), TARGET))
-        except Exception as problem:  # the converter's own, for what it does not know
+        except Exception as problem:  # the converter has error types of its own
             return [Fused(name, self.name, False, f"opset {had}: {problem}".splitlines()[0])]
         model.graph = converted.graph
         model.ir_version = max(model.ir_version, _IR_VERSION)

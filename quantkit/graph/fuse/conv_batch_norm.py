@@ -1,15 +1,15 @@
-"""Fold what scales and shifts channels into the product in front of it.
+"""Folding of channel-wise scales and shifts into the product in front of them.
 
-With y = W ∗ x + b a convolution (or a Gemm), s and t one number for each output channel:
+With y = W ∗ x + b a convolution (or a Gemm), and s and t one number per output channel:
 
     s ⊙ (W ∗ x + b) + t = (s ⊙ W) ∗ x + (s ⊙ b + t)
 
     BatchNormalization   s = γ / √(σ² + ε),  t = β − s ⊙ μ      (Ioffe and Szegedy 2015, arXiv 1502.03167, eq. for
     Mul, Div, Add, Sub   by a constant of one number a channel   inference; Jacob et al. 2018, arXiv 1712.05877, § 3.2)
 
-Exact in real numbers, for any padding: the padded zeros are in front of W. Computed in float64. What merely uses y (the
-x + 3 of a hard-swish) is not listed. Guard: all parameters are constants and no input of the graph, nothing else reads
-y, no training mode. A weight that another node reads too stays as it is for that node.
+Exact in real numbers for any padding, since padded zeros are on the input side of W. Computed in float64. A node that
+only uses y among other things (the x + 3 of a hard-swish) is not listed. Guard: all parameters are constants and no
+graph inputs, no other node reads y, no training mode. A weight that another node shares stays unchanged for that node.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _FOLLOWERS = ("BatchNormalization", "Mul", "Div", "Add", "Sub")
 
 
 class ConvBatchNorm:
-    """See the module."""
+    """Folds batch normalization and channel-wise constants, as described in the module."""
 
     name = "conv_batch_norm"
 
     def run(self, model: ir.Model) -> list[Fused]:
-        """Fold in place, in order, so that chains fold whole. Only what comes after a product is listed."""
-        found = []
+        """Fold in place and in order, so that chains fold whole; list only nodes behind a product."""
+        listed = []
         for node in nodes(model, *_FOLLOWERS):
             product = _product(node)
             if product is not None:
@@ -52,12 +52,12 @@ class ConvBatchNorm:
                 reason = "no convolution computes its input"
             else:
                 continue
-            found.append(Fused(name_of(node), self.name, not reason, reason))
-        return found
+            listed.append(Fused(name_of(node), self.name, not reason, reason))
+        return listed
 
 
 def _product(node: ir.Node) -> ir.Node | None:
-    """Return what computes the input of a follower, if it can be folded into at all."""
+    """Return the product in front of a follower, or None."""
     sides = node.inputs[:2] if node.op_type in ("Mul", "Add") else node.inputs[:1]
     for place, value in enumerate(sides):
         producer = None if value is None else value.producer()
@@ -69,7 +69,7 @@ def _product(node: ir.Node) -> ir.Node | None:
 
 
 def _fold(product: ir.Node, node: ir.Node) -> str:
-    """Fold a follower into its product; why not, where that is so."""
+    """Fold a follower into its product; return the reason if that is refused."""
     weight, bias = product.inputs[1], product.inputs[2] if len(product.inputs) > 2 else None
     for value in (weight, bias):
         if value is not None and constant(value) is None:
@@ -80,7 +80,7 @@ def _fold(product: ir.Node, node: ir.Node) -> str:
     b = constant(bias)
     b = np.zeros(channels) if b is None else per_channel(b, 2, channels) if product.op_type == "Gemm" else b
     if b is None:
-        return f"the bias of {name_of(product)} is not one number a channel"
+        return f"the bias of {name_of(product)} does not have one number per channel"
     affine = _affine(node, product.outputs[0], 2 if product.op_type == "Gemm" else W.ndim, channels)
     if isinstance(affine, str):
         return affine
@@ -101,26 +101,26 @@ def _fold(product: ir.Node, node: ir.Node) -> str:
 
 
 def _affine(node: ir.Node, y: ir.Value, rank: int, channels: int) -> tuple[Array, Array] | str:
-    """s and t [C] of a follower; a reason where it has none."""
+    """Return s and t [C] of a follower, or the reason why it has none."""
     if node.op_type == "BatchNormalization":
         if node.attributes.get_int("training_mode", 0) or any(output.uses() for output in node.outputs[1:]):
             return "in training mode"
         parameters = [constant(value) for value in node.inputs[1:5]]
-        if any(each is None for each in parameters):
-            return why_not_constant(node.inputs[1 + next(i for i, each in enumerate(parameters) if each is None)])
-        gamma, beta, mean, variance = (np.asarray(each, np.float64) for each in parameters)
+        if any(values is None for values in parameters):
+            return why_not_constant(node.inputs[1 + next(i for i, values in enumerate(parameters) if values is None)])
+        gamma, beta, mean, variance = (np.asarray(values, np.float64) for values in parameters)
         scale = gamma / np.sqrt(variance + node.attributes.get_float("epsilon", 1e-5))
         return scale, beta - scale * mean
     other = constant(next(value for value in node.inputs if value is not y))
-    found = None if other is None else per_channel(np.asarray(other, np.float64), rank, channels)
-    if found is None:
-        return "its constant is not one number a channel"
+    value = None if other is None else per_channel(np.asarray(other, np.float64), rank, channels)
+    if value is None:
+        return "its constant does not have one number per channel"
     ones, zeros = np.ones(channels), np.zeros(channels)
-    return {"Mul": (found, zeros), "Div": (1 / found, zeros), "Add": (ones, found), "Sub": (ones, -found)}[node.op_type]
+    return {"Mul": (value, zeros), "Div": (1 / value, zeros), "Add": (ones, value), "Sub": (ones, -value)}[node.op_type]
 
 
 def _channels(product: ir.Node, W: Array) -> int:
-    """How many output channels a weight has: Conv [O, I/g, ...], ConvTranspose [I, O/g, ...], Gemm [K, N] or [N, K]."""
+    """Return the number of output channels: Conv [O, I/g, ...], ConvTranspose [I, O/g, ...], Gemm [K, N] or [N, K]."""
     if product.op_type == "ConvTranspose":
         return int(W.shape[1]) * product.attributes.get_int("group", 1)
     return int(W.shape[_axis(product)])
@@ -131,7 +131,7 @@ def _axis(product: ir.Node) -> int:
 
 
 def _scaled(product: ir.Node, W: Array, scale: Array) -> Array:
-    """s ⊙ W in float64."""
+    """Return s ⊙ W in float64."""
     if product.op_type == "ConvTranspose":
         groups = product.attributes.get_int("group", 1)
         apart = W.reshape(groups, W.shape[0] // groups, *W.shape[1:]).astype(np.float64)

@@ -1,18 +1,19 @@
 """Cross-layer equalization (Nagel et al. 2019, arXiv 1906.04721, § 4.1).
 
-Where f(s x) = s f(x) for s > 0, as for no activation, ReLU, LeakyReLU, PReLU and pooling, channel c between two
-convolutions can be measured in another unit:
+Where f(s x) = s f(x) for s > 0 (no activation, ReLU, LeakyReLU, PReLU, pooling), the channels between two convolutions
+can be rescaled:
 
     W₂ f(W₁ x + b₁) = (W₂ S) f(S⁻¹ W₁ x + S⁻¹ b₁)        s_c = √(r₁_c / r₂_c)
 
 r₁_c is the largest magnitude in output channel c of W₁, r₂_c that in input channel c of W₂. Both become √(r₁_c r₂_c).
-Pairs of a stack are repeated until nothing moves. Here s_c is the nearest power of two, which leaves every float as it
-was but for its exponent: outputs stay the same to the last bit, where exact scales moved a text detector's by 1e-4.
-
-ReLU6 has another bound in every channel afterwards, which no Clip has: such a pair is refused, unless the probe stays
-below half of the upper bound; ReLU takes its place there. Guard: weights and biases are constants of one convolution
-alone, and nothing else reads a tensor in between. The paper's absorption of large biases is not done: it is exact only
-while no input of the activation falls below what was seen.
+Pairs of a stack are repeated until no scale changes. Here s_c is rounded to a power of two, which changes only
+exponents
+of floats: outputs stay the same to the last bit, where exact scales changed a text detector's by 1e-4.
+ReLU6 then has a different bound in every channel, which Clip cannot express. Such a pair is refused, unless the probe
+stays below half of the upper bound; a ReLU then replaces the Clip. Guard: weights and biases are constants of one
+convolution alone, and no other node reads a tensor in between. The paper's absorption of large biases is left out: it
+is
+exact only while inputs of the activation stay above the calibrated minimum.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class _Pair:
 
 
 class Equalize:
-    """See the module.
+    """Equalizes pairs of convolutions, as described in the module.
 
     Args:
-        feeds: the probe for clips; without it every pair with one is refused.
+        feeds: inputs for the probe of clips; without them every pair with a clip is refused.
     """
 
     name = "equalize"
@@ -54,13 +55,13 @@ class Equalize:
         self._feeds = feeds
 
     def run(self, model: ir.Model) -> list[Fused]:
-        """Scale in place; listed is the first convolution of every pair."""
+        """Scale in place; list the first convolution of every pair."""
         pairs = [pair for node in nodes(model, "Conv") if (pair := _pair(node)) is not None]
         reached = self._reached(model, [clip for pair in pairs for clip in pair.clips])
-        found, chosen = [], []
+        listed, chosen = [], []
         for pair in pairs:
             reason = _refuses(pair) or next(filter(None, (_binds(clip, reached) for clip in pair.clips)), "")
-            found.append(Fused(name_of(pair.first), self.name, not reason, reason))
+            listed.append(Fused(name_of(pair.first), self.name, not reason, reason))
             if not reason:
                 chosen.append(pair)
         _equalize(chosen)
@@ -68,22 +69,23 @@ class Equalize:
             clip.op_type = "Relu"
             clip.resize_inputs(1)
             clip.attributes.clear()
-        return found
+        return listed
 
     def _reached(self, model: ir.Model, clips: Sequence[ir.Node]) -> dict[str, float]:
-        """Return the largest input of each clip on the probe, by its name; of the main graph alone."""
+        """Return the largest input of each clip of the main graph on the probe, by name."""
         inputs = {value.name: None for clip in clips if clip.graph is model.graph for value in clip.inputs[:1] if value}
         names = [name for name in inputs if name is not None]
         if not names or not self._feeds:
             return {}
-        seen = [found[-len(names) :] for found in outputs(model, self._feeds, names)]
+        seen = [values[-len(names) :] for values in outputs(model, self._feeds, names)]
         return {
-            name: max(float(found[place].max(initial=-math.inf)) for found in seen) for place, name in enumerate(names)
+            name: max(float(values[place].max(initial=-math.inf)) for values in seen)
+            for place, name in enumerate(names)
         }
 
 
 def _pair(first: ir.Node) -> _Pair | None:
-    """The convolution that reads what another makes, with activations in between; None where that is something else."""
+    """Return a convolution and the next one, with only activations in between; None for other readers."""
     value, clips = first.outputs[0], list[ir.Node]()
     while True:
         readers = [reader for reader, place in value.uses() if place == 0]
@@ -122,7 +124,7 @@ def _refuses(pair: _Pair) -> str:
 
 
 def _binds(clip: ir.Node, reached: Mapping[str, float]) -> str:
-    """Tell why a clip is no ReLU as far as the probe goes."""
+    """Return the reason if a clip may act as more than a ReLU on the probe; else ""."""
     ends = bounds(clip)
     if ends is None or ends[0] != 0:
         return f"the lower bound of {name_of(clip)} is not 0"
@@ -135,7 +137,7 @@ def _binds(clip: ir.Node, reached: Mapping[str, float]) -> str:
 
 
 def _equalize(pairs: Sequence[_Pair]) -> None:
-    """Scale until nothing moves; then store."""
+    """Scale all pairs until no scale changes, then store the weights."""
     convs = {node: None for pair in pairs for node in (pair.first, pair.second)}
     stored = {
         (node, place): values
@@ -162,21 +164,21 @@ def _equalize(pairs: Sequence[_Pair]) -> None:
 
 
 def _scale(one: Array, other: Array) -> Array:
-    """√(one / other) as the nearest power of two; 1 where either channel is dead."""
+    """Return √(one / other) as the nearest power of two; 1 for a channel of zeros."""
     alive = (one > 0) & (other > 0)
     ratio = np.where(alive, one, 1.0) / np.where(alive, other, 1.0)
     return np.asarray(np.exp2(np.rint(np.log2(ratio) / 2)))
 
 
 def _input_range(node: ir.Node, W: Array) -> Array:
-    """[I]: largest magnitude of each input channel of W [O, I/g, ...], in groups."""
+    """Return the largest magnitude [I] of each input channel of W [O, I/g, ...]."""
     groups = node.attributes.get_int("group", 1)
     apart = np.abs(W).reshape(groups, W.shape[0] // groups, W.shape[1], -1)
     return np.asarray(apart.max(axis=(1, 3)).reshape(-1))
 
 
 def _over_inputs(node: ir.Node, W: Array, scale: Array) -> Array:
-    """[I] as it multiplies W [O, I/g, ...]: each output channel has the inputs of its group."""
+    """Broadcast scales [I] to W [O, I/g, ...]; each output channel has the inputs of its group."""
     groups = node.attributes.get_int("group", 1)
     rows = np.repeat(scale.reshape(groups, W.shape[1]), W.shape[0] // groups, axis=0)
     return rows.reshape(*rows.shape, *(1,) * (W.ndim - 2))

@@ -1,11 +1,11 @@
-"""GELU out of its parts (Hendrycks and Gimpel 2016, arXiv 1606.08415).
+"""Fusion of GELU from its parts (Hendrycks and Gimpel 2016, arXiv 1606.08415).
 
     Gelu(x)                     = ½ x (1 + erf(x / √2))
     Gelu(x, approximate="tanh") = ½ x (1 + tanh(√(2/π) (x + 0.044715 x³)))
 
-Matched are the three factors ½, x and 1 + ... in any order and nesting, and x³ as a Pow or as products. After a product
-and its bias this leaves linear, bias and GELU as Gemm (or MatMul and Add) and Gelu.
-Guard: the operator exists (opset 20), the constants are these, nothing else reads a value in between.
+The three factors ½, x and 1 + ... match in any order and nesting, and x³ as a Pow or as products. A linear layer with
+bias and GELU then is Gemm (or MatMul and Add) and Gelu.
+Guard: the operator exists (opset 20), the constants are these, no other node reads a value in between.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _CLOSE = 1e-4
 
 
 class Gelu:
-    """See the module."""
+    """Fuses GELU, as described in the module."""
 
     name = "gelu"
 
     def run(self, model: ir.Model) -> list[Fused]:
-        """Replace in place; an Erf or Tanh that is no GELU's is not listed."""
-        found = []
+        """Replace in place; an Erf or Tanh that belongs to no GELU is not listed."""
+        listed = []
         for node in nodes(model, "Erf", "Tanh"):
             x = _argument(node)
             path = None if x is None else _path(node, x)
             if x is None or path is None:
                 continue
             reason = f"opset {_rule.opset(model)} has no Gelu, {_OPSET} has" if _rule.opset(model) < _OPSET else ""
-            for each, then in zip([node, *path], path, strict=False):
-                reason = reason or other_readers(each.outputs[0], (then,))
+            for step, then in zip([node, *path], path, strict=False):
+                reason = reason or other_readers(step.outputs[0], (then,))
             if not reason:
                 _replace(path[-1], x, "none" if node.op_type == "Erf" else "tanh")
-            found.append(Fused(name_of(path[-1]), self.name, not reason, reason))
+            listed.append(Fused(name_of(path[-1]), self.name, not reason, reason))
         common.RemoveUnusedNodesPass()(model)
-        return found
+        return listed
 
 
 def _replace(last: ir.Node, x: ir.Value, approximate: str) -> None:
@@ -58,7 +58,7 @@ def _is(number: float | None, expected: float) -> bool:
 
 
 def _split(value: ir.Value | None, kind: str) -> tuple[float, ir.Value] | None:
-    """Return the scalar and the other operand of a Mul or Add by a scalar (a Div counts as a Mul by its inverse)."""
+    """Return the scalar and the other operand of a Mul or Add (a Div counts as a Mul by the inverse)."""
     node = value.producer() if value is not None else None
     if node is None or len(node.inputs) != 2 or node.inputs[0] is None or node.inputs[1] is None:
         return None
@@ -71,7 +71,7 @@ def _split(value: ir.Value | None, kind: str) -> tuple[float, ir.Value] | None:
 
 
 def _argument(node: ir.Node) -> ir.Value | None:
-    """x of erf(x / √2) or tanh(√(2/π) (x + 0.044715 x³))."""
+    """Return x of erf(x / √2) or tanh(√(2/π) (x + 0.044715 x³))."""
     scaled = _split(node.inputs[0], "Mul")
     if scaled is None:
         return None
@@ -90,7 +90,7 @@ def _argument(node: ir.Node) -> ir.Value | None:
 
 
 def _factors(value: ir.Value, x: ir.Value) -> tuple[float, list[ir.Value]]:
-    """Return a product as a number and what else is multiplied; x itself is never taken apart."""
+    """Split a product into a number and its other factors; x itself is never split."""
     number, node = scalar(value), value.producer()
     if number is not None:
         return number, []
@@ -110,7 +110,7 @@ def _factors(value: ir.Value, x: ir.Value) -> tuple[float, list[ir.Value]]:
 
 
 def _path(node: ir.Node, x: ir.Value) -> list[ir.Node] | None:
-    """Nodes from the Erf or Tanh on that make ½ x (1 + ...) of it; the last computes the GELU."""
+    """Return the nodes from the Erf or Tanh to the end of ½ x (1 + ...), or None."""
     plus = _reader(node, "Add")
     one = _split(plus.outputs[0], "Add") if plus is not None else None
     if plus is None or one is None or one[0] != 1 or one[1] is not node.outputs[0]:

@@ -1,11 +1,11 @@
-"""Layer normalization out of its parts (Ba et al. 2016, arXiv 1607.06450).
+"""Fusion of layer normalization from its parts (Ba et al. 2016, arXiv 1607.06450).
 
     d = x − mean(x),   y = w ⊙ d / √(mean(d²) + ε) + b    =    LayerNormalization(x, w, b)
 
-over the last axes, which are those of w. d² may be a Pow or a product, the quotient a Div or a product with a
-Reciprocal. Guard: the operator exists (opset 17), ε is a constant, both means are over the same last axes, w and b
-have their shape, nothing else reads a value in between. A skip connection in front has no operator in ONNX: ONNX
-Runtime makes one of both nodes when it loads them (SkipLayerNormalization).
+over the last axes, those of w. d² may be a Pow or a product, the quotient a Div or a product with a Reciprocal. Guard:
+the operator exists (opset 17), ε is a constant, both means are over the same last axes, w and b have their shape, no
+other node reads a value in between. ONNX has no operator for a skip connection in front of the norm: ONNX Runtime fuses
+both nodes when it loads the graph (SkipLayerNormalization).
 """
 
 from __future__ import annotations
@@ -87,30 +87,30 @@ class _Bias(_rule.Rule):
 
 
 class LayerNorm:
-    """See the module."""
+    """Fuses layer normalization, as described in the module."""
 
     name = "layer_norm"
 
     def run(self, model: ir.Model) -> list[Fused]:
-        """Rewrite in place: the norms, then their biases."""
+        """Rewrite in place: first the norms, then their biases."""
         forms = itertools.product((True, False), repeat=2)
-        found = _rule.apply(model, [_Norm(self.name, power, quotient) for power, quotient in forms])
-        return found + _rule.apply(model, [_Bias(self.name)])
+        listed = _rule.apply(model, [_Norm(self.name, power, quotient) for power, quotient in forms])
+        return listed + _rule.apply(model, [_Bias(self.name)])
 
 
 def _axes(mean: ir.Value, rank: int | None) -> list[int] | None:
-    """Axes of a ReduceMean counted from the end; an attribute before opset 18, an input since."""
+    """Return the axes of a ReduceMean counted from the end; an attribute before opset 18, an input since."""
     node = mean.producer()
     if node is None or not node.attributes.get_int("keepdims", 1):
         return None
-    found = constant(node.inputs[1]) if len(node.inputs) > 1 else node.attributes.get_ints("axes")
-    if found is None or (rank is None and any(axis >= 0 for axis in found)):
+    axes = constant(node.inputs[1]) if len(node.inputs) > 1 else node.attributes.get_ints("axes")
+    if axes is None or (rank is None and any(axis >= 0 for axis in axes)):
         return None
-    return sorted(int(axis) if axis < 0 else int(axis) - (rank or 0) for axis in found)
+    return sorted(int(axis) if axis < 0 else int(axis) - (rank or 0) for axis in axes)
 
 
 def _fits(weight: ir.Value, x: ir.Value, axes: int) -> bool:
-    """Tell whether a weight is a constant with one number for each element that is normalized together."""
+    """Tell whether a weight is a constant with the shape of the normalized axes."""
     w = constant(weight)
     if w is None or w.ndim != axes:
         return False

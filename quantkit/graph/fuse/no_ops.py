@@ -1,13 +1,13 @@
-"""Remove what does nothing: f(x) = x for every x that can come.
+"""Removal of nodes without effect: f(x) = x for every possible x.
 
     one node      Identity, Dropout outside of training, Cast to its own type, Reshape and Expand to its own shape,
                   Transpose and Slice and Pad that change nothing, Concat and Sum of one, x + 0, x - 0, x * 1, x / 1
     two nodes     Transpose(Transpose) = the product of both permutations, Reshape(Reshape) = the last one,
                   Squeeze(Unsqueeze) and Unsqueeze(Squeeze) over the same axes,
-                  Cast(Cast) back to the first type over one that holds all its values
+                  Cast(Cast) back to the first type, if the type in between holds all its values
 
-Guard: shapes and arguments are known; an output of the graph keeps its name, and one that would have to be an input, a
-constant, another output or a value of a graph around it keeps its node.
+Guard: shapes and arguments are known. An output of the graph keeps its name. If it would then have to be an input, a
+constant, another output, or a value of an outer graph, its node stays.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _WIDER = {
 
 
 class NoOps:
-    """See the module."""
+    """Removes nodes without effect, as described in the module."""
 
     name = "no_ops"
 
     def run(self, model: ir.Model) -> list[Fused]:
-        """Remove in place, over and over, because what is removed brings others together."""
+        """Remove in place, and repeat, because a removal may bring another pair together."""
         done: list[Fused] = []
         kept: dict[str, Fused] = {}
         changed = True
@@ -122,7 +122,7 @@ def _transpose(node: ir.Node) -> ir.Value | None:
 
 
 def _permuted(node: ir.Node) -> tuple[ir.Node | None, list[int]]:
-    """Return the Transpose that a Transpose reads, and the permutation of both together."""
+    """Return the Transpose in front of a Transpose, and the permutation of both together."""
     first, order = _producer(node, "Transpose"), node.attributes.get_ints("perm")
     inner = None if first is None else first.attributes.get_ints("perm")
     return (None, []) if inner is None or order is None else (first, [inner[axis] for axis in order])
@@ -150,7 +150,7 @@ def _slice(node: ir.Node) -> ir.Value | None:
 
 
 def _neutral(number: float, sides: Sequence[int]) -> Callable[[ir.Node], ir.Value | None]:
-    """x where the other operand is this number and does not broadcast x; `sides` are where that operand may stand."""
+    """Match a node with this number as one operand, at one of `sides`, if it does not broadcast the other."""
 
     def source(node: ir.Node) -> ir.Value | None:
         for side in sides:
@@ -165,9 +165,9 @@ def _neutral(number: float, sides: Sequence[int]) -> Callable[[ir.Node], ir.Valu
 
 
 def _axes(node: ir.Node) -> list[int] | None:
-    """Axes of a Squeeze or Unsqueeze, which were an attribute before opset 13."""
-    found = constant(_input(node, 1)) if len(node.inputs) > 1 else node.attributes.get_ints("axes")
-    return None if found is None else sorted(int(axis) for axis in found)
+    """Return the axes of a Squeeze or Unsqueeze; an attribute before opset 13, an input since."""
+    axes = constant(_input(node, 1)) if len(node.inputs) > 1 else node.attributes.get_ints("axes")
+    return None if axes is None else sorted(int(axis) for axis in axes)
 
 
 def _undone(by: str) -> Callable[[ir.Node], ir.Value | None]:
@@ -179,7 +179,7 @@ def _undone(by: str) -> Callable[[ir.Node], ir.Value | None]:
 
 
 def _producer(node: ir.Node, kind: str) -> ir.Node | None:
-    """Return what computes a node's input, if that is of a kind and in the same graph."""
+    """Return the producer of a node's input, if it has this operator and stands in the same graph."""
     x = _input(node)
     first = x.producer() if x is not None else None
     same = first is not None and first.op_type == kind and first.domain == node.domain and first.graph is node.graph
@@ -203,7 +203,7 @@ def _shorter_reshape(node: ir.Node) -> bool:
     return True
 
 
-# operator -> the value that its first output always equals; None where it does something
+# operator -> function to the value that the first output equals; None if the node has an effect
 _SOURCES: Mapping[str, Callable[[ir.Node], ir.Value | None]] = {
     "Identity": _input,
     "Dropout": _dropout,
@@ -222,5 +222,5 @@ _SOURCES: Mapping[str, Callable[[ir.Node], ir.Value | None]] = {
     "Squeeze": _undone("Unsqueeze"),
     "Unsqueeze": _undone("Squeeze"),
 }
-# operator -> lets it read past a node of its kind; whether it did
+# operator -> function that merges it with a node of the same operator in front; tells whether it did
 _SHORTER: Mapping[str, Callable[[ir.Node], bool]] = {"Transpose": _shorter_transpose, "Reshape": _shorter_reshape}

@@ -1,21 +1,21 @@
-"""Products in the form in which they are quantized: matrices [K, N] on the right, and what is added apart from them.
+"""Normal form of products for quantization: a matrix [K, N] on the right, other terms added separately.
 
     Gemm(A, B, C; α, β, transA)  =  Gemm(Aᵀ, α B) + β C      a C of one number a column stays inside
     x · W [1, ..., K, N]         =  x · W [K, N]
     Einsum("...k,kn->...n")      =  x · W                    with W transposed for "nk"
 
-Guard: the weight is a constant that nothing else gives out. Where x has fewer dimensions than W, the ones that W adds
-are put back behind.
+Guard: the weight is a constant, read by this node alone. If x has fewer dimensions than W, the missing leading
+dimensions are added to the result.
 
-Then a product and its bias as one node:
+Then a product and its bias become one node:
 
     Add(MatMul(x, W), b) = Gemm(x, W, b)                                    x [M, K]
                          = Reshape(Gemm(Reshape(x, [M, K]), W, b), shape)   x [..., K] of a fixed shape, M rows in all
 
-Gemm takes matrices. ONNX Runtime writes the second form itself when it loads a graph whose shapes are all fixed, and a
-bias that is float there keeps the product out of the integer kernel; written here, the bias can be quantized with it.
-Where a size is free, it leaves MatMul and Add as they are (MatMulIntegerToFloat and Add), and so does this.
-Guard: W [K, N] and b (one number a column) are constants, the shape of x is known, nothing else reads the product.
+Gemm takes matrices. ONNX Runtime makes the second form itself when it loads a graph whose shapes are all fixed, and a
+float bias there keeps the product out of the integer kernel; written here, the bias is quantized with the product.
+With a free size ONNX Runtime keeps MatMul and Add (MatMulIntegerToFloat and Add), and so does this fusion.
+Guard: W [K, N] and b (one number a column) are constants, the shape of x is known, no other node reads the product.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quantkit.graph.values import Array, constant, initializer, name_of, per_cha
 
 
 class PlainProducts:
-    """See the module."""
+    """Brings products into their normal form, as described in the module."""
 
     name = "plain_products"
 
@@ -49,7 +49,7 @@ class PlainProducts:
 
 
 def _gemm(node: ir.Node, weight: Array) -> bool:
-    """Fold what a Gemm scales and transposes, and add behind it what is no bias."""
+    """Fold alpha and transA of a Gemm, and move out a C that is no bias."""
     alpha, beta = (node.attributes.get_float(key, 1.0) for key in ("alpha", "beta"))
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     values = constant(bias)
@@ -80,7 +80,7 @@ def _gemm(node: ir.Node, weight: Array) -> bool:
 
 
 def _squeezed(node: ir.Node, weight: Array) -> bool:
-    """Take the dimensions of size 1 from a MatMul's weight."""
+    """Remove leading dimensions of size 1 from a MatMul's weight."""
     x, more = node.inputs[0], weight.ndim - 2
     if more < 1 or any(size != 1 for size in weight.shape[:-2]) or x is None or x.shape is None or len(x.shape) < 2:
         return False
@@ -94,7 +94,7 @@ def _squeezed(node: ir.Node, weight: Array) -> bool:
 
 
 def _multiplied(node: ir.Node, weight: Array) -> bool:
-    """Make a MatMul of an Einsum that is one."""
+    """Turn an Einsum into a MatMul, if it is a matrix product."""
     operands, _, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
     x, _, matrix = operands.partition(",")
     if len(matrix) != 2 or weight.ndim != 2 or not x or x[-1] not in matrix:
@@ -110,21 +110,21 @@ def _multiplied(node: ir.Node, weight: Array) -> bool:
 
 
 def _before(node: ir.Node, kind: str, inputs: list[ir.Value | None], name: str, **attributes: list[int]) -> ir.Value:
-    made = ir.node(kind, inputs, attributes=attributes, name=name)
-    made.outputs[0].name, made.outputs[0].type = name, ir.TensorType(ir.DataType.FLOAT)
+    added = ir.node(kind, inputs, attributes=attributes, name=name)
+    added.outputs[0].name, added.outputs[0].type = name, ir.TensorType(ir.DataType.FLOAT)
     assert node.graph is not None
-    node.graph.insert_before(node, made)
-    return made.outputs[0]
+    node.graph.insert_before(node, added)
+    return added.outputs[0]
 
 
 def _behind(node: ir.Node, kind: str, other: ir.Value) -> None:
-    """Let an operator on a node's output and another value stand for it, under its name."""
+    """Insert an operator on a node's output and another value; readers get its result under the old name."""
     y = node.outputs[0]
-    made = ir.node(kind, [y, other], name=f"{name_of(node)}/{kind}")
-    new = made.outputs[0]
+    added = ir.node(kind, [y, other], name=f"{name_of(node)}/{kind}")
+    new = added.outputs[0]
     new.name, new.shape, new.type = y.name, y.shape, y.type
     for reader, place in list(y.uses()):
-        if reader is not made:
+        if reader is not added:
             reader.replace_input_with(place, new)
     graph = node.graph
     assert graph is not None
@@ -132,7 +132,7 @@ def _behind(node: ir.Node, kind: str, other: ir.Value) -> None:
         graph.outputs[list(graph.outputs).index(y)] = new
     y.name = f"{new.name}.product"
     y.shape = None
-    graph.insert_after(node, made)
+    graph.insert_after(node, added)
 
 
 _FORMS = {"Gemm": _gemm, "MatMul": _squeezed, "Einsum": _multiplied}
@@ -151,7 +151,9 @@ class _Gemm(_rule.Rule):
         if len(x.shape) != 2 and not x.shape.is_static():
             return f"{x.name} has {len(x.shape)} dimensions, not all of them fixed; Gemm takes matrices"
         return (
-            "" if b.ndim <= 2 and per_channel(b, 2, W.shape[1]) is not None else "the bias is not one number a column"
+            ""
+            if b.ndim <= 2 and per_channel(b, 2, W.shape[1]) is not None
+            else "the bias does not have one number per column"
         )
 
     def rewrite(self, op: Any, x: ir.Value, weight: ir.Value, bias: ir.Value, y: ir.Value) -> Any:
@@ -170,7 +172,7 @@ class _Gemm(_rule.Rule):
 
 
 class LinearBias:
-    """A product and its bias as one node."""
+    """Merges a product and its bias, as described in the module."""
 
     name = "linear_bias"
 

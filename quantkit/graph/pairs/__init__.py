@@ -1,1 +1,1 @@
-"""Q/DQ pairs in a float graph: where they go, and how they are put in."""
+"""Q/DQ pairs in a float graph: placement and insertion."""

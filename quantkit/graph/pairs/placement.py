@@ -1,17 +1,17 @@
-"""Where Q/DQ pairs go, so that a runtime that fuses them computes in integers from end to end.
+"""Placement of Q/DQ pairs, so that a runtime that fuses them computes in integers from end to end.
 
-A product becomes an integer kernel where its input, its weight and, of a Conv, its output are quantized. What lies
-between two products stays in integers if it is one of `THROUGH` and all that it reads is quantized. So a tensor has a
-pair if
+A product becomes an integer kernel if its input, its weight and, for a Conv, its output are quantized. An operator
+between two products stays in integers if it is in `THROUGH` and all its inputs are quantized. So a tensor has a pair if
 
     a quantized product reads it
-    a quantized Conv computes it, or what its fused activation makes of it
-    an operator of THROUGH computes it, and all activations that this reads have a pair
+    a quantized Conv, or its fused activation, computes it
+    an operator of THROUGH computes it, and all activations that this operator reads have a pair
 
-What a graph gives out stays float, but for a Conv's. An activation between a product and its pair (Relu, Clip) is
-absorbed where the pair's range is within its bounds. Codes without a zero point absorb none: there, what the activation
-reads has a pair too, of the same scale, so that the product ends in integers and the second pair changes nothing.
-Half of such codes stand for nothing then: zero points are more exact, and no slower in ONNX Runtime.
+Outputs of the graph stay float, except a Conv's. An activation between a product and its pair (Relu, Clip) is absorbed
+if the pair's range is within its bounds. Codes without a zero point absorb none. There the input of the activation has
+a
+pair too, with the same scale: the product ends in integers, and the second pair changes nothing, but half of the codes
+stay unused. Zero points are more exact, and no slower in ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from quantkit.graph.fuse.activation_bounds import behind
 from quantkit.graph.sites import Site
 from quantkit.graph.values import constant
 
-# with integer kernels in ONNX Runtime between quantized inputs and outputs
+# operators with an integer kernel in ONNX Runtime between quantized inputs and outputs
 THROUGH = ("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid")
-# that only move values: what they give has the scale of what they take
+# operators that only move values: output and input have the same scale
 MOVING = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "MaxPool", "Slice", "Gather", "Split", "Identity")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Tensors that have a pair, in the order in which they are computed.
+    """Tensors with a pair, in the order in which they are computed.
 
     Args:
-        same: tensor -> the one whose scale it takes, as it holds the same values.
-        bounds: tensor -> what the Relu or Clip that computes it reads.
+        tensors: names of the tensors.
+        same: tensor -> tensor whose scale it shares, since both hold the same values.
+        bounds: output of a Relu or Clip -> its input.
     """
 
     tensors: tuple[str, ...]
@@ -49,8 +50,13 @@ NOWHERE = Placement((), {}, {})
 
 
 def place(model: ir.Model, sites: Sequence[Site], chosen: Collection[str], *, absorbing: bool = True) -> Placement:
-    """Where pairs go for the products in `chosen`, by name; `absorbing`: codes have zero points, so that they can take
-    an activation's place.
+    """Return the pairs for some products.
+
+    Args:
+        model: the float graph.
+        sites: all products of the graph.
+        chosen: names of the products to quantize.
+        absorbing: True if codes have zero points, so that a pair can absorb an activation.
     """
     mine = {site.node: site for site in sites if site.name in chosen}
     read = {site.input for site in mine.values()}
@@ -97,7 +103,7 @@ def place(model: ir.Model, sites: Sequence[Site], chosen: Collection[str], *, ab
 
 
 def _activations(node: ir.Node) -> list[str]:
-    """What a node reads that is no constant; [] where it reads a constant that matters (Add of one, Mul by one)."""
+    """Return the names of a node's non-constant inputs; [] for an Add or Mul with a constant."""
     if node.op_type in ("Add", "Mul") and any(constant(value) is not None for value in node.inputs):
         return []
     return [str(value.name) for value in node.inputs if value is not None and constant(value) is None]
@@ -109,14 +115,23 @@ def without(
     chosen: Collection[str],
     placed: Callable[[Collection[str]], Placement],
 ) -> list[str]:
-    """Products among `chosen` that stay in floats where none of these tensors may have a pair: those that read it, and,
-    if it has one still, those that make it; [] where that is all of them, or does not help. `placed`: products -> their
-    pairs.
+    """Return the products to keep in floats so that none of these tensors has a pair.
+
+    These are the products that read such a tensor and, if it still has a pair, those that compute it.
+
+    Args:
+        tensors: names of tensors that must not have a pair.
+        sites: all products of the graph.
+        chosen: names of the products to quantize.
+        placed: function from products to their pairs.
+
+    Returns:
+        Names of products; [] if it would be all of them, or if even that does not help.
     """
     left = [site for site in sites if site.name in chosen]
     while left:
-        found = placed([site.name for site in left])
-        paired = {name for name in found.tensors if found.same.get(name, name) in tensors}
+        placement = placed([site.name for site in left])
+        paired = {name for name in placement.tensors if placement.same.get(name, name) in tensors}
         if not paired:
             names = {site.name for site in left}
             return [site.name for site in sites if site.name in chosen and site.name not in names]
@@ -129,14 +144,14 @@ def without(
 
 
 def before(model: ir.Model, sites: Sequence[Site]) -> Placement:
-    """Tell where pairs go for TensorRT: before products, and on one input of a sum behind a convolution.
+    """Return the pairs for TensorRT: in front of products, and on one input of a sum behind a convolution.
 
-    TensorRT moves pairs itself and fuses what stands between a DequantizeLinear and the next QuantizeLinear into the
-    product. Outputs have no pair of their own: the one who reads them says whether they are quantized. Of a sum behind
-    a convolution the other input is quantized, which makes it part of that convolution. (NVIDIA TensorRT documentation,
-    "Q/DQ Layer-Placement Recommendations".)
+    TensorRT moves pairs itself and fuses the operators between a DequantizeLinear and the next QuantizeLinear into the
+    product. Outputs have no pair of their own: their readers decide whether they are quantized. In a sum behind a
+    convolution the other input is quantized, so that the sum becomes part of that convolution. (NVIDIA TensorRT
+    documentation, "Q/DQ Layer-Placement Recommendations".)
     """
-    found = dict.fromkeys(site.input for site in sites)
+    paired = dict.fromkeys(site.input for site in sites)
     summed = {site.output for site in sites if site.is_conv}
     for node in model.graph:
         if node.op_type != "Add" or any(value is None or constant(value) is not None for value in node.inputs):
@@ -145,14 +160,14 @@ def before(model: ir.Model, sites: Sequence[Site]) -> Placement:
         if first is second:
             continue
         if _only(second, summed):
-            found[str(first.name)] = None
+            paired[str(first.name)] = None
         elif _only(first, summed):
-            found[str(second.name)] = None
+            paired[str(second.name)] = None
     order = [str(value.name) for value in model.graph.inputs]
     order += [str(value.name) for node in model.graph for value in node.outputs]
-    return Placement(tuple(name for name in order if name in found), {}, {})
+    return Placement(tuple(name for name in order if name in paired), {}, {})
 
 
-def _only(value: ir.Value, made: set[str]) -> bool:
-    """Tell whether a convolution makes it for this sum alone."""
-    return value.name in made and len(value.uses()) == 1 and not value.is_graph_output()
+def _only(value: ir.Value, outputs: set[str]) -> bool:
+    """Tell whether a convolution computes a value that only this sum reads."""
+    return value.name in outputs and len(value.uses()) == 1 and not value.is_graph_output()

@@ -1,11 +1,11 @@
-"""Q/DQ pairs into a graph, weights as integers, biases as 32-bit sums.
+"""Insertion of Q/DQ pairs into a graph, with integer weights and 32-bit biases.
 
     x -> QuantizeLinear -> DequantizeLinear -> Conv(x, DequantizeLinear(W), DequantizeLinear(b)) -> pair -> ...
 
-A bias has the scale of the sums it is added to, s_x · s_w[o]: a runtime adds it to integers. Where that is so small
-that the bias does not fit 32 bits (a channel whose weights are all but zero), the weight's scale is raised until it
-does (`fits`). Codes of weights are signed with zero point 0, or the same plus 128: some CPUs multiply bytes of one
-signedness exactly.
+A bias has the scale of its sums, s_x · s_w[o], so that a runtime can add it to integers. If that scale is too small for
+the bias to fit 32 bits (a channel of almost zero weights), the weight's scale is raised until it fits (`fits`). Codes
+of weights are signed with zero point 0, or unsigned with zero point 128: some CPUs multiply bytes of one signedness
+exactly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ _MOST = 2.0**31 - 2**16
 
 @dataclass(frozen=True)
 class Range:
-    """What the codes of one activation stand for: x = (q - zero) · scale, q in 0..255 or, without zero, -128..127."""
+    """Grid of one activation: x = (q - zero) · scale.
+
+    Args:
+        scale: step of the grid.
+        zero: code of 0.
+        signed: True for q in -128..127, False for 0..255.
+    """
 
     scale: float
     zero: int
@@ -43,10 +49,10 @@ class Codes:
     """A weight as integers.
 
     Args:
-        codes: [N, K] int8.
-        scale: [N] float32, or [1] of the whole weight.
-        bias: [N] float32, what is added to the sums.
-        alone: [N], what it would be if nothing before the product were quantized.
+        codes: codes [N, K], int8.
+        scale: scale [N] float32, or [1] for the whole weight.
+        bias: bias [N] float32, added to the sums.
+        alone: bias [N] for a graph in which nothing before this product is quantized.
     """
 
     codes: Array
@@ -55,27 +61,27 @@ class Codes:
     alone: Array | None = None
 
     def values(self) -> Array:
-        """Return what the codes stand for, [N, K] float32."""
-        found: Array = self.codes.astype(np.float32) * self.scale[:, None]
-        return found
+        """Return the dequantized weight, [N, K] float32."""
+        values: Array = self.codes.astype(np.float32) * self.scale[:, None]
+        return values
 
 
 def unsigned(codes: Array) -> Array:
-    """Signed codes as bytes whose zero point is 128."""
+    """Return signed codes as unsigned bytes with zero point 128."""
     shifted: Array = (codes.astype(np.int16) + 128).astype(np.uint8)
     return shifted
 
 
 def bias_of(site: Site) -> Array | None:
-    """Return the constant that a product adds, [N]; a MatMul has none of its own."""
+    """Return the constant bias of a product, [N]; None for a MatMul."""
     if site.node.op_type == "MatMul" or len(site.node.inputs) < 3 or site.node.inputs[2] is None:
         return None
-    found = constant(site.node.inputs[2])
-    if found is None:
+    bias = constant(site.node.inputs[2])
+    if bias is None:
         return None
     beta = site.node.attributes.get_float("beta", 1.0) if site.node.op_type == "Gemm" else 1.0
     rows = site.weight.shape[site.rows]
-    return np.broadcast_to(beta * found.reshape(-1), (rows,)).astype(np.float32)
+    return np.broadcast_to(beta * bias.reshape(-1), (rows,)).astype(np.float32)
 
 
 def insert(
@@ -87,42 +93,44 @@ def insert(
     *,
     weight_type: WeightType | Mapping[str, WeightType] = "uint8",
 ) -> ir.Model:
-    """Return a copy of the float graph with pairs, integer weights and biases.
+    """Return a copy of the float graph with pairs, integer weights and integer biases.
 
     Args:
-        ranges: of each tensor of the placement.
-        weights: site's name -> codes; the other sites stay float.
-        sites: by name, of `model`.
-        weight_type: of all sites, or of each by its name; unsigned ones never saturate.
+        model: the float graph.
+        placement: the tensors that get a pair.
+        ranges: tensor -> range, for each tensor of the placement.
+        weights: name of a site -> codes; other sites stay float.
+        sites: name -> site of `model`.
+        weight_type: storage type of all weights, or by site; unsigned codes never saturate.
     """
     types = weight_type if isinstance(weight_type, Mapping) else dict.fromkeys(weights, weight_type)
-    made = model.clone()
-    known = parts_of(made.graph)
-    nodes = {_key(node): node for node in made.graph}
-    for name, found in weights.items():
+    graph = model.clone()
+    known = parts_of(graph.graph)
+    nodes = {_key(node): node for node in graph.graph}
+    for name, codes in weights.items():
         site = sites[name]
-        _weigh(made, nodes[_key(site.node)], site, found, ranges[_source(placement, site.input)], types[name])
-    values = {str(value.name): value for value in made.graph.inputs}
-    values |= {str(value.name): value for node in made.graph for value in node.outputs}
+        _weigh(graph, nodes[_key(site.node)], site, codes, ranges[_source(placement, site.input)], types[name])
+    values = {str(value.name): value for value in graph.graph.inputs}
+    values |= {str(value.name): value for node in graph.graph for value in node.outputs}
     for site in products(model):
         if site.name not in weights:
-            # its pair, where it has one, comes behind
-            values[site.output] = _hold(made, nodes[_key(site.node)])
+            # a pair of its output comes behind
+            values[site.output] = _hold(graph, nodes[_key(site.node)])
     for name in placement.tensors:
         own = ranges[_source(placement, name)]
-        _pair(made, values[name], name, own)
-    remove_absorbed(made)
+        _pair(graph, values[name], name, own)
+    remove_absorbed(graph)
     for name in weights:
-        node = nodes[_key(sites[name].node)]  # by itself: until `name_apart` a pair may be called as another's output
+        node = nodes[_key(sites[name].node)]  # not by name: until `name_apart` two values may share one
         if _fused(node):
-            _hold(made, node)
-    drop_unread(made.graph)  # the floats that codes stand in for
-    name_apart(made.graph, known)
-    return made
+            _hold(graph, node)
+    drop_unread(graph.graph)  # float weights that codes have replaced
+    name_apart(graph.graph, known)
+    return graph
 
 
 def _stored(graph: ir.Graph, values: Array, *, name: str) -> ir.Value:
-    """Return a constant of a graph, apart from its other constants."""
+    """Add a constant to a graph, with a name that no other constant has."""
     return initializer(graph, values, name=name, taken=graph.initializers)
 
 
@@ -135,10 +143,11 @@ def _key(node: ir.Node) -> str:
 
 
 def _fused(node: ir.Node) -> bool:
-    """Tell whether ONNX Runtime leaves a quantized product of matrices in floats for what reads it.
+    """Tell whether ONNX Runtime would leave a quantized matrix product in floats because of its readers.
 
-    It takes Relu and Clip for part of a quantizer behind them; a MatMul and a sum become a Gemm with a float bias
-    (MatMulAddFusion) where sizes are known; and what a quantizer and another read is no output of an integer kernel.
+    It fuses Relu and Clip into a quantizer behind them; it turns a MatMul and a sum of known size into a Gemm with a
+    float
+    bias (MatMulAddFusion); and a value with other readers than a quantizer cannot be the output of an integer kernel.
     """
     value = node.outputs[0]
     gemm = node.op_type == "MatMul" and (value.shape is None or len(value.shape) == 2 or value.shape.is_static())
@@ -147,15 +156,16 @@ def _fused(node: ir.Node) -> bool:
     return node.op_type != "Conv" and (
         not kinds.isdisjoint(("Relu", "Clip"))
         or ("QuantizeLinear" in kinds and (len(value.uses()) > 1 or value.is_graph_output()))
-        or (gemm and any(all(constant(each) is None for each in reader.inputs) for reader in summed))
+        or (gemm and any(all(constant(operand) is None for operand in reader.inputs) for reader in summed))
     )
 
 
-def _hold(made: ir.Model, node: ir.Node) -> ir.Value:
-    """Keep a product apart from what reads it: max(y, y) is y, and stands between.
+def _hold(graph: ir.Model, node: ir.Node) -> ir.Value:
+    """Separate a product from its readers by max(y, y), which equals y.
 
-    A product with float weights between a DequantizeLinear and a QuantizeLinear is quantized by ONNX Runtime on its own
-    (WeightBiasQuantization), with one scale for all channels; of one with quantized weights see `_fused`.
+    Otherwise ONNX Runtime quantizes a product with float weights between a DequantizeLinear and a QuantizeLinear by
+    itself
+    (WeightBiasQuantization), with one scale for all channels; for quantized weights see `_fused`.
     """
     value = node.outputs[0]
     readers = list(value.uses())
@@ -165,13 +175,13 @@ def _hold(made: ir.Model, node: ir.Node) -> ir.Value:
     hold.outputs[0].name = f"{value.name}.float"
     for reader, place in readers:
         reader.replace_input_with(place, hold.outputs[0])
-    made.graph.insert_after(node, hold)
+    graph.graph.insert_after(node, hold)
     return hold.outputs[0]
 
 
-def node_of(made: ir.Model, site: Site) -> ir.Node:
-    """Return a product in a graph with pairs; where the graph gives out what it makes, a pair stands between."""
-    node = next(node for node in made.graph if any(value.name == site.output for value in node.outputs))
+def node_of(graph: ir.Model, site: Site) -> ir.Node:
+    """Return a site's product in a graph with pairs, also if a pair has taken over the name of its output."""
+    node = next(node for node in graph.graph if any(value.name == site.output for value in node.outputs))
     while node.op_type in ("QuantizeLinear", "DequantizeLinear"):
         before = node.inputs[0].producer()  # type: ignore[union-attr]
         assert before is not None
@@ -179,15 +189,15 @@ def node_of(made: ir.Model, site: Site) -> ir.Node:
     return node
 
 
-def _weigh(made: ir.Model, node: ir.Node, site: Site, codes: Codes, own: Range, weight_type: WeightType) -> None:
-    graph, stem, whole = made.graph, site.stem, codes.scale.size == 1
+def _weigh(model: ir.Model, node: ir.Node, site: Site, codes: Codes, own: Range, weight_type: WeightType) -> None:
+    graph, stem, whole = model.graph, site.stem, codes.scale.size == 1
     scale = codes.scale.astype(np.float32)
-    # of unsigned codes the zero point is 128 everywhere
+    # unsigned codes have zero point 128
     stored = codes.codes if weight_type == "int8" else unsigned(codes.codes)
     zero = np.full(scale.shape, 0 if weight_type == "int8" else 128, stored.dtype)
 
     def dequantize(place: int, axis: int, prefix: str, values: ir.Value, **others: Array) -> None:
-        """Let the product read stored values times their scale."""
+        """Let the product read the stored values times their scale."""
         parts = [values]
         for kind, other in others.items():
             parts.append(_stored(graph, other.reshape(()) if whole else other, name=f"{stem}.{prefix}{kind}"))
@@ -209,16 +219,16 @@ def _weigh(made: ir.Model, node: ir.Node, site: Site, codes: Codes, own: Range, 
 
 
 def fits(scale: Array, bias: Array | None, own: Range | None) -> Array:
-    """Scales [N] raised where a bias would not fit 32 bits of s_x · s_w; without a range it is added to floats."""
+    """Return scales [N], raised where a bias would not fit 32 bits of s_x · s_w; without a range the bias is float."""
     if bias is None or own is None:
         return scale
     least = np.abs(bias.astype(np.float64)) / (own.scale * _MOST)
     return np.maximum(scale, least.astype(np.float32) if scale.size == bias.size else np.float32(least.max(initial=0)))
 
 
-def _pair(made: ir.Model, value: ir.Value, name: str, own: Range) -> None:
-    """Q and DQ behind a value; all who read it read what the pair gives."""
-    graph = made.graph
+def _pair(model: ir.Model, value: ir.Value, name: str, own: Range) -> None:
+    """Insert Q and DQ behind a value; all its readers read the DQ."""
+    graph = model.graph
     kind = np.int8 if own.signed else np.uint8
     parts = [
         _stored(graph, np.array(own.scale, np.float32), name=f"{name}.scale"),

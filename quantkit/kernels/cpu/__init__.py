@@ -2,13 +2,12 @@
 
     y[m, n] = sum over groups g of  s[n, g] * t[m, g] * (sum of q[n, k] * a[m, k]  -  z[n, g] * sum of a[m, k])
 
-q, s and z are a weight's codes, scales and zero points, as MatMulNBits has them; a and t are the input's, rounded to 8
-bits by group, as MatMulNBits of accuracy level 4 rounds it. What is added before a norm, the norm, the rounding, the
-products of gate and up, the activation between them: each is part of the product beside it, so that a block's MLP is
-one operator. `products.c` is the arithmetic, `operators.c` the operators, `ort.h` what they need of ONNX Runtime's
-C interface, and `library` compiles them for the processor at hand.
+q, s and z are a weight's codes, scales and zero points, as in MatMulNBits. a and t are the input's 8-bit codes and
+scales by group, rounded as by MatMulNBits of accuracy level 4. The addition before a norm, the norm, the rounding, the
+gate and up products and the activation between them are fused with their neighbours, so that a block's MLP is one
+operator. `products.c` has the arithmetic, `operators.c` the operators, `ort.h` the used part of ONNX Runtime's C
+interface; `library` compiles them for the present processor.
 
-Weights lie in one stream in the order in which they are read: 16 rows side by side, which are the lanes of 512 bits, so
-no sum runs across lanes. A thread that multiplies one row asks for it 8 KiB ahead; several rows share what was
-unpacked.
+Weights lie in one stream in the order of reading: 16 rows side by side are the lanes of 512 bits, so no sum crosses
+lanes. For one row of input a thread prefetches 8 KiB ahead; several rows share the unpacked weights.
 """

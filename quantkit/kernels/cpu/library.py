@@ -1,7 +1,7 @@
-"""The library of CPU operators, compiled by the machine's own C compiler the first time that it is wanted.
+"""Library of CPU operators, compiled by the machine's own C compiler at the first use.
 
-It is code that this process will run: it stands in a folder that nobody else can write to or replace, a proof beside it
-holds its hash, and it was loaded in another process before that was written.
+This process will run the library's code. So its folder is writable for this user alone, a file beside it holds its
+hash, and it is loaded once in another process before the hash is written.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ if TYPE_CHECKING:
 
 _SOURCES = ("operators.c", "products.c", "attention.c")
 _HEADERS = ("ort.h", "products.h", "attention.h", "exponential.h")
-# sums may be taken in another order, as vectors do; what is no number stays so
+# sums may be reordered for vectors; NaN stays NaN
 _FLAGS = (
     *("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
 )
-# the instruction sets that `products.c` is written for, and beyond which it would be slower than ONNX Runtime's own
+# instruction sets of `products.c`; without one of them it is slower than ONNX Runtime's own operators
 _FAST = ("avx512_vnni",)
 _SECONDS = 120.0
-# runs what follows so that it writes no file above 64 MiB (in blocks of 512 bytes), what it says included
+# limits the files of a command, output included, to 64 MiB (in blocks of 512 bytes)
 _LIMITED = ("sh", "-c", 'ulimit -f 131072; exec "$@"', "sh")
-_SAID = 65536
+_MOST_OUTPUT = 65536
 _TRIAL = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).RegisterCustomOps"
 
 
 def why_not() -> str | None:
-    """Why the operators do not run here, or would gain nothing; None where they do."""
+    """Return the reason why the operators cannot run here, or are not faster; None if they can and are."""
     if not set(_FAST) & set(machine.isa_features()):
         return f"its products in 4 bits are written for {' or '.join(_FAST)}, and this processor has {machine.isa()}"
     return None if _compiler() else f"no C compiler to compile its operators with: {_missing()}"
 
 
 def register(options: onnxruntime.SessionOptions) -> None:
-    """Let a session have the operators. Raises InputError: as `library`."""
+    """Register the operators with a session. Raises InputError: as `library`."""
     place = library()
     try:
         options.register_custom_ops_library(str(place))
-    except Exception as problem:  # ONNX Runtime's own types
+    except Exception as problem:  # ONNX Runtime has error types of its own
         raise _not_compiled(str(place), str(problem)) from None
 
 
 def library(flags: Sequence[str] = ("-march=native",)) -> Path:
-    """The library, for `SessionOptions.register_custom_ops_library`; kept for the next time.
+    """Return the compiled library, for `SessionOptions.register_custom_ops_library`; it is kept for later calls.
 
     Args:
-        flags: that name the instruction set.
+        flags: compiler flags for the instruction set.
 
     Raises:
         InputError: `compiler-missing`, `kernels-not-compiled`.
@@ -77,29 +77,29 @@ def library(flags: Sequence[str] = ("-march=native",)) -> Path:
     try:
         return _compiled(compiler, flags)
     except OSError as problem:
-        said = f"{problem.strerror}: {problem.filename}" if problem.filename else str(problem)
-        raise _not_compiled(shlex.join(compiler), said) from None
+        reason = f"{problem.strerror}: {problem.filename}" if problem.filename else str(problem)
+        raise _not_compiled(shlex.join(compiler), reason) from None
 
 
 def _compiler() -> list[str] | None:
-    """The command: what CC says, with its arguments, or one of the usual ones."""
+    """Return the command of CC with its arguments, or the first usual compiler that is installed."""
     asked = os.environ.get("CC", "").strip()
     try:
-        words = [asked] if shutil.which(asked) else shlex.split(asked)  # a path may have blanks
-    except ValueError:  # a quotation without an end
+        words = [asked] if shutil.which(asked) else shlex.split(asked)  # a path may contain spaces
+    except ValueError:  # an unclosed quote
         return None
     if words:
         return words if shutil.which(words[0]) else None
-    return next(([found] for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+    return next(([path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
 
 
 def _missing() -> str:
     asked = os.environ.get("CC", "").strip()
-    return f"CC names {asked!r}, which is not there" if asked else "cc, gcc or clang is not installed"
+    return f"CC names {asked!r}, which is not installed" if asked else "cc, gcc or clang is not installed"
 
 
 def _compiled(compiler: Sequence[str], flags: Sequence[str]) -> Path:
-    """One for every source, compiler, instruction set and processor, since `-march=native` means another on each."""
+    """Compile unless a library for the same sources, compiler, flags and processor exists."""
     here = Path(__file__).parent
     parts = [limits.read(here / name) for name in (*_SOURCES, *_HEADERS)]
     about = (*compiler, *_FLAGS, *flags, platform.machine(), *sorted(machine.cpu_flags()))
@@ -111,45 +111,47 @@ def _compiled(compiler: Sequence[str], flags: Sequence[str]) -> Path:
     with alone(folder / "lock"), tempfile.TemporaryDirectory(dir=folder) as beside:
         if _proved(place, proof):  # another process was first
             return place
-        made = Path(beside) / place.name
-        command = [*compiler, *_FLAGS, *flags, *(str(here / name) for name in _SOURCES), "-o", str(made), "-lm"]
+        built = Path(beside) / place.name
+        command = [*compiler, *_FLAGS, *flags, *(str(here / name) for name in _SOURCES), "-o", str(built), "-lm"]
         _run(command, shlex.join(compiler))
-        if not made.is_file() or not is_plain(made.lstat()):
+        if not built.is_file() or not is_plain(built.lstat()):
             raise _not_compiled(shlex.join(compiler), "it ended without an error, and without a library")
-        _run(machine.python("-c", _TRIAL, str(made)), shlex.join(compiler))
-        data = limits.read(made)
+        _run(machine.python("-c", _TRIAL, str(built)), shlex.join(compiler))
+        data = limits.read(built)
         write_atomic(place, data)
         write_atomic(proof, hashlib.sha256(data).hexdigest().encode())
     return place
 
 
 def _run(command: Sequence[str], where: str) -> None:
-    """A compiler, or what tries its library. Raises InputError `kernels-not-compiled`, with a line of what it said."""
-    with tempfile.TemporaryFile() as said:
+    """Run the compiler, or the trial of its library. Raises InputError `kernels-not-compiled` with a line of its
+    output.
+    """
+    with tempfile.TemporaryFile() as output:
         try:
-            done = subprocess.run(  # noqa: S603 (what CC says, and our own Python)
+            done = subprocess.run(  # noqa: S603 (the compiler from CC, or this Python)
                 [*_LIMITED, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=said,
+                stderr=output,
                 env={**os.environ, "LC_ALL": "C"},
                 timeout=_SECONDS,
                 check=False,
             )
         except subprocess.TimeoutExpired:
             raise _not_compiled(where, f"not done after {_SECONDS:g} s") from None
-        said.seek(0)
-        lines = said.read(_SAID).decode(errors="replace").strip().splitlines()
+        output.seek(0)
+        lines = output.read(_MOST_OUTPUT).decode(errors="replace").strip().splitlines()
     if done.returncode:
         last = lines[-1] if lines else f"exit code {done.returncode}"
         raise _not_compiled(where, next((line for line in lines if "error" in line.lower()), last))
 
 
 def _private(name: str) -> Path:
-    """A folder of the cache, made where it is missing, that nobody else can write to, nor put another in its place.
+    """Return a folder of the cache that no other user can write to or replace; make it if it is missing.
 
     Raises:
-        OSError: it is somebody else's, or lies where others may write; as the system says.
+        OSError: if it belongs to another user, or lies where others may write.
     """
     root = cache_dir().resolve()
     root.mkdir(parents=True, exist_ok=True)
@@ -158,20 +160,20 @@ def _private(name: str) -> Path:
         own.mkdir(mode=0o700, exist_ok=True)
         status = own.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise PermissionError(1, "it is a link, or somebody else's", str(own))
+            raise PermissionError(1, "it is a link, or belongs to another user", str(own))
         if stat.S_IMODE(status.st_mode) != 0o700:
             own.chmod(0o700)
     for above in (root, *root.parents):
         status = above.stat()
         others = status.st_mode & (stat.S_IWOTH | (0 if _only_us(status.st_gid) else stat.S_IWGRP))
-        # where it is sticky, only its owner renames what is in it
+        # in a sticky folder, only owners can rename entries
         if status.st_uid not in (0, os.geteuid()) or (others and not status.st_mode & stat.S_ISVTX):
             raise PermissionError(1, "others may write there", str(above))
     return folder
 
 
 def _only_us(group: int) -> bool:
-    """Tell whether it is the group that many systems make for each user."""
+    """Tell whether a group is the private group that many systems make for each user."""
     try:
         return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -179,12 +181,12 @@ def _only_us(group: int) -> bool:
 
 
 def _proved(place: Path, proof: Path) -> bool:
-    """Tell whether a library is there that this user alone could have written, with the hash that its proof says."""
+    """Tell whether the library exists, only this user could have written it, and its hash is right."""
     try:
         kept = [place.lstat(), proof.lstat()]
-        own = all(is_plain(each) and each.st_uid == os.geteuid() and not each.st_mode & 0o022 for each in kept)
+        own = all(is_plain(file) and file.st_uid == os.geteuid() and not file.st_mode & 0o022 for file in kept)
         return own and limits.read(proof) == hashlib.sha256(limits.read(place)).hexdigest().encode()
-    except (OSError, InputError):  # not there, or too large for what it is
+    except (OSError, InputError):  # missing, or larger than allowed
         return False
 
 
@@ -193,6 +195,6 @@ def _not_compiled(where: str, why: str) -> InputError:
         "kernels-not-compiled",
         where=where,
         value=why[:200],
-        rule="a C compiler that knows GNU C11 and _Float16 (gcc 12 or clang 15, or later), and a cache of one's own",
-        remedy="name another in CC or QUANTKIT_CACHE, or use the runtime `onnxruntime`, which needs none",
+        rule="needs a C compiler with GNU C11 and _Float16 (gcc 12, clang 15, or later), and a private cache folder",
+        remedy="set CC or QUANTKIT_CACHE, or use the runtime `onnxruntime`, which needs neither",
     )

@@ -1,6 +1,6 @@
-"""The solvers' inner loops for a GPU (Triton): one launch each, whatever the size of the weight.
+"""Inner loops of the solvers for a GPU (Triton), one launch each for a weight of any size.
 
-`choose` is GPTQ's pass over the columns, `descend` its sweeps, `search` lays a grid over each group, `losses` is what
-rounding loses under many scalings of the inputs. Each is the twin of the loop of the same work in `passes/solvers/`,
-which the tests hold it to. They are torch operators, so that they count as one operation and run on fake tensors.
+`choose` is GPTQ's pass over the columns, `descend` its sweeps, `search` finds a grid for each group, `losses` measures
+rounding under many scalings of the inputs. Each equals the loop of the same work in `passes/solvers/`, as tests verify.
+They are torch operators, so that each counts as one operation and runs on fake tensors.
 """

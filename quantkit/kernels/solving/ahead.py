@@ -1,4 +1,4 @@
-"""The solvers' kernels compiled for GPUs that are not at hand, as they are launched there."""
+"""Compilation of the solvers' kernels for GPUs that are not present, with the launch parameters of real calls."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from quantkit.kernels.ahead import CompiledKernel, machine_code
 from quantkit.kernels.solving import gptq, losses, search, statistics, stored
 
-# of whole numbers: their zero points, float16 scales that are exact in products with codes
+# integer grids: mantissa bits that rounding of scales drops (see `search_integers`)
 _WHOLE = {"EVEN": 13, "HALF": 17}
 _NO_TABLE = ("values_ptr", "edges_ptr")
 
 
 def variants() -> dict[str, tuple[str, dict[str, Any]]]:
-    """What is worth compiling: a name -> the kernel's, and the words of `compiled`."""
+    """Return the variants to compile: name -> kernel, and keyword arguments of `compiled`."""
     return {
         "choose, int4 zeros": ("choose", {}),
         "choose, 16 values": ("choose", {"steps": 4}),
@@ -34,14 +34,15 @@ def variants() -> dict[str, tuple[str, dict[str, Any]]]:
 def compiled(
     name: str, sm: int, *, steps: int = 0, length: int = 128, blocks: bool = False, precision: str = "ieee"
 ) -> CompiledKernel:
-    """A kernel with the tiles that it is launched with.
+    """Compile a kernel with its launch parameters.
 
     Args:
         name: `choose`, `descend`, `search` or `losses`.
-        steps: of the search in a table of values; 0: whole numbers with zero points.
+        sm: architecture.
+        steps: steps of the search in a table of values; 0 for integers with zero points.
         length: columns that share a scale.
-        blocks: measured by blocks of a Hessian, or by a whole one.
-        precision: of products.
+        blocks: True to measure errors with blocks of a Hessian, or a whole one.
+        precision: precision of products.
     """
     absent = {*(() if steps else _NO_TABLE), *(("zero_ptr",) if steps else ())}
     types, options, warps, stages = {"order_ptr": "*i64"}, {}, gptq.WARPS, 3
@@ -66,7 +67,7 @@ def compiled(
     return _built(kernel, sm, types, constants, warps, stages)
 
 
-# of the kernels that a block is worked on with beside the solvers: kernel, pointers that are not to float32, warps
+# other kernels of a block's work: name -> kernel, pointers that are not to float32, constants, warps
 _SHARED = {"info_ptr": "*i32", "order_ptr": "*i64", "shrink_ptr": "*fp64", "parts_ptr": "*fp64", "found_ptr": "*fp64"}
 _STORED = {"codes_ptr": "*i8", "scales_ptr": "*fp16", "scale_ptr": "*fp16", "zeros_ptr": "*i8", "zero_ptr": "*i8"}
 _FEW = {"TILE": losses.TILE, "AT_ONCE": losses.AT_ONCE}
@@ -124,7 +125,7 @@ BLOCK: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
 
 
 def compiled_of_block(name: str, sm: int) -> CompiledKernel:
-    """One of `BLOCK`."""
+    """Compile one of `BLOCK`."""
     kernel, types, constants, warps = BLOCK[name]
     return _built(kernel, sm, _SHARED | types, constants, warps, 3)
 
@@ -132,7 +133,7 @@ def compiled_of_block(name: str, sm: int) -> CompiledKernel:
 def _built(
     kernel: Any, sm: int, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int
 ) -> CompiledKernel:
-    """A kernel whose pointers are to float32, and whose numbers are whole, unless it is said otherwise."""
+    """Compile a kernel; by default pointers are to float32, and numbers are integers."""
     floats = {"low", "high", "least", "most", "shrink", "share", "offset", "tokens", "first_count", "second_count"}
     floats |= {"norm", "beta", "growth"}
     signature = {

@@ -1,24 +1,23 @@
-"""GPTQ's loops, one launch each: rows of a weight are independent, given the factor of the Hessian.
+"""Loops of GPTQ, one launch each: rows of a weight are independent, once the Hessian is factored.
 
-`damped` shrinks and damps the Hessian, and lays it out in the reverse of the order of choice; `unit_of` turns its
-Cholesky factor round and takes the diagonal out. They are the twins of the lines of `passes/solvers/factor.py`.
+`damped` shrinks and damps the Hessian, and reverses it to the order in which it is factored; `unit_of` reverses its
+Cholesky factor back and extracts the diagonal. Both equal their counterparts in `passes/solvers/factor.py`.
 
-**The pass over the columns** is the twin of `_choose` in `passes/solvers/gptq.py`:
+**The pass over the columns** equals `_choose` in `passes/solvers/gptq.py`:
 
     q_j = snap((w_j - sum_{i<j} d_i U_ij) / s)        d_j = q_j s - w_j        cost = sum_j p_j (q_j s - aim_j)²
 
-A program owns some rows. It goes from panel to panel of columns: what the columns before the panel pass on is one
-product of their errors with `U`, which this program wrote and reads again; in the panel columns are rounded one by
+A program owns some rows and goes from panel to panel of columns. The update from all columns before a panel is one
+product of their errors with `U`; the program wrote these errors itself. Inside of the panel columns are rounded one by
 one, on chip, and each updates those after it.
 
-**Sweeps of coordinate descent** over codes and scales are the twin of `_descend` there, which carries the gradient
-along instead:
+**Sweeps of coordinate descent** over codes and scales equal `_descend` there, which carries the gradient along instead:
 
     q_j = snap((w_j + d_j - (D H)_j / H_jj) / s)        s = s0 - (c · (D H)_g) / (c H_gg c)        D = q s - w
 
-A program owns some rows, and visits the columns of a group, or 64 of them at a time. What all errors make of a block's
-gradient is one product, with errors that this program wrote; in the block each change moves the gradient of the columns
-after it, on chip.
+A program owns some rows, and visits the columns of a group, or 64 of them at a time. The gradient of a block is one
+product with all errors, which the program wrote itself; inside of the block each change moves the gradient of the
+columns after it, on chip.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from torch import Tensor
 
 from quantkit.kernels.solving.search import kept, require_contiguous, search_steps, snapped
 
-# of a factor: columns of a square, of the diagonal at a time, warps
+# factor: columns of a square, elements of the diagonal at a time, warps
 SQUARE, AT_ONCE, FACTOR_WARPS = 64, 1024, 8
-# of passes: rows a program, columns a panel, columns a block at most, columns a product, warps: no spill on SM 8.0 and
-# 9.0 (benchmarks/kernel_resources.py)
+# passes: rows per program, columns per panel, most columns per block, columns per product, warps, stages: no spill on
+# SM 8.0 and 9.0 (benchmarks/kernel_resources.py)
 ROWS, PANEL, BLOCK, CHUNK, WARPS, STAGES = 16, 64, 64, 32, 4, 2
 
 
 @triton.jit
 def shrunk_at(hessian_ptr, rows, columns, mean, keeps, share, K):
-    """The damped Hessian at some places."""
+    """Return the damped Hessian at some places, and their mask."""
     mask = (rows < K)[:, None] & (columns < K)[None, :]
     value = tl.load(hessian_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :], mask=mask, other=0.0)
-    # an input that was never seen is an identity's
+    # an input that was always zero gets a diagonal of the mean
     added = tl.where(value > 0.0, share * mean, (1.0 + share) * mean)
     return tl.where(rows[:, None] == columns[None, :], value + added, value * keeps), mask
 
@@ -50,19 +49,19 @@ def shrunk_at(hessian_ptr, rows, columns, mean, keeps, share, K):
 @triton.jit
 def damp_and_turn(
     hessian_ptr,  # [K, K] float32
-    order_ptr,  # [K] int64, or None: as they are
+    order_ptr,  # [K] int64, or None for the order of the weights
     diagonal_ptr,  # [K] float32, in any order
     shrink_ptr,  # [] float64, or None
     shrink, share,
     whole_ptr,  # [K, K] float32, in the order of the weights
-    turned_ptr,  # [K, K] float32, the last to be chosen first
+    turned_ptr,  # [K, K] float32, in the reverse of the order of choice
     costs_ptr,  # [K] float32, the diagonal of `whole`
     K,
     SQUARE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """Damp the Hessian and reverse it, as described in the module."""
     down, across = tl.program_id(0) * SQUARE + tl.arange(0, SQUARE), tl.program_id(1) * SQUARE + tl.arange(0, SQUARE)
-    # each program has the mean by itself: a launch less
+    # each program computes the mean, which saves a launch
     total = tl.zeros((AT_ONCE,), tl.float32)
     for start in range(0, K, AT_ONCE):
         place = start + tl.arange(0, AT_ONCE)
@@ -91,14 +90,14 @@ def damp_and_turn(
 def unit_and_pivots(
     lower_ptr,  # [K, K] float32, of any strides
     info_ptr,  # [] int32
-    order_ptr,  # [K] int64, or None: as they are
+    order_ptr,  # [K] int64, or None for the order of the weights
     unit_ptr,  # [K, K] float32
     pivots_ptr,  # [K] float32
     importance_ptr,  # [K] float32, the same in the order of the weights
     down_stride, across_stride, K,
     SQUARE: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """Reverse the factor and extract its diagonal, as described in the module."""
     rows, columns = tl.program_id(0) * SQUARE + tl.arange(0, SQUARE), tl.program_id(1) * SQUARE + tl.arange(0, SQUARE)
     from_rows, from_columns = (K - 1 - rows).to(tl.int64), (K - 1 - columns).to(tl.int64)
     inside = (rows < K)[:, None] & (columns < K)[None, :]
@@ -120,14 +119,16 @@ def unit_and_pivots(
 def damped(
     hessian: Tensor, order: Tensor | None, diagonal: Tensor, shrink: Tensor | None, fixed: float, share: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The damped Hessian [K, K] in the order of the weights, in the reverse of the order of choice, and its diagonal.
+    """Return the damped Hessian [K, K] in the order of the weights, the same in the reverse of the order of choice, its
+    diagonal.
 
     Args:
         hessian: [K, K] float32.
-        order: [K] int64, of choice; None: that of the weights.
+        order: [K] int64, order of choice; None for that of the weights.
         diagonal: [K] float32, in any order, contiguous.
-        shrink, fixed: share that is taken off beside the diagonal: [] float64, or else the number.
-        share: of the diagonal's mean, that is added to it.
+        shrink: [] float64, share to take off outside of the diagonal; None to use `fixed`.
+        fixed: the same share as a number.
+        share: share of the diagonal's mean to add to the diagonal.
     """
     hessian = hessian.contiguous()
     require_contiguous(diagonal)
@@ -148,13 +149,12 @@ def _(hessian, order, diagonal, *_):
 
 @torch.library.custom_op("quantkit::unit_of", mutates_args=())
 def unit_of(lower: Tensor, info: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The factor turned round, with unit diagonal [K, K], the squares of its diagonal [K], and these in the order of
-    the weights.
+    """Return the reversed factor with unit diagonal [K, K], and the squares of its diagonal [K] in both orders.
 
     Args:
-        lower: [K, K] float32, the factor of the turned Hessian.
-        info: [] int32, 0 if there is one; else all squares are NaN.
-        order: [K] int64, of choice; None: that of the weights.
+        lower: [K, K] float32, the factor of the reversed Hessian.
+        info: [] int32, 0 if the factorization succeeded; else all squares are NaN.
+        order: [K] int64, order of choice; None for that of the weights.
     """
     columns = lower.shape[0]
     unit, pivots, importance = lower.new_empty(lower.shape), lower.new_empty(columns), lower.new_empty(columns)
@@ -189,7 +189,7 @@ def choose_rows(
     low, high, N, K, GROUP,
     STEPS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, PANEL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """Choose codes of some rows, as described in the module."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < N
     panel, chunk = tl.arange(0, PANEL), tl.arange(0, CHUNK)
@@ -226,11 +226,11 @@ def choose_rows(
             aim = tl.sum(tl.where(now, pending, 0.0), axis=1)
             code = snapped(aim * inverse, lowest, highest, values_ptr, edges_ptr, STEPS)
             value = code * step
-            # what was chosen stays, the sign of a zero included
+            # chosen codes stay, the sign of a zero included
             moved = tl.where(later, pending - (value - wanted)[:, None] * onward[None, :], pending)
             pending = tl.where(now, code[:, None], moved)
             cost += pivot * (value - aim) * (value - aim)
-        # what was to be rounded has become codes
+        # `pending` now holds codes
         step = tl.load(
             scale_ptr + (place.to(tl.int32) // GROUP).to(tl.int64)[None, :] * N + rows[:, None], mask=mask, other=0.0
         )
@@ -247,15 +247,15 @@ def choose(
     target: Tensor, unit: Tensor, pivots: Tensor, order: Tensor, scale: Tensor, zero: Tensor | None,
     values: Tensor | None, edges: Tensor | None, low: float, high: float, group: int, precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Values in units of their scale [K, N], errors [K, N] and the cost of each row [N], all float32.
+    """Return values in units of their scale [K, N], errors [K, N] and the cost of each row [N], all float32.
 
     Args:
         target: [K, N] float32, the weights.
-        unit, pivots, order: of the `Factor`.
+        unit, pivots, order: parts of the `Factor`.
         scale, zero: [K / group, N] float32.
-        values, edges, low, high: of the `Grid`.
+        values, edges, low, high: parts of the `Grid`.
         group: columns that share a scale.
-        precision: of the products: `ieee`, `tf32x3` or `tf32`.
+        precision: precision of the products: `ieee`, `tf32x3` or `tf32`.
     """
     require_contiguous(target, unit, pivots, order, scale, zero)
     columns, rows = target.shape
@@ -286,8 +286,8 @@ def product(
     of_ptr, hessian_ptr, first, last, N, K, rows, columns, there,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """What columns from `first` to `last` of [K, N] make of some `columns` of the Hessian, [ROWS, BLOCK]."""
-    made = tl.zeros((ROWS, BLOCK), tl.float32)
+    """Multiply columns `first` to `last` of [K, N] with some `columns` of the Hessian: [ROWS, BLOCK]."""
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
     for k in range(first, last, CHUNK):
         other = (k + tl.arange(0, CHUNK)).to(tl.int64)
         known = other < last
@@ -295,8 +295,8 @@ def product(
         values = tl.load(of_ptr + other[None, :] * N + rows[:, None], mask=mask, other=0.0)
         at = hessian_ptr + other[:, None] * K + columns[None, :]
         hessian = tl.load(at, mask=known[:, None] & there[None, :], other=0.0)
-        made = tl.dot(values, hessian, made, input_precision=PRECISION)
-    return made
+        total = tl.dot(values, hessian, total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
@@ -313,7 +313,7 @@ def descend_rows(
     EVEN: tl.constexpr, HALF: tl.constexpr, REFIT: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """Sweep over some rows, as described in the module."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < N
     block = tl.arange(0, BLOCK)
@@ -322,7 +322,7 @@ def descend_rows(
     for visit in range(0, SWEEPS * visits):
         group = visit % visits // pieces
         start = group * GROUP + visit % pieces * BLOCK
-        # a block has one scale, so it never reaches over the end of a group
+        # a block has one scale, so it ends with its group
         stop = tl.minimum(tl.minimum(start + BLOCK, group * GROUP + GROUP), K)
         columns = start + block
         there = columns < stop
@@ -343,7 +343,7 @@ def descend_rows(
             change = step - scale
             gradient += change[:, None] * bent
             scale = step
-            # every thread has read what the scale was
+            # every thread has read the old scale
             tl.debug_barrier()
             tl.store(scale_ptr + place, scale, mask=inside)
         lowest, highest = low, high
@@ -361,16 +361,16 @@ def descend_rows(
             curve = tl.cast(j, tl.int64) * K
             onward = tl.load(hessian_ptr + curve + columns, mask=there, other=0.0)
             now, later = (columns == j)[None, :], (columns > j)[None, :]
-            # what the column would add to its error if it could: -gradient / curvature
+            # the unconstrained change of the column's error is -gradient / curvature
             slope = tl.sum(tl.where(now, gradient, 0.0), axis=1) / tl.load(hessian_ptr + curve + j)
             code_j = snapped((wanted + error - slope) * inverse, lowest, highest, values_ptr, edges_ptr, STEPS)
             moved = code_j * scale - wanted - error
-            # what was chosen stays, the sign of a zero included
+            # chosen codes stay, the sign of a zero included
             gradient = tl.where(later, gradient + moved[:, None] * onward[None, :], gradient)
             gradient = tl.where(now, code_j[:, None], gradient)
-        # every thread has read what its columns were
+        # every thread has read its old columns
         tl.debug_barrier()
-        # what was the gradient has become codes
+        # `gradient` now holds codes
         wanted = tl.load(target_ptr + at, mask=mask, other=0.0)
         tl.store(codes_ptr + at, gradient, mask=mask)
         tl.store(delta_ptr + at, gradient * scale[:, None] - wanted, mask=mask)
@@ -379,7 +379,7 @@ def descend_rows(
 
 
 def block_of(group: int) -> int:
-    """Columns a block, where so many share a scale; more than are there, rather than a tile too small for the warps."""
+    """Return the columns of a block for a group size; at least 32, since warps need a tile of that size."""
     return max(32, min(BLOCK, int(triton.next_power_of_2(group))))
 
 
@@ -389,16 +389,19 @@ def descend(
     values: Tensor | None, edges: Tensor | None, low: float, high: float, bounds: list[float], dropped: list[int],
     group: int, sweeps: int, refit: bool, precision: str,
 ) -> None:  # fmt: skip
-    """Change codes, in units of their scale, and errors [K, N], and scales too if `refit`, which needs groups up to 64.
+    """Improve codes, in units of their scale, and errors [K, N] in place; scales too if `refit`, for groups up to 64.
 
     Args:
         target: [K, N] float32, the weights.
+        codes, delta: [K, N] float32, codes and errors.
         hessian: [K, K] float32, rows contiguous.
         scale, zero: [K / group, N] float32.
-        values, edges, low, high: of the grid.
-        bounds, dropped: how scales are stored; as of `search_integers`.
+        values, edges, low, high: parts of the grid.
+        bounds, dropped: storage of scales, as for `search_integers`.
         group: columns that share a scale.
-        precision: of the products: `ieee`, `tf32x3` or `tf32`.
+        sweeps: number of sweeps.
+        refit: True to fit scales too.
+        precision: precision of the products: `ieee`, `tf32x3` or `tf32`.
     """
     require_contiguous(target, codes, delta, hessian, scale, zero)
     columns, rows = target.shape

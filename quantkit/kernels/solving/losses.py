@@ -1,11 +1,11 @@
-"""AWQ's search, a launch a step: how large inputs are, scalings of them, what each loses, which loses least.
+"""Search of AWQ, one launch per step: sizes of inputs, scalings to try, loss of each, choice of the least.
 
-    d_k = snap(w_k p_k / s) s / p_k - w_k        cost = sum_k a_k d_k²        p: one of the scalings that are tried
+    d_k = snap(w_k p_k / s) s / p_k - w_k        cost = sum_k a_k d_k²        p: one of the scalings to try
 
-Grids of whole numbers span each group's weights once they are scaled. A program owns some rows of one group under one
-scaling, and leaves their cost, or the errors themselves, for a product with a whole Hessian. They are the twins of
-`_shared`, `_power`, `_cost` in `passes/solvers/awq.py`. What is found is folded: `absorbed` is the twin of a norm's
-lines of `absorbed` in `model/structure/fold.py`.
+Integer grids span each group's scaled weights. A program owns some rows of one group under one scaling, and stores
+their
+cost, or the errors themselves, for a product with a whole Hessian. The kernels equal `_shared`, `_power`, `_cost` in
+`passes/solvers/awq.py`. `absorbed` folds the chosen scaling into a norm, as `absorbed` in `model/structure/fold.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from quantkit.kernels.solving.search import kept, piece_of, require_contiguous, spanned, whole
 
-# inputs a program has of its own, inputs at a time, warps
+# inputs per program, inputs at a time, warps
 TILE, AT_ONCE, FEW = 16, 64, 4
-# of the only program that compares costs: parts at a time, warps
+# the single program that compares costs: parts at a time, warps
 PARTS, MANY = 4096, 8
-# rows a program, columns a piece, warps: no spill on SM 8.0 and 9.0 (benchmarks/kernel_resources.py)
+# rows per program, columns per piece, warps: no spill on SM 8.0 and 9.0 (benchmarks/kernel_resources.py)
 ROWS, PIECE, WARPS = 32, 32, 4
 
 
@@ -38,7 +38,7 @@ def rounding_losses(
     most, N, K, length,
     SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, HALF: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """Measure the loss of rounding, as described in the module."""
     tile, g, a = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = tile * ROWS + tl.arange(0, ROWS)
     at = tl.cast(g, tl.int64) * length
@@ -78,36 +78,37 @@ def rounding_losses(
 
 @torch.library.custom_op("quantkit::losses", mutates_args=())
 def losses(
-    target: Tensor, powers: Tensor, importance: Tensor | None, given: Tensor | None, length: int, low: float,
+    target: Tensor, powers: Tensor, importance: Tensor | None, fixed: Tensor | None, length: int, low: float,
     high: float, symmetric: bool, bounds: list[float], dropped: list[int],
 ) -> Tensor:  # fmt: skip
-    """Under each scaling: costs [A, parts], to be added up, or with no importance errors [K, A, N]; float32.
+    """Return the costs of each scaling [A, parts], to be added up; without importance the errors [K, A, N]; float32.
 
     Args:
         target: [K, N] float32.
         powers: [A, K] float32, positive: the scalings.
         importance: [K] float32.
-        given: [A, 2] float32, scale and zero point where all rows have one; None: each group spans its own.
+        fixed: [A, 2] float32, scale and zero point for all rows; None if each group spans its own grid.
         length: weights of a column that share a scale.
-        low, high, symmetric, bounds, dropped: as of `search_integers`.
+        low, high, symmetric, bounds, dropped: as for `search_integers`.
     """
-    require_contiguous(target, powers, importance, given)
-    made = _made(target, powers, importance, length)
+    require_contiguous(target, powers, importance, fixed)
+    result = _room(target, powers, importance, length)
     groups, tiles = target.shape[0] // length, triton.cdiv(target.shape[1], ROWS)
     rounding_losses[(tiles, groups, len(powers))](
-        target, powers, importance, given, None if importance is None else made, made if importance is None else None,
+        target, powers, importance, fixed,
+        None if importance is None else result, result if importance is None else None,
         low, high, *bounds, target.shape[1], target.shape[0], length,
         SYMMETRIC=symmetric, EVEN=dropped[0], HALF=dropped[1], PIECE=PIECE, ROWS=ROWS, num_warps=WARPS,
     )  # fmt: skip
-    return made
+    return result
 
 
 @losses.register_fake
-def _(target, powers, importance, given, length, *_):
-    return _made(target, powers, importance, length)
+def _(target, powers, importance, fixed, length, *_):
+    return _room(target, powers, importance, length)
 
 
-def _made(target: Tensor, powers: Tensor, importance: Tensor | None, length: int) -> Tensor:
+def _room(target: Tensor, powers: Tensor, importance: Tensor | None, length: int) -> Tensor:
     (columns, rows), tried = target.shape, powers.shape[0]
     if importance is None:
         return target.new_empty((columns, tried, rows))
@@ -122,7 +123,7 @@ def shared_sizes(
     stride, K,
     TILE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Of each input, the mean square over all inputs that come from the same channel."""
+    """Return for each input the mean square over all inputs from the same channel."""
     mine = tl.program_id(0) * TILE + tl.arange(0, TILE)
     channel = tl.load(producers_ptr + mine, mask=mine < K, other=-1)
     total = tl.zeros((TILE,), tl.float64)
@@ -146,7 +147,7 @@ def powers_of_sizes(
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Under exponent a / (A - 1), centred so that the largest and smallest are each other's inverse; 1 where 0."""
+    """Raise sizes to exponent a / (A - 1), centred so that largest and smallest are inverses; 1 where a size is 0."""
     exponent = tl.program_id(1).to(tl.float64) / tl.maximum(tl.num_programs(1) - 1, 1).to(tl.float64)
     top = tl.zeros((AT_ONCE,), tl.float32)
     least = tl.full((AT_ONCE,), float("inf"), tl.float32)
@@ -174,11 +175,11 @@ def least_of(
     parts_ptr,  # [A, parts]
     powers_ptr,  # [A, K] float32
     scales_ptr,  # [K] float32
-    found_ptr,  # [3] float64: exponent, its cost, the first cost
+    found_ptr,  # [3] float64: exponent, its cost, cost of the first scaling
     tried, number, K,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Costs added up in a fixed order, the first of the least, and its scaling."""
+    """Add up costs in a fixed order, and return the scaling with the least; ties take the first."""
     at, plain = tl.zeros((), tl.int32), tl.zeros((), tl.float64)
     least = tl.full((), float("inf"), tl.float64)
     for a in range(tried):
@@ -206,19 +207,19 @@ def absorb_scales(
     new_ptr,  # [C] float32; without a weight, the scale of each channel
     applied_ptr,  # [K] float32, or None
     offset, C, K,
-    STORED: tl.constexpr,  # what the weight is rounded to: "bfloat16", "float16", "float32", or "" for nothing
+    STORED: tl.constexpr,  # type that the weight is rounded to: "bfloat16", "float16", "float32", or "" for none
     TILE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """A program owns some channels, and the inputs that come from them."""
+    """Fold scales into a norm's weight; a program owns some channels, and the inputs from them."""
     mine = tl.program_id(0) * TILE + tl.arange(0, TILE)
     scale = tl.full((TILE,), float("-inf"), tl.float32)
     for start in range(0, K, AT_ONCE):
         inputs = start + tl.arange(0, AT_ONCE)
         channel = tl.load(index_ptr + inputs, mask=inputs < K, other=-1)
-        given = tl.load(scales_ptr + inputs, mask=inputs < K, other=1.0)
+        scales = tl.load(scales_ptr + inputs, mask=inputs < K, other=1.0)
         same = mine[:, None] == channel[None, :]
-        scale = tl.maximum(scale, tl.max(tl.where(same, given[None, :], float("-inf")), axis=1))
-    scale = tl.where(scale == float("-inf"), 1.0, scale)  # no input comes from it
+        scale = tl.maximum(scale, tl.max(tl.where(same, scales[None, :], float("-inf")), axis=1))
+    scale = tl.where(scale == float("-inf"), 1.0, scale)  # a channel without inputs
     if weight_ptr is None:
         tl.store(new_ptr + mine, scale, mask=mine < C)
     else:
@@ -243,17 +244,17 @@ def absorb_scales(
 
 @torch.library.custom_op("quantkit::sizes", mutates_args=())
 def sizes(squares: Tensor, producers: Tensor) -> Tensor:
-    """[K] float32: mean square over the inputs of one channel.
+    """Return the mean square over the inputs of one channel, [K] float32.
 
     Args:
         squares: [K] float32, of any stride: mean squares of inputs.
-        producers: [K] int64, the channel of each.
+        producers: [K] int64, channel of each input.
     """
-    made, columns = squares.new_empty(squares.shape), len(squares)
+    result, columns = squares.new_empty(squares.shape), len(squares)
     shared_sizes[(triton.cdiv(columns, TILE),)](
-        squares, producers, made, squares.stride(0), columns, TILE=TILE, AT_ONCE=AT_ONCE, num_warps=FEW
+        squares, producers, result, squares.stride(0), columns, TILE=TILE, AT_ONCE=AT_ONCE, num_warps=FEW
     )
-    return made
+    return result
 
 
 @sizes.register_fake
@@ -263,17 +264,18 @@ def _(squares, producers):
 
 @torch.library.custom_op("quantkit::powers", mutates_args=())
 def powers(squares: Tensor, tried: int) -> Tensor:
-    """[tried, K] float32: sizes to exponents from 0 to 1, with 1 between the largest and the smallest.
+    """Return scalings [tried, K] float32: sizes to exponents from 0 to 1, centred between the largest and the smallest.
 
     Args:
-        squares: [K] float32, of any stride: of the sizes.
+        squares: [K] float32, of any stride: squares of the sizes.
+        tried: number of exponents.
     """
     columns = len(squares)
-    made = squares.new_empty((tried, columns))
+    result = squares.new_empty((tried, columns))
     powers_of_sizes[(triton.cdiv(columns, TILE), tried)](
-        squares, made, squares.stride(0), columns, TILE=TILE, AT_ONCE=AT_ONCE, num_warps=FEW
+        squares, result, squares.stride(0), columns, TILE=TILE, AT_ONCE=AT_ONCE, num_warps=FEW
     )
-    return made
+    return result
 
 
 @powers.register_fake
@@ -283,18 +285,18 @@ def _(squares, tried):
 
 @torch.library.custom_op("quantkit::cheapest", mutates_args=())
 def cheapest(parts: Tensor, powers: Tensor) -> tuple[Tensor, Tensor]:
-    """The scaling that costs least, [K] float32; its exponent, its cost and the first one's, [3] float64.
+    """Return the scaling with the least cost, [K] float32; its exponent, its cost and the first one's, [3] float64.
 
     Args:
         parts: [A, parts], float32 or float64, to be added up.
         powers: [A, K] float32.
     """
-    scales, found = powers.new_empty(powers.shape[1]), powers.new_empty(3, dtype=torch.float64)
+    scales, summary = powers.new_empty(powers.shape[1]), powers.new_empty(3, dtype=torch.float64)
     tried, number = parts.shape
     least_of[(1,)](
-        parts.contiguous(), powers, scales, found, tried, number, powers.shape[1], PARTS=PARTS, num_warps=MANY
+        parts.contiguous(), powers, scales, summary, tried, number, powers.shape[1], PARTS=PARTS, num_warps=MANY
     )
-    return scales, found
+    return scales, summary
 
 
 @cheapest.register_fake
@@ -306,7 +308,7 @@ def _(parts, powers):
 def absorbed_at_once(
     weight: Tensor, scales: Tensor, index: Tensor, offset: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """`absorbed` of `model/structure/fold.py`: weight [C] and scales [K], both float32."""
+    """Compute `absorbed` of `model/structure/fold.py`: weight [C] and scales [K], both float32."""
     require_contiguous(weight, scales, index)
     new, applied = torch.empty_like(weight), torch.empty_like(scales)
     channels, columns = len(weight), len(index)
@@ -324,14 +326,14 @@ def _(weight, scales, index, offset, dtype):
 
 @torch.library.custom_op("quantkit::spread", mutates_args=())
 def spread_at_once(scales: Tensor, index: Tensor, channels: int) -> Tensor:
-    """`spread` of `model/structure/fold.py`: [channels] float32."""
+    """Compute `spread` of `model/structure/fold.py`: [channels] float32."""
     require_contiguous(scales, index)
-    made = scales.new_empty(channels)
+    result = scales.new_empty(channels)
     absorb_scales[(triton.cdiv(channels, TILE),)](
-        None, scales, index, made, None, 0.0, channels, len(index),
+        None, scales, index, result, None, 0.0, channels, len(index),
         STORED="", TILE=TILE, AT_ONCE=AT_ONCE, num_warps=FEW,
     )  # fmt: skip
-    return made
+    return result
 
 
 @spread_at_once.register_fake

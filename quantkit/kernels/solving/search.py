@@ -1,19 +1,17 @@
-"""Range search in one launch: all groups of a weight, all grids that are tried, and the scales fitted to their codes.
+"""Search of ranges in one launch: all groups of a weight, all grids to try, and scales fitted to their codes.
 
     cost(s) = sum over the group of  a_k (snap(w_k / s) s - w_k)²        or  e H_gg eᵀ with a block of the Hessian
 
-A program owns some rows of one group and reads it in pieces, again for each grid: by then it lies in the nearest cache.
-Of whole numbers the ranges are laid here too. Of other formats the caller gives the grids to try, gets back the best
-and what scale would fit its codes, and asks once more. It is the twin of `_search` in `passes/solvers/ranges.py`.
+A program owns some rows of one group and reads it in pieces, again for each grid, from the nearest cache. For integers
+the ranges are computed here too. For other formats the caller passes the grids to try, gets back the best and the scale
+that fits its codes, and calls once more. The kernel equals `_search` in `passes/solvers/ranges.py`.
 
-The grid that a kernel rounds to: whole numbers between two ends, or a table of any values.
+A kernel rounds to a grid: integers between two ends, or a table of any values. A table is `values`, rising, and `edges`
+between them: a number above the first i edges becomes `values[i]`. If the format rounds a tie up, the edge is the next
+smaller number. Both are padded to a power of two, so that every search takes the same steps.
 
-A table is `values`, rising, and `edges` between them: what is above the first i edges becomes `values[i]`. A tie is
-part of an edge: where the format rounds it up, the edge is the next number below. Both are filled up to a power of two,
-so that a search takes the same steps everywhere.
-
-Whole numbers come with their ranges: `spanned` is `parameters` of `formats/base/integers.py`, `kept` its `stored`, by
-bits, since all that a scale type does to a scale is to bound it and to round its mantissa.
+For integers, `spanned` equals `parameters` of `formats/base/integers.py`, and `kept` equals its `stored`, bit by bit:
+storing a scale only bounds it and rounds its mantissa.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# rows a program: no spill on SM 8.0 and 9.0 with the tiles of `tile_of` (benchmarks/kernel_resources.py)
+# rows per program: no spill on SM 8.0 and 9.0 with the tiles of `tile_of` (benchmarks/kernel_resources.py)
 ROWS = 32
 
 
 @triton.jit
 def piece_of(target_ptr, at, length, start, N, rows, PIECE: tl.constexpr):
-    """Weights [PIECE, ROWS] of a group, from column `start` of it, and which columns there are."""
+    """Load weights [PIECE, ROWS] of a group from its column `start`, and the mask of existing columns."""
     column = start + tl.arange(0, PIECE)
     there = column < length
     place = (at + column)[:, None] * N + rows[None, :]
@@ -44,7 +42,7 @@ def measured(
     BLOCKS: tl.constexpr, FIT: tl.constexpr, STEPS: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a scale costs [ROWS]; of FIT also `sum c a w` and `sum c a c`, c the codes."""
+    """Return the cost of a scale [ROWS]; with FIT also `sum c a w` and `sum c a c`, c the codes."""
     inverse = 1.0 / scale
     cost = tl.zeros((ROWS,), tl.float32)
     along = tl.zeros((ROWS,), tl.float32)
@@ -74,7 +72,7 @@ def measured(
                     into_code = tl.dot(hessian, their, into_code, input_precision=PRECISION)
                 else:
                     into = tl.dot(hessian, their - of, into, input_precision=PRECISION)
-            # beyond the end of the group the Hessian is zero
+            # past the end of the group the Hessian is zero
             if FIT:
                 along += tl.sum(code * into_w, axis=0)
                 across += tl.sum(code * into_code, axis=0)
@@ -94,19 +92,19 @@ def measured(
 
 @triton.jit
 def fitted_to(along, across, scale):
-    """The scale with the least error for codes; a group of zeros keeps its own."""
-    found = tl.math.div_rn(along, across)
-    return tl.where((found > 0.0) & (found < float("inf")), found, scale)
+    """Return the scale with the least error for codes; a group of zeros keeps its own."""
+    fitted = tl.math.div_rn(along, across)
+    return tl.where((fitted > 0.0) & (fitted < float("inf")), fitted, scale)
 
 
 @triton.jit
 def search_ranges(
     target_ptr,  # [K, N] float32
     importance_ptr,  # [K] float32, [K / length, length, length], or None
-    given_ptr,  # [GIVEN, K / length, N] float32: grids to try; None of whole numbers
+    given_ptr,  # [GIVEN, K / length, N] float32: grids to try; None for integers
     scale_ptr,  # [K / length, N]: the best
     zero_ptr,  # the same, or None
-    fitted_ptr,  # the same, float32: what would fit the codes of the best; None of whole numbers
+    fitted_ptr,  # the same, float32: the scale that fits the codes of the best; None for integers
     values_ptr, edges_ptr, low, high,
     least,  # bounds of a scale
     most, N, length,
@@ -115,7 +113,7 @@ def search_ranges(
     SMALLEST: tl.constexpr, REST: tl.constexpr, REFINEMENTS: tl.constexpr, EVEN: tl.constexpr, HALF: tl.constexpr,
     BLOCKS: tl.constexpr, STEPS: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """Search the ranges of some rows and groups, as described in the module."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     g = tl.program_id(1)
     inside = rows < N
@@ -145,7 +143,7 @@ def search_ranges(
                 tried = tl.load(grid_at + place, mask=inside, other=1.0)
                 shift = zero
             else:
-                # in float64, as Python has it
+                # in float64, as in Python
                 share = tl.full((), SMALLEST, tl.float64) + REST * tl.cast(number, tl.float64) / TRIES
                 share = share.to(tl.float32)
                 tried, shift = spanned(bottom * share, top * share, low, high, least, most, SYMMETRIC, EVEN, HALF)
@@ -185,17 +183,19 @@ def search_integers(
     scale: torch.dtype, zero: torch.dtype, bounds: list[float], dropped: list[int], smallest: float, tries: int,
     refinements: int, precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Scale and zero point [K / length, N] (of symmetric grids [0]), of whole numbers from `low` to `high`.
+    """Return scale and zero point [K / length, N] (of symmetric grids [0]) of integers from `low` to `high`.
 
     Args:
         target: [K, N] float32.
         importance: [K] or [K / length, length, length] float32, or None.
         length: weights of a column that share a scale.
-        scale, zero: what both are given in.
-        bounds, dropped: of scales, which are between the one, with so many bits of float32 dropped: ties to even, then
-            ties away from zero.
-        smallest, tries, refinements: of the `Search`.
-        precision: of the products with a Hessian's blocks: `ieee`, `tf32x3` or `tf32`.
+        low, high: smallest and largest code.
+        symmetric: True without zero points.
+        scale, zero: dtypes of the results.
+        bounds, dropped: smallest and largest scale, and bits of the float32 mantissa to drop: with ties to even, then
+            with ties away from zero.
+        smallest, tries, refinements: settings of the `Search`.
+        precision: precision of the products with a Hessian's blocks: `ieee`, `tf32x3` or `tf32`.
     """
     scales, zeros = _integers(target, length, symmetric, scale, zero)
     options = {"REFINEMENTS": refinements, "TRIES": tries, "SMALLEST": smallest, "REST": 1 - smallest, "GIVEN": 0}
@@ -213,25 +213,27 @@ def _(target, importance, length, low, high, symmetric, scale, zero, *_):
 
 @torch.library.custom_op("quantkit::best_grids", mutates_args=())
 def best_grids(
-    target: Tensor, importance: Tensor | None, length: int, given: Tensor, values: Tensor, edges: Tensor,
+    target: Tensor, importance: Tensor | None, length: int, grids: Tensor, values: Tensor, edges: Tensor,
     precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Of some scales the best, the first of equals, and the one that would fit its codes, [K / length, N] float32.
+    """Return the best of some scales, ties taking the first, and the scale that fits its codes, [K / length, N]
+    float32.
 
     Args:
-        given: [grids, K / length, N] float32.
-        values, edges: the format's table.
+        target, importance, length, precision: as for `search_integers`.
+        grids: [grids, K / length, N] float32.
+        values, edges: table of the format.
     """
-    best, fitted = torch.empty_like(given[0]), torch.empty_like(given[0])
-    options = {"REFINEMENTS": 0, "TRIES": 0, "SMALLEST": 1.0, "REST": 0.0, "GIVEN": len(given), "EVEN": 0, "HALF": 0}
+    best, fitted = torch.empty_like(grids[0]), torch.empty_like(grids[0])
+    options = {"REFINEMENTS": 0, "TRIES": 0, "SMALLEST": 1.0, "REST": 0.0, "GIVEN": len(grids), "EVEN": 0, "HALF": 0}
     bounds = (0.0, 0.0, 0.0, 0.0)
-    _launch(target, importance, given, best, None, fitted, values, edges, bounds, length, precision, **options)
+    _launch(target, importance, grids, best, None, fitted, values, edges, bounds, length, precision, **options)
     return best, fitted
 
 
 @best_grids.register_fake
-def _(target, importance, length, given, *_):
-    return given.new_empty(given.shape[1:]), given.new_empty(given.shape[1:])
+def _(target, importance, length, grids, *_):
+    return grids.new_empty(grids.shape[1:]), grids.new_empty(grids.shape[1:])
 
 
 def _integers(
@@ -242,37 +244,39 @@ def _integers(
 
 
 def tile_of(length: int, *, blocks: bool) -> tuple[int, int]:
-    """Columns a piece and warps; blocks of a Hessian are multiplied, and what that takes has to fit as well."""
+    """Return the columns of a piece, and the warps; products with blocks of a Hessian need a smaller piece."""
     return (16, 8) if blocks else (max(32, min(64, int(triton.next_power_of_2(length)))), 4)
 
 
-def _launch(target, importance, given, scale, zero, fitted, values, edges, bounds, length, precision, **options):
-    require_contiguous(target, importance, given)
+def _launch(target, importance, grids, scale, zero, fitted, values, edges, bounds, length, precision, **options):
+    require_contiguous(target, importance, grids)
     rows = target.shape[1]
     blocks = importance is not None and importance.dim() == 3
     piece, warps = tile_of(length, blocks=blocks)
     search_ranges[(triton.cdiv(rows, ROWS), target.shape[0] // length)](
-        target, importance, given, scale, zero, fitted, values, edges, *bounds, rows, length,
+        target, importance, grids, scale, zero, fitted, values, edges, *bounds, rows, length,
         **options, BLOCKS=blocks, STEPS=search_steps(values), PIECE=piece, ROWS=ROWS, PRECISION=precision,
         num_warps=warps,
     )  # fmt: skip
 
 
-# of the fit by turns: rows a program, columns at a time, warps
+# fit by turns: rows per program, columns at a time, warps
 FIT_ROWS, FIT_PIECE, FIT_WARPS = 16, 64, 8
 
 
 @triton.jit
 def fit_by_turns(
     weight_ptr,  # [n, L] float32
-    scale_ptr,  # [n]: where it begins
+    scale_ptr,  # [n]: initial scale
     zero_ptr,  # [n] int8, or None
     best_ptr,  # [n], as `scale_ptr`
     shift_ptr,  # [n] int8, or None
     low, high, least, most, norm, beta, growth, turns, n, L,
     EVEN: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """The twin of `_fit` in `passes/solvers/hqq.py`: a pass over the weights of some groups each turn."""
+    """Fit scales and zero points as `_fit` in `passes/solvers/hqq.py`; each turn passes over the weights of some
+    groups.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     now = tl.load(scale_ptr + rows, mask=rows < n, other=1.0).to(tl.float32)
     shift = tl.zeros((ROWS,), tl.float32)
@@ -325,14 +329,14 @@ def fitted_by_turns(
     weight: Tensor, scale: Tensor, zero: Tensor | None, ends: list[float], bounds: list[float], dropped: list[int],
     norm: float, beta: float, growth: float, turns: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Scale [n] and zero point [n] int8 (of symmetric grids [0]) of groups, by half-quadratic splitting.
+    """Return scale [n] and zero point [n] int8 (of symmetric grids [0]) of groups, by half-quadratic splitting.
 
     Args:
         weight: [n, L] float32.
-        scale, zero: where it begins; zero is int8 or None.
+        scale, zero: initial values; zero is int8 or None.
         ends: smallest and largest code.
-        bounds, dropped: as of `search_integers`.
-        norm, beta, growth, turns: as of `half_quadratic`.
+        bounds, dropped: as for `search_integers`.
+        norm, beta, growth, turns: as for `half_quadratic`.
     """
     require_contiguous(weight, scale, zero)
     best, shift = torch.empty_like(scale), scale.new_empty(0 if zero is None else zero.shape, dtype=torch.int8)
@@ -350,25 +354,25 @@ def _(weight, scale, zero, *_):
 
 
 def search_steps(values: Tensor | None) -> int:
-    """Comparisons that find one of so many values; 0 of whole numbers."""
+    """Return the number of comparisons that find one of these values; 0 for integers."""
     return 0 if values is None else (values.numel() - 1).bit_length()
 
 
 def require_contiguous(*tensors: Tensor | None) -> None:
-    """Raises ValueError for a tensor that does not lie in memory as the kernels read it."""
+    """Raise ValueError for a tensor that is not contiguous."""
     if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
         raise ValueError("kernels read contiguous tensors")
 
 
 def tabled(values: Tensor, snap: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """`values` and `edges` of the grid that `snap` rounds to.
+    """Return `values` and `edges` of the grid that `snap` rounds to.
 
     Args:
-        values: all of the grid, in any order and repeated as it may be; what is not finite is no part of it.
-        snap: float32 -> the nearest of them.
+        values: all values of the grid, in any order, with repetitions; infinities and NaN are ignored.
+        snap: function from float32 to the nearest of them.
     """
     finite = values.float().isfinite()
-    # codes of positive numbers come first: turned round, minus zero comes before zero
+    # codes of positive numbers come first: reversed, minus zero comes before zero
     turned = torch.where(finite, values, torch.where(finite, values, -torch.inf).max()).float().flip(0)
     rising = turned.sort(stable=True).values
     size = 1 << (len(rising) - 1).bit_length()
@@ -380,13 +384,13 @@ def tabled(values: Tensor, snap: Callable[[Tensor], Tensor]) -> tuple[Tensor, Te
 
 @triton.jit
 def whole(units):
-    """The nearest whole numbers, ties to even; of sizes below 2^22, where the sum has no bits for fractions."""
+    """Round to integers, ties to even; exact below 2^22 in size, where the sum has no bits for fractions."""
     return (units + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def snapped(units, low, high, values_ptr, edges_ptr, STEPS: tl.constexpr):
-    """The values of the grid that are nearest to `units`, float32; `low` and `high` are those of whole numbers."""
+    """Return the values of the grid nearest to `units`, float32; `low` and `high` are the ends for integers."""
     if STEPS == 0:
         return whole(tl.minimum(tl.maximum(units, low), high))
     else:
@@ -399,8 +403,11 @@ def snapped(units, low, high, values_ptr, edges_ptr, STEPS: tl.constexpr):
 
 @triton.jit
 def kept(scale, least, most, EVEN: tl.constexpr, HALF: tl.constexpr):
-    """Scales as they are stored, float32: bounded, then EVEN bits of the mantissa rounded away, ties to even, then
-    HALF bits, ties away from zero."""
+    """Round scales, float32, as they are stored.
+
+    They are bounded, then EVEN bits of the mantissa are rounded away, ties to even, then HALF bits, ties away from
+    zero.
+    """
     bits = tl.minimum(tl.maximum(scale, least), most).to(tl.int32, bitcast=True)
     if EVEN > 0:
         bits = (bits + ((1 << (EVEN - 1)) - 1) + ((bits >> EVEN) & 1)) & -(1 << EVEN)
@@ -411,7 +418,7 @@ def kept(scale, least, most, EVEN: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def spanned(bottom, top, low, high, least, most, SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, HALF: tl.constexpr):
-    """Scale and zero point, float32, of whole numbers from `low` to `high` over values between `bottom` and `top`."""
+    """Return scale and zero point, float32, of integers from `low` to `high` over values between `bottom` and `top`."""
     if SYMMETRIC:
         scale = kept(tl.math.div_rn(tl.maximum(-bottom, top), high + 0.5), least, most, EVEN, HALF)
         return scale, tl.zeros_like(scale)

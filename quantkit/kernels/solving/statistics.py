@@ -1,15 +1,14 @@
-"""Statistics of inputs, a launch or two each: moments, how far two halves of the tokens are apart, a quotient of sums.
+"""Statistics of inputs, a launch or two each: moments, distance between two halves of the tokens, a quotient of sums.
 
-Moments are sums, sums of squares and ranges of every input: a program owns some columns of some tokens; what the
-programs found is added up in a fixed order, in float64. They are the twin of the lines of the same work in
-`InputStats.add` (`calibrate/statistics/sums.py`).
+Moments are sums, sums of squares and ranges of every input. A program owns some columns of some tokens; the parts are
+added in a fixed order, in float64. They equal those of `InputStats.add` (`calibrate/statistics/sums.py`).
 
-Correlations of two halves of the tokens, over the upper triangle, the twin of `InputStats.noise`, which is the first by
+Correlations of two halves of the tokens, over the upper triangle, as in `InputStats.noise`, which divides the first by
 the second:
 
     ¼ sum_{i<j} (R₁ - R₂)²    and    sum_{i<j} R²        r_ij = h_ij / sqrt(h_ii h_jj)
 
-A quotient is one sum over another, of what the programs of a launch have found, in a fixed order, in float64.
+A quotient divides one sum of parts by another, in a fixed order, in float64.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# tokens and columns at a time, parts at most that the tokens are cut into, warps
+# tokens and columns at a time, most parts of the tokens, warps
 ROWS, COLUMNS, PARTS, WARPS = 32, 64, 64, 4
-# of correlations: columns of a square, warps; of a quotient: parts at a time
+# correlations: columns of a square, warps; quotient: parts at a time
 SQUARE, CHANCE_WARPS, QUOTIENT_PARTS = 64, 8, 1024
 
 
@@ -34,7 +33,7 @@ def column_moments(
     LENGTH,  # tokens of a part
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of one part: sum, sum of squares (weighed), smallest and largest."""
+    """Compute sum, sum of (weighted) squares, smallest and largest of one part."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     inside = columns < K
@@ -69,7 +68,7 @@ def joined_moments(
     sums_ptr, ends_ptr, number, K,
     PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """All parts, and what was there before."""
+    """Join all parts with the earlier result."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < K
     part = tl.arange(0, PARTS)
@@ -100,7 +99,7 @@ def inverse_sizes_of_tokens(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One over the root mean square of each token; 0 where that is 0."""
+    """Return the inverse of the root mean square of each token; 0 for a token of zeros."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     squares = tl.zeros((ROWS,), tl.float32)
     for start in range(0, W, COLUMNS):
@@ -115,13 +114,13 @@ def inverse_sizes_of_tokens(
 
 @torch.library.custom_op("quantkit::inverse_sizes", mutates_args=())
 def inverse_sizes(stream: Tensor) -> Tensor:
-    """[T] float32: one over the root mean square of each token of [T, W] float32, 0 where that is 0."""
+    """Return one over the root mean square of each token of [T, W] float32, [T] float32; 0 for a token of zeros."""
     tokens, width = stream.shape
-    made = stream.new_empty(tokens)
+    result = stream.new_empty(tokens)
     inverse_sizes_of_tokens[(triton.cdiv(tokens, ROWS),)](
-        stream.contiguous(), made, tokens, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
+        stream.contiguous(), result, tokens, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
     )
-    return made
+    return result
 
 
 @inverse_sizes.register_fake
@@ -131,18 +130,18 @@ def _(stream):
 
 @torch.library.custom_op("quantkit::moments_of_parts", mutates_args=())
 def moments_of_parts(inputs: Tensor, share: Tensor | None) -> Tensor:
-    """[4, parts, K] float32: sum, weighed sum of squares, smallest and largest, of parts of the tokens.
+    """Return sum, weighted sum of squares, smallest and largest of parts of the tokens, [4, parts, K] float32.
 
     Args:
         inputs: [T, K] float32.
-        share: [T] float32, by which a token is weighed in squares.
+        share: [T] float32, weights of the tokens in the squares.
     """
-    made, length = _parts(inputs)
+    result, length = _parts(inputs)
     tokens, width = inputs.shape
-    column_moments[(triton.cdiv(width, COLUMNS), made.shape[1])](
-        inputs, share, made, tokens, width, length, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
+    column_moments[(triton.cdiv(width, COLUMNS), result.shape[1])](
+        inputs, share, result, tokens, width, length, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
     )
-    return made
+    return result
 
 
 @moments_of_parts.register_fake
@@ -152,19 +151,19 @@ def _(inputs, share):
 
 @torch.library.custom_op("quantkit::moments_joined", mutates_args=())
 def moments_joined(parts: Tensor, sums: Tensor | None, ends: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sums and sums of squares [2, K] float64, smallest and largest [2, K] float32.
+    """Return sums and sums of squares [2, K] float64, smallest and largest [2, K] float32.
 
     Args:
-        parts: of `moments_of_parts`.
-        sums, ends: those of earlier tokens.
+        parts: result of `moments_of_parts`.
+        sums, ends: results for earlier tokens.
     """
-    made = _joined(parts)
+    result = _joined(parts)
     number, width = parts.shape[1:]
     joined_moments[(triton.cdiv(width, COLUMNS),)](
-        parts, sums, ends, *made, number, width,
+        parts, sums, ends, *result, number, width,
         PARTS=triton.next_power_of_2(number), COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
-    return made
+    return result
 
 
 @moments_joined.register_fake
@@ -173,7 +172,7 @@ def _(parts, sums, ends):
 
 
 def _parts(inputs: Tensor) -> tuple[Tensor, int]:
-    """Room for the parts, and the tokens of each: how many there are depends on the shape alone."""
+    """Allocate the parts, and return the tokens of each; both depend on the shape alone."""
     tokens, width = inputs.shape
     length = max(ROWS, triton.cdiv(tokens, PARTS * ROWS) * ROWS)
     return inputs.new_empty((4, max(1, triton.cdiv(tokens, length)), width)), length
@@ -189,7 +188,7 @@ def _joined(parts: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def size_of(halves_ptr, place, tokens, K):
-    """Square roots of the diagonal; infinite where it is zero, so that what is divided by it is none."""
+    """Return square roots of the diagonal; infinite where it is zero, so that a division by it gives zero."""
     at = halves_ptr + place.to(tl.int64) * K + place
     first = tl.load(at, mask=place < K, other=0.0)
     second = tl.load(at + tl.cast(K, tl.int64) * K, mask=place < K, other=0.0)
@@ -204,14 +203,14 @@ def apart_and_both(
     tokens, first_count, second_count, K,
     SQUARE: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """Compute both sums over correlations, as described in the module."""
     across, down = tl.program_id(0), tl.program_id(1)
     rows = down * SQUARE + tl.arange(0, SQUARE)
     columns = across * SQUARE + tl.arange(0, SQUARE)
     apart = tl.zeros((SQUARE,), tl.float32)
     both = tl.zeros((SQUARE,), tl.float32)
     if across >= down:
-        # beyond the last column too, a size is infinite
+        # past the last column a size is infinite too
         mask = (rows[:, None] < columns[None, :]) & (columns < K)[None, :]
         at = halves_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
         one = tl.load(at, mask=mask, other=0.0)
@@ -232,20 +231,20 @@ def apart_and_both(
 
 @torch.library.custom_op("quantkit::chance", mutates_args=())
 def chance(halves: Tensor, counts: list[int], tokens: int) -> Tensor:
-    """[2, squares] float64, to be added up and divided (`quotient`).
+    """Return parts of both sums, [2, squares] float64, for `quotient`.
 
     Args:
         halves: [2, K, K] float32, sums of products over each half.
         counts: tokens of each half, neither 0.
-        tokens: by which the sum of both becomes a mean.
+        tokens: tokens of both halves.
     """
-    made = _room(halves)
+    result = _room(halves)
     squares = triton.cdiv(halves.shape[1], SQUARE)
     apart_and_both[(squares, squares)](
-        halves, made, float(tokens), float(counts[0]), float(counts[1]), halves.shape[1],
+        halves, result, float(tokens), float(counts[0]), float(counts[1]), halves.shape[1],
         SQUARE=SQUARE, num_warps=CHANCE_WARPS,
     )  # fmt: skip
-    return made
+    return result
 
 
 @chance.register_fake
@@ -268,7 +267,7 @@ def quotient_of_sums(
     CAPPED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """See the module."""
+    """Divide two sums of parts, as described in the module."""
     above = tl.zeros((PARTS,), tl.float64)
     below = tl.zeros((PARTS,), tl.float64)
     for start in range(0, number, PARTS):
@@ -277,23 +276,24 @@ def quotient_of_sums(
         below += tl.load(parts_ptr + number + part, mask=part < number, other=0.0)
     top, bottom = tl.sum(above, axis=0), tl.sum(below, axis=0)
     there = bottom > 0.0
-    found = top / tl.where(there, bottom, 1.0)
+    ratio = top / tl.where(there, bottom, 1.0)
     if CAPPED:
-        found = tl.where(there, tl.minimum(found, 1.0), 1.0)
-    tl.store(found_ptr, found)
+        ratio = tl.where(there, tl.minimum(ratio, 1.0), 1.0)
+    tl.store(found_ptr, ratio)
 
 
 @torch.library.custom_op("quantkit::quotient", mutates_args=())
 def quotient(parts: Tensor, capped: bool) -> Tensor:
-    """The first sum by the second, [] float64.
+    """Return the first sum divided by the second, [] float64.
 
     Args:
         parts: [2, parts] float64, to be added up.
-        capped: at most 1, and 1 where the second sum is not positive; else the first is then taken as it is.
+        capped: True to limit it to 1, and return 1 if the second sum is not positive; False to return the first sum
+            then.
     """
-    found = parts.new_empty(())
-    quotient_of_sums[(1,)](parts, found, parts.shape[1], CAPPED=capped, PARTS=QUOTIENT_PARTS, num_warps=WARPS)
-    return found
+    ratio = parts.new_empty(())
+    quotient_of_sums[(1,)](parts, ratio, parts.shape[1], CAPPED=capped, PARTS=QUOTIENT_PARTS, num_warps=WARPS)
+    return ratio
 
 
 @quotient.register_fake

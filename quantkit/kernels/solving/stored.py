@@ -1,8 +1,9 @@
-"""What a solver found, as it is stored, and what the stored codes stand for: one launch each.
+"""Conversion of a solver's result into stored codes, and of stored codes back into values: one launch each.
 
-`integers` turns values in units of their scale into codes in rows, with scales and zero points beside; `loss` reads
-codes back and measures what they lost. They are the twins of `_tensor` in `passes/solvers/gptq.py` and of
-`Block.assign` (`model/structure/block.py`); what a code stands for is said by `QuantTensor`.
+`integers` turns values in units of their scale into codes in rows, with scales and zero points; `loss` dequantizes
+codes
+and measures their error. They equal `_tensor` in `passes/solvers/gptq.py` and `Block.assign`
+(`model/structure/block.py`); `QuantTensor` defines the value of a code.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# of codes that are turned, of codes that are read back: rows, columns; warps
+# side of a square of codes to transpose; rows and columns of codes to read back; warps
 SQUARE, ROWS, COLUMNS, WARPS = 64, 16, 128, 4
 
 
@@ -27,7 +28,7 @@ def turn_codes(
     N, K, GROUP,
     SQUARE: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """Transpose and store codes, as described in the module."""
     rows, start = tl.program_id(0) * SQUARE + tl.arange(0, SQUARE), tl.program_id(1) * SQUARE
     columns = start + tl.arange(0, SQUARE)
     inside = (columns < K)[:, None] & (rows < N)[None, :]
@@ -37,7 +38,7 @@ def turn_codes(
         codes += tl.load(zero_ptr + place, mask=inside, other=0.0)
     at = codes_ptr + rows.to(tl.int64)[None, :] * K + columns[:, None]
     tl.store(at, codes.to(tl.int8), mask=inside)
-    # the scales of the groups that begin here
+    # scales of the groups that begin in this square
     groups = K // GROUP
     for g in range((start + GROUP - 1) // GROUP, tl.minimum((start + SQUARE + GROUP - 1) // GROUP, groups)):
         of = tl.cast(g, tl.int64) * N + rows
@@ -61,7 +62,7 @@ def read_back(
     down_stride, across_stride, N, K, WIDTH, GROUP,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """See the module."""
+    """Dequantize codes and measure their error, as described in the module."""
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < N)[:, None] & (columns < K)[None, :]
     down, across = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
@@ -90,21 +91,21 @@ def read_back(
 def integers(
     units: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype, group: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [N, K] int8, scales [N, K / group] and zero points int8; of symmetric grids [0].
+    """Return codes [N, K] int8, scales [N, K / group] and zero points int8; of symmetric grids [0].
 
     Args:
-        units: [K, N] float32, whole numbers: codes less their zero points.
+        units: [K, N] float32, integers: codes less their zero points.
         scale, zero: [K / group, N] float32.
-        dtype: of the scales.
+        dtype: dtype of the scales.
         group: columns that share a scale.
     """
-    made = _integers(units, scale, zero, dtype)
+    result = _integers(units, scale, zero, dtype)
     columns, rows = units.shape
     turn_codes[(triton.cdiv(rows, SQUARE), triton.cdiv(columns, SQUARE))](
-        units, scale.contiguous(), None if zero is None else zero.contiguous(), *made[:2],
-        None if zero is None else made[2], rows, columns, group, SQUARE=SQUARE, num_warps=WARPS,
+        units, scale.contiguous(), None if zero is None else zero.contiguous(), *result[:2],
+        None if zero is None else result[2], rows, columns, group, SQUARE=SQUARE, num_warps=WARPS,
     )  # fmt: skip
-    return made
+    return result
 
 
 @integers.register_fake
@@ -123,11 +124,12 @@ def _integers(units: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dt
 def loss(
     weight: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, book: Tensor | None, whole: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What codes stand for, [N, K] float32, and squared error and energy [2, parts] float64, to be added up.
+    """Return dequantized values [N, K] float32, and squared error and energy [2, parts] float64, to be added up.
 
     Args:
         weight: [N, K] float32.
-        codes, scale, zero, book, whole: of a `QuantTensor` with scales for every row; codes may be wider than `weight`.
+        codes, scale, zero, book, whole: parts of a `QuantTensor` with scales for every row; codes may be wider than
+            `weight`.
     """
     values, parts = _read(weight)
     (rows, columns), width = weight.shape, codes.shape[1]

@@ -136,7 +136,7 @@ def refusals() -> dict[str, tuple[Any, str]]:
         "computed": (weight_is_computed, "v0 is not a constant"),
         "before": (before, "no convolution computes its input"),
         "training": (training, "in training mode"),
-        "over space": (over_space, "its constant is not one number a channel"),
+        "over space": (over_space, "its constant does not have one number per channel"),
     }
 
 

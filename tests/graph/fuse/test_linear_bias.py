@@ -28,8 +28,8 @@ def test_a_product_and_its_bias_become_a_gemm(shape: tuple[int, ...]) -> None:
     ("shape", "bias", "reason"),
     [
         (("n", 4, 6), (3,), "x has 3 dimensions, not all of them fixed; Gemm takes matrices"),
-        ((4, 6), (4, 3), "the bias is not one number a column"),
-        ((4, 6), (4, 1), "the bias is not one number a column"),
+        ((4, 6), (4, 3), "the bias does not have one number per column"),
+        ((4, 6), (4, 1), "the bias does not have one number per column"),
     ],
 )
 def test_what_is_left_says_why(shape: tuple[int | str, ...], bias: tuple[int, ...], reason: str) -> None:

@@ -44,10 +44,10 @@ def test_a_pad_stays_for_who_else_reads_it() -> None:
 @pytest.mark.parametrize(
     ("inputs", "attributes", "automatic", "reason"),
     [
-        ([[0, 0, 1, 1, 0, 0, 1, 1]], {"mode": "reflect"}, "NOTSET", "it pads with something else than a constant"),
+        ([[0, 0, 1, 1, 0, 0, 1, 1]], {"mode": "reflect"}, "NOTSET", "its padding is not constant"),
         ([[0, 0, 1, 1, 0, 0, 1, 1], np.float32(1)], {}, "NOTSET", "it does not pad with zeros"),
-        ([[0, 1, 0, 0, 0, 0, 0, 0]], {}, "NOTSET", "it pads batch or channels, or takes away"),
-        ([[0, 0, -1, 0, 0, 0, 0, 0]], {}, "NOTSET", "it pads batch or channels, or takes away"),
+        ([[0, 1, 0, 0, 0, 0, 0, 0]], {}, "NOTSET", "it pads the batch or the channels, or its padding is negative"),
+        ([[0, 0, -1, 0, 0, 0, 0, 0]], {}, "NOTSET", "it pads the batch or the channels, or its padding is negative"),
         ([[0, 0, 1, 1, 0, 0, 1, 1]], {}, "SAME_UPPER", "Conv_1 pads by itself (SAME_UPPER)"),
     ],
 )
