@@ -178,9 +178,9 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
 
 _HEAD = """# Three language models, measured
 
-What each recipe loses on three models of different families, what its gate asks for, and the memory that was forecast.
-`python benchmarks/models.py` makes this page and its record in `benchmarks/results/`; `make models` fetches the two
-models that do not come with `make venv`.
+Losses of each recipe on three models of different families, its gate, and the memory that was forecast. `python
+benchmarks/models.py` makes this page and its record in `benchmarks/results/`. `make models` fetches the two models
+that do not come with `make venv`.
 
 - `smollm2-135m` (Apache-2.0): a Llama, grouped heads, one matrix for embedding and head. From GGUF Q4_1. Groups of 128
   do not divide its 576 channels: `fp8-block` is refused.
@@ -189,21 +189,22 @@ models that do not come with `make venv`.
 - `qwen2.5-coder-0.5b` (Apache-2.0): biases of queries, keys and values, 151,936 tokens, linears of 4,864 inputs. From
   GGUF Q4_K_M, which holds embedding and head apart.
 
-All three were quantized before, to 4 to 8 bits: losses are against that, and compare recipes on one model. That the two
-conversions compute what llama.cpp computes on the same files is checked by `python benchmarks/gguf_models.py`.
+All three were quantized before, to 4 to 8 bits. Losses are against that, and compare recipes on one model. `python
+benchmarks/gguf_models.py` checks that the two conversions compute what llama.cpp computes on the same files.
 
 ## Expected losses
 
-KL from the original in nats a token, ± half the 95 % interval, and its perplexity over the original's. Calibrated on
-sequences of 512 tokens of the shipped prose, scored on text of its kind that calibrated nothing. Sequences begin as
-prompts do: with BOS where the tokenizer adds one. Few were taken, so intervals are wide:
+KL from the original in nats a token, ± half the 95 % interval, and perplexity over the original's
+([glossary](glossary.md)). Calibration: sequences of 512 tokens of the shipped prose. Scores: text of its kind that
+calibrated nothing. Sequences begin as prompts do, with BOS if the tokenizer adds one. They are few, so intervals are
+wide:
 
 {taken}
 """
 _MEMORY = """## Memory, forecast and real
 
-The most that a compile had resident, and what its plan says (`planning/compiling.py`), whose figures of memory
-are fitted on these compiles and on those of random models (`python benchmarks/plan_compile.py --fit --again`): the
+The peak of resident memory of a compile, and the forecast of its plan (`planning/compiling.py`). The forecast is
+fitted on these compiles and on those of random models (`python benchmarks/plan_compile.py --fit --again`). So the
 errors below are those of the fit, not of a prediction.
 """
 

@@ -34,12 +34,12 @@ _PART = {"weights": "", "inputs": " inputs", "kv_cache": " KV cache"}
 _ORDER = ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "int8", "int7", "int4", "int3", "int2")
 _INTRO = """# Formats by hardware by runtime
 
-Made from the targets in `export/` by `make matrix`; not written by hand. `quantkit list matrix` shows the same, with
-`--target`, `--format` and `--runtime` to choose from it; `compile` refuses and warns by it before it opens a model.
+`make matrix` writes this page from the targets in `export/`. `quantkit list matrix` shows the same table; `--target`,
+`--format` and `--runtime` select from it. `compile` refuses and warns by it before it opens a model.
 
-**Native**: a kernel reads the stored form. **Emulated**: it runs, but what is stored is expanded to floats first:
-smaller, not faster. **Absent**: it does not run. Columns without a word are of weights alone; *inputs* are of products
-whose weights and inputs are both in the format; *KV cache* is of keys and values. What is in no cell is not known.
+**Native**: a kernel reads the stored form. **Emulated**: it runs, but weights are expanded to floats first: smaller,
+not faster. **Absent**: it does not run. A plain column is about weights only, *inputs* about products whose weights and
+inputs both have the format, *KV cache* about keys and values. An empty cell is unknown.
 """
 
 

@@ -15,20 +15,21 @@ _HEAD = """# Models
 
 Written by `make zoo` from `benchmarks/results/{record}`; edit `tests/zoo/page.py` instead.
 
-A tiny random model of every text architecture that transformers {version} has in its auto classes went through a whole
-compile: calibrated and quantized to 4 bits by GPTQ in groups of 32, exported, reloaded, scored. Its figures were then
-held against plain transformers, which knows nothing of quantkit.
+Does quantkit work on an architecture? A tiny random model of every text architecture in the auto classes of
+transformers {version} went through a whole compile: quantized to 4 bits by GPTQ in groups of 32, exported, reloaded,
+scored. Its figures were then compared with plain transformers, which knows nothing of quantkit.
 
-- **works**: the manifest's perplexity of the source, perplexity of the bundle and KL between them (of an encoder, the
-  cosine) are those of two plain forwards, `from_pretrained` of the source and of the bundle, to one part in a thousand
-  (the largest error found: {error:.0e}); run block by block, the source's answer at every position is that of its own
-  forward; and what the manifest says of the weights agrees with a count of the parameters.
+- **works**: three things agree.
+  - Perplexity of the source, perplexity of the bundle and KL (of an encoder, the cosine) equal those of two plain
+    forwards, `from_pretrained` of the source and of the bundle, to one part in a thousand (largest error:
+    {error:.0e}).
+  - Run block by block, the source answers at every position as its own forward does.
+  - The manifest's weights agree with a count of the parameters.
 - **refused**: one line with a code, and no bundle.
 
 {others}\
-What this does not show: how well an architecture's real models stand quantization, other recipes and exports, and what
-another program makes of a bundle. A real model of an architecture that works is held against its own forward all the
-same, in every compile, before the first block is touched.
+Not shown here: how well real models of an architecture bear quantization, other recipes and exports, and other
+programs that load a bundle. Every compile still compares a real model with its own forward before the first block.
 """
 
 
@@ -46,7 +47,7 @@ def markdown(record: Path) -> str:
     head = _HEAD.format(record=record.name, version=version, error=max(row["error"] for row in right), others=_others())
     parts = [head, _counts(rows), "\n## Works\n", *_works(right)]
     others = {
-        "Refused": ("refused", "With the code, and what the line says."),
+        "Refused": ("refused", "Code and reason of each."),
         "Wrong": ("WRONG", "Known, and to be mended."),
         "Broken": ("CRASH", "Known, and to be mended: the compile ends with an error that is not a refusal."),
         "Not tried": ("not here", "Not built here, or no model of token ids."),
@@ -63,7 +64,7 @@ def _others() -> str:
     words = {
         "zoo_half": "Stored in bfloat16 instead of float32, {right} of {all} decoders are right",
         "dtypes": (
-            "A tiny Llama in float32, bfloat16 and float16, and SmolLM2-135M in bfloat16, went through what users do\n"
+            "A tiny Llama in float32, bfloat16 and float16, and SmolLM2-135M in bfloat16, went through a user's steps\n"
             "with every recipe: compile, verify, measure, generate, export. {right} of {all} steps are right,\n"
             "{refused} are refused by a code, {wrong} are wrong"
         ),
@@ -96,9 +97,9 @@ def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _works(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:
     yield (
-        "\nA share behind a name is that of its linear weights that the recipe quantized, where it is less than "
-        f"{_WHOLE:.0%};\nthe rest is in matrices that belong to no linear, mostly of experts, or in linears whose "
-        "inputs no group divides. Every\ncompile says so.\n"
+        "\nA share after a name is the part of its linear weights that the recipe quantized, if below "
+        f"{_WHOLE:.0%}. The rest is in\nmatrices that belong to no linear, mostly of experts, or in linears whose "
+        "inputs no group divides. Every compile\nsays so.\n"
     )
     for table in dict.fromkeys(row["table"] for row in rows):
         mine = sorted((row for row in rows if row["table"] == table), key=lambda row: str(row["name"]).lower())
@@ -115,7 +116,7 @@ def _named(row: Mapping[str, Any]) -> str:
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     ordered = sorted(rows, key=lambda row: (row["code"], _reason(row), row["name"]))
     lines = [f"| `{row['name']}` | `{row['code'] or '-'}` | {_reason(row)} |" for row in ordered]
-    return "\n".join(["| class | code | what it says |", "|---|---|---|", *lines]) + "\n"
+    return "\n".join(["| class | code | reason |", "|---|---|---|", *lines]) + "\n"
 
 
 def _reason(row: Mapping[str, Any]) -> str:
