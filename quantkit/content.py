@@ -1,10 +1,10 @@
-"""Finds and reads the content that users edit: recipes, calibration sets, targets.
+"""Find and read the files that users edit: recipes, calibration sets, targets.
 
-They stand at the top of a clone, and inside the package (`quantkit/content/...`) of an installed wheel. A shipped thing
-goes by a bare word; a user's own file starts with `/`, `./` or `../`, or has a suffix. The two are never confused: a
-bare word is never looked up as a path, a path never as a shipped name.
+They are at the top of a clone, and inside the package (`quantkit/content/...`) of an installed wheel. A bare word is a
+shipped name; a user's own file starts with `/`, `./` or `../`, or has a suffix. A bare word is never looked up as a
+path, and a path never as a shipped name.
 
-Every document is YAML with a closed schema: a key given twice or a key nobody knows is an error.
+Every document is YAML with a closed schema: a repeated key or an unknown key is an error.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from quantkit.errors import InputError, Unbounded, from_validation, unknown_name
 
 Document = TypeVar("Document", bound=BaseModel)
 Kind = Literal["recipes", "calibration", "export"]
-# what somebody else says and is shown: nothing that moves a terminal's cursor, or that a page would keep
+# text of a stranger that is shown: without characters that move a terminal's cursor or change a page
 PRINTED = r"^[^\x00-\x1f\x7f-\x9f]*$"
 _SINGULAR = {"recipes": "recipe", "calibration": "calibration", "export": "target"}
 
 
 class Bounded(BaseModel):
-    """Base of all that is read from outside: numbers are finite, and whole ones have 64 bits."""
+    """Base of documents from outside: numbers are finite, and integers have at most 64 bits."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -51,7 +51,7 @@ class Closed(Bounded):
 
 
 def demand_bounded(data: Any) -> None:
-    """Raise Unbounded for a number in a document that is not finite, or a whole one beyond 64 bits."""
+    """Raise Unbounded for a number in a document that is not finite, or an integer beyond 64 bits."""
     waiting: list[tuple[tuple[str, ...], Any]] = [((), data)]
     met = set()
     while waiting:
@@ -60,7 +60,7 @@ def demand_bounded(data: Any) -> None:
             raise Unbounded("a whole number has 64 bits", place, value)
         if isinstance(value, float) and not math.isfinite(value):
             raise Unbounded("a number is finite", place, value)
-        if isinstance(value, dict | list | tuple) and id(value) not in met:  # what holds itself ends
+        if isinstance(value, dict | list | tuple) and id(value) not in met:  # a document may contain itself
             met.add(id(value))
             parts = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [((*place, str(key)), part) for key, part in parts]
@@ -68,7 +68,7 @@ def demand_bounded(data: Any) -> None:
 
 @cache
 def folder(kind: Kind) -> Path:
-    """Find the folder of that kind: the packaged copy, else the one beside `quantkit/`. Raises `content-missing`."""
+    """Find the folder of a kind: the packaged one, else the one beside `quantkit/`. Raises `content-missing`."""
     here = Path(__file__).parent
     for candidate in (here / "content" / kind, here.parent / kind):
         if candidate.is_dir():
@@ -78,7 +78,7 @@ def folder(kind: Kind) -> Path:
 
 
 def cache_dir() -> Path:
-    """Name the user's folder for what can be made again (converted models, hashes, figures); it is not created here.
+    """Return the user's cache folder (converted models, hashes, figures); it is not created here.
 
     `$QUANTKIT_CACHE`, else `$XDG_CACHE_HOME/quantkit`, else `~/.cache/quantkit`.
     """
@@ -88,7 +88,7 @@ def cache_dir() -> Path:
 
 
 def names(kind: Kind) -> list[str]:
-    """List shipped names, sorted: YAML stems for recipes and targets, folders with a card for calibration sets."""
+    """List the shipped names, sorted: YAML stems of recipes and targets, folders with a card for calibration sets."""
     root = folder(kind)
     if kind == "calibration":
         return sorted(path.parent.name for path in root.glob("*/card.yaml"))
@@ -96,18 +96,18 @@ def names(kind: Kind) -> list[str]:
 
 
 def is_path(reference: str) -> bool:
-    """Tell whether a reference means a user's own file, not a shipped name. (`qwen2.5-7b` has no suffix.)"""
+    """Tell whether a reference is the path of a user's file, not a shipped name. (`qwen2.5-7b` has no suffix.)"""
     return reference.startswith(("/", "./", "../", "~")) or Path(reference).suffix[1:2].isalpha()
 
 
 def as_reference(reference: str | Path) -> str:
-    """Spell a `Path` so that it is a path; a string stays what it is."""
+    """Prefix a bare `Path` with `./`, so that it is read as a path; a string is returned unchanged."""
     text = str(reference)
     return f"./{text}" if isinstance(reference, Path) and not is_path(text) else text
 
 
 def find(kind: Kind, reference: str) -> Path:
-    """Find the file (recipe, target) or the card or data path (calibration set) that a reference means.
+    """Find the file of a reference: a recipe, a target, or a calibration set's card or data.
 
     Raises:
         InputError: `unknown-recipe|target|calibration` with a did-you-mean, or `file-missing`.
@@ -125,7 +125,7 @@ def find(kind: Kind, reference: str) -> Path:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, list[str]]:
-    """Map dotted location -> the keys allowed there, through nested documents."""
+    """Map every dotted location in nested documents to the keys allowed there."""
     keys = {prefix.rstrip("."): [field.alias or name for name, field in model.model_fields.items()]}
     for name, field in model.model_fields.items():
         for inner in _models_in(field.annotation):
@@ -144,15 +144,15 @@ def validated(
     context: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Document:
-    """Validate data as a document, with what `more` says beside it.
+    """Validate data, together with the fields in `more`, as a document.
 
     Args:
-        rule: where only a mapping will do: `a card is a YAML mapping`.
-        keys: of places whose names are free: dotted location -> the keys there.
-        context: what its validators are told beside it.
+        rule: message for data that is not a mapping: `a card is a YAML mapping`.
+        keys: dotted location -> keys allowed there, for places below free names.
+        context: context passed to the validators.
 
     Raises:
-        InputError: of `code`: one line, with a did-you-mean for a misspelt key.
+        InputError: with `code`: one line, with a did-you-mean for a misspelt key.
     """
     if rule and not isinstance(data, dict):
         raise InputError(code, where=where, value="not a mapping", rule=rule)
@@ -175,7 +175,7 @@ try:
     from yaml import CSafeLoader
 
     class _SafeLoader(Composer, CSafeLoader):
-        """libyaml parses in a sixth of the time; what it composes of deep nests would overflow the stack."""
+        """Safe loader on libyaml, six times as fast; it composes in Python, where deep nesting is no stack overflow."""
 
         def __init__(self, text: str) -> None:
             CSafeLoader.__init__(self, text)
@@ -186,7 +186,7 @@ except ImportError:  # built without libyaml
 
 
 class _UniqueKeyLoader(_SafeLoader):
-    """Safe YAML that refuses a key given twice, which plain YAML silently resolves to the last."""
+    """Safe loader that refuses a repeated key; plain YAML silently takes the last."""
 
 
 def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -200,8 +200,8 @@ def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode, deep: bool 
 
 
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
-# YAML 1.1, which PyYAML reads, takes 4.0e9 and 1e-3 for text, because their exponents lack a sign or their mantissas a
-# point; in YAML 1.2 and in everybody's eyes they are numbers
+# PyYAML reads YAML 1.1, where 4.0e9 and 1e-3 are text, because the exponent lacks a sign or the mantissa a point.
+# In YAML 1.2, and to people, they are numbers
 _UniqueKeyLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
 )
@@ -218,11 +218,11 @@ def read_yaml(path: Path) -> Any:
 
 
 def _values(value: Any, known: dict[int, float]) -> float:
-    """Count the values of a document; an alias counts wherever it stands, and is endless where it holds itself."""
+    """Count the values of a document, aliases at every use; infinite if it contains itself."""
     if not isinstance(value, dict | list):
         return 1
     if id(value) not in known:
-        known[id(value)] = math.inf  # of one that is met again inside itself
+        known[id(value)] = math.inf  # the result if it is met again inside itself
         parts = [*value, *value.values()] if isinstance(value, dict) else value
         known[id(value)] = 1 + sum(_values(part, known) for part in parts)
     return known[id(value)]
@@ -243,6 +243,6 @@ def parse_yaml(text: str, *, where: str) -> Any:
     except InputError:
         raise
     except Exception as error:
-        # the library's own constructors stumble so over impossible dates, keys that are lists, `!!int x`, `!!bool x`
+        # PyYAML raises these for impossible dates, keys that are lists, `!!int x`, `!!bool x`
         place, problem = where, str(error)
     raise InputError("yaml-invalid", where=place, value=problem, remedy="mend the YAML")

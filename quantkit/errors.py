@@ -1,8 +1,8 @@
-"""The one family of errors that quantkit raises on purpose.
+"""Exceptions that quantkit raises on purpose.
 
-An error says what is wrong in five fields, in the order a reader needs them: a stable `code`, `where` it happened,
-the offending `value`, the `rule` it breaks and the `remedy`. The command line prints it as one line and leaves with
-`exit`; `--json` prints the same five fields.
+An error has five fields, in the order in which a reader needs them: a stable `code`, `where` it happened, the wrong
+`value`, the `rule` that it breaks and the `remedy`. The command line prints them as one line and ends with `exit`;
+`--json` prints the same five fields.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-# what a terminal obeys or cannot show: controls (C0 but the line feed, DEL, C1), reversed directions, half characters
+# what a terminal obeys or cannot show: controls (C0 except the line feed, DEL, C1), bidi marks, lone surrogates
 _OBEYED = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
     "\U000e0000-\U000e007f]"
 )
-# what colours a library's words
+# colour codes in a library's messages
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
 
 def printable(text: str) -> str:
-    """Make a text that may be a stranger's fit for a terminal: what it would obey is a picture of one column.
+    r"""Make a stranger's text safe for a terminal: every control character becomes a visible one of one column.
 
-    >>> printable("a\\x1b[2Jb\\x9b")
+    >>> printable("a\x1b[2Jb\x9b")
     'a␛[2Jb�'
     """
     return _OBEYED.sub(_picture, text)
 
 
 def in_line(text: str) -> str:
-    """Make the same one line: nobody's note looks like a line of ours.
+    r"""Make a stranger's text safe and put it on one line, so that no part of it passes for a line of ours.
 
-    >>> in_line("a\\n✓ all checks hold")
+    >>> in_line("a\n✓ all checks hold")
     'a␊✓ all checks hold'
     """
     return printable(text).replace("\n", "␊")
@@ -46,19 +46,19 @@ def _picture(match: re.Match[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape in JSON what a terminal would obey: the same document."""
+    """Escape control characters in a JSON text; the document stays equal."""
     return _OBEYED.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 class QuantkitError(Exception):
-    """Something the user can act on. Exit code 2: wrong use or wrong input.
+    """Base of errors that the user can act on. Exit code 2: wrong use or wrong input.
 
     Args:
-        code: stable, lower-case, hyphenated; scripts match on it.
+        code: stable name, lower-case, hyphenated; scripts match on it.
         where: file, layer, key or option.
-        value: what was found there.
-        rule: what has to hold.
-        remedy: what to do about it.
+        value: wrong value.
+        rule: condition that has to hold.
+        remedy: action that helps.
     """
 
     exit: ClassVar[int] = 2
@@ -75,7 +75,7 @@ class QuantkitError(Exception):
         return printable(" ".join(f"[{self.code}] {head}{'; '.join(parts)}".split()))
 
     def as_dict(self) -> dict[str, str]:
-        """Return the `error` object of the `--json` envelope."""
+        """Return the object `error` of the `--json` output."""
         return {name: getattr(self, name) for name in ("code", "where", "value", "rule", "remedy")}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,17 +84,17 @@ class QuantkitError(Exception):
 
 @contextmanager
 def reading(refused: Callable[[str], QuantkitError]) -> Iterator[None]:
-    """Turn whatever a damaged file makes a library raise in the body into one error of ours.
+    """Turn every exception of a library about a damaged file into one error of ours.
 
-    Our own errors and a lack of memory pass. A panic of a library in Rust is no `Exception`, and counts as one.
+    Our own errors and a lack of memory pass. A panic of a Rust library is caught too, although it is no `Exception`.
 
     Args:
-        refused: the first line of what the library said -> the error.
+        refused: function that makes the error from the first line of the library's message.
     """
     try:
         yield
     except (QuantkitError, MemoryError, NameError, ImportError, AssertionError):
-        raise  # the last three are mistakes of ours
+        raise  # the last three are our own mistakes
     except BaseException as problem:
         if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
             raise
@@ -103,7 +103,7 @@ def reading(refused: Callable[[str], QuantkitError]) -> Iterator[None]:
 
 
 class Rebuilt(UserWarning):
-    """Something kept in the cache was damaged, and is made again."""
+    """Warning that a cached file was damaged and is made again."""
 
 
 def _rebuild(kind: type[QuantkitError], fields: dict[str, str]) -> QuantkitError:
@@ -111,34 +111,34 @@ def _rebuild(kind: type[QuantkitError], fields: dict[str, str]) -> QuantkitError
 
 
 class InputError(QuantkitError):
-    """A file, model, recipe or option is not what it has to be. Exit code 2."""
+    """Error for a file, model, recipe or option that is not valid. Exit code 2."""
 
 
 class GateError(QuantkitError):
-    """The work was done and failed what it was held to: a gate, a check, a comparison, `--strict`. Exit code 1."""
+    """Error for a result that fails a gate, a check, a comparison or `--strict`. Exit code 1."""
 
     exit: ClassVar[int] = 1
 
 
 class Inconclusive(QuantkitError):
-    """The measurement was too noisy to decide. Exit code 3."""
+    """Error for a measurement that is too noisy to decide. Exit code 3."""
 
     exit: ClassVar[int] = 3
 
 
 class Stopped(QuantkitError):
-    """Stopped safely (signal, disk full); what is done is kept and `--resume` goes on. Exit code 75."""
+    """Error for a safe stop (signal, full disk); finished steps are kept, and `--resume` continues. Exit code 75."""
 
     exit: ClassVar[int] = 75
 
 
 class MissingDependency(QuantkitError):
-    """An optional package is not installed. Exit code 2.
+    """Error for an optional package that is not installed. Exit code 2.
 
     Args:
-        package: the name to import.
-        extra: the quantkit extra that brings it; None where it is installed by its own name.
-        purpose: what it is needed for.
+        package: name to import.
+        extra: extra of quantkit that installs it; None if it is installed by its own name.
+        purpose: feature that needs it.
     """
 
     def __init__(self, package: str, *, extra: str | None, purpose: str) -> None:
@@ -154,7 +154,7 @@ class MissingDependency(QuantkitError):
     @classmethod
     @contextmanager
     def unless_found(cls, package: str, *, extra: str | None, purpose: str) -> Iterator[None]:
-        """Make this error of an import within it that fails."""
+        """Raise this error for a failed import in the body."""
         try:
             yield
         except ImportError:
@@ -169,12 +169,12 @@ def _rebuild_missing(fields: dict[str, Any]) -> MissingDependency:
 
 
 def one(kind: str) -> str:
-    """Name one of a kind or of a type in a sentence: `a decoder`, `an encoder`, `an int`."""
+    """Put the article before a kind or a type: `a decoder`, `an encoder`, `an int`."""
     return f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Write the remedy for a misspelt name: the closest known one, then all of them.
+    """Write the remedy for a misspelt name: the closest known name, then all of them.
 
     >>> did_you_mean("awq-int5", ["awq-int4", "float"])
     "did you mean 'awq-int4'? known: awq-int4, float"
@@ -182,17 +182,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     import difflib
 
     names = sorted(known)
-    # of two letters one may be wrong; of more, half would make a `cpu-arm` of a `cuda`
+    # one of two letters may be wrong; for longer names, 0.5 would suggest `cpu-arm` for `cuda`
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6 if len(word) > 2 else 0.5)
     guess = f"did you mean {close[0]!r}? " if close else ""
     return f"{guess}known: {', '.join(names) or 'none'}"
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], *, where: str = "", more: str = "") -> InputError:
-    """Make the error for a name that nothing goes by.
+    """Make the error for an unknown name.
 
     Args:
-        more: what else helps, behind the known names.
+        more: further help, shown after the known names.
     """
     return InputError(
         f"unknown-{kind}",
@@ -203,10 +203,10 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, where: str = "",
 
 
 class Unbounded(ValueError):
-    """A number of a document that no field takes.
+    """Error for a number that no field of a document can hold.
 
     Args:
-        place: the keys that lead to it, from the document which was looked at.
+        place: keys that lead to the number, from the top of the document.
     """
 
     def __init__(self, rule: str, place: tuple[str, ...], value: float) -> None:
@@ -215,23 +215,22 @@ class Unbounded(ValueError):
 
 
 def _shown(value: Any) -> str:
-    """A value in a sentence."""
     try:
         return f"{value!r:.120}"
-    except (ValueError, RecursionError):  # of whole numbers Python writes 4,300 digits
+    except (ValueError, RecursionError):  # Python prints integers of up to 4,300 digits
         return f"{one(type(value).__name__)} that is too large to show"
 
 
 def from_validation(
     error: Any, *, where: str, code: str, known: Mapping[str, Iterable[str]] | None = None
 ) -> InputError:
-    """Make one line of a pydantic ValidationError: the first problem, and how many more there are.
+    """Turn a pydantic ValidationError into one line: the first problem, and the number of others.
 
     Args:
-        known: dotted location (without list indices) -> the keys allowed there, for a did-you-mean.
+        known: dotted location (without list indices) -> keys allowed there, for a did-you-mean.
     """
     problems = error.errors()
-    # a misspelt key says more than the key that is missing because of it
+    # report a misspelt key before the key that is missing because of it
     first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     parts, value = [str(part) for part in first["loc"]], first.get("input")
     if isinstance(within := first.get("ctx", {}).get("error"), Unbounded):
@@ -242,7 +241,7 @@ def from_validation(
         got, parent = "unknown key", ".".join(part for part in parts[:-1] if not part.isdigit())
         remedy = did_you_mean(parts[-1], known[parent]) if known is not None and parent in known else ""
     else:
-        # what a rule about the whole document was given is the document: nobody wants to read it in one line
+        # the input of a rule about the whole document is the document, too long for one line
         got = f"got {_shown(value)}" if place and first["type"] != "missing" else ""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     rule = first["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""What a caller in Python gives, as the command line has it: a wrong type is one line, not a traceback from within."""
+"""Check the arguments of Python calls: a wrong type is one line, not a traceback."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from quantkit.errors import InputError
 
 
 def model(value: Any, where: str = "model") -> str:
-    """Take a model or a bundle by name or path; a `Path` is a path, however it is spelt. Raises InputError `usage`."""
+    """Return a model or a bundle by name or path; a `Path` is always a path. Raises InputError `usage`."""
     return as_reference(demand(where, value, (str, Path), "a name or a path"))
 
 
 def path(value: Any, where: str) -> Path | None:
-    """Take a file or a folder; None stays None. Raises InputError `usage`."""
+    """Return a file or a folder; None stays None. Raises InputError `usage`."""
     return None if value is None else Path(demand(where, value, (str, Path), "a path"))
 
 
 def texts(value: Any, where: str) -> list[str]:
-    """Take several texts, or one. Raises InputError `usage`."""
+    """Return several texts, or one, as a list. Raises InputError `usage`."""
     several = [value] if isinstance(value, str | Path) else value
     if not isinstance(several, Sequence) or not all(isinstance(text, str | Path) for text in several):
         raise wrong(where, value, "a text or several")
@@ -29,7 +29,7 @@ def texts(value: Any, where: str) -> list[str]:
 
 
 def batches(value: Any, where: str = "batches") -> list[int]:
-    """Take sequences at once, as `--batch` takes them. Raises InputError `usage`."""
+    """Return batch sizes, as `--batch` takes them. Raises InputError `usage`."""
     sizes = value if isinstance(value, Sequence) and not isinstance(value, str) else [None]
     if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         raise wrong(where, value, "numbers from 1 up: [1, 2, 4]")
@@ -37,32 +37,32 @@ def batches(value: Any, where: str = "batches") -> list[int]:
 
 
 def mappings(value: Any, where: str) -> list[dict[str, Any]]:
-    """Take several mappings. Raises InputError `usage`."""
+    """Return several mappings as a list. Raises InputError `usage`."""
     if not isinstance(value, Sequence) or not all(isinstance(one, Mapping) for one in value):
         raise wrong(where, value, "several mappings: [{'format': 'int4'}]")
     return [dict(one) for one in value]
 
 
 def word(value: Any, where: str, rule: str) -> str | None:
-    """Take a name; None stays None. Raises InputError `usage`."""
+    """Return a name; None stays None. Raises InputError `usage`."""
     return None if value is None else str(demand(where, value, (str,), rule))
 
 
 def flags(**values: Any) -> None:
-    """Refuse what is neither true nor false, by its name: "no" would be true. Raises InputError `usage`."""
+    """Refuse a flag of another type than bool, by name: "no" would count as true. Raises InputError `usage`."""
     for where, value in values.items():
         demand(where, value, (bool,), "True or False")
 
 
 def numbers(**values: Any) -> None:
-    """Refuse what is no number, by its name; None is left to its default. Raises InputError `usage`."""
+    """Refuse a value of another type than a number, by name; None means the default. Raises InputError `usage`."""
     for where, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise wrong(where, value, "a number")
 
 
 def demand(where: str, value: Any, kinds: tuple[type, ...], rule: str) -> Any:
-    """Take a value of one of these types. Raises InputError `usage`."""
+    """Return a value of one of these types. Raises InputError `usage`."""
     if not isinstance(value, kinds):
         raise wrong(where, value, rule)
     return value

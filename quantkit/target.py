@@ -1,11 +1,11 @@
-"""A target: where a model will run. Hardware figures with their source, formats by runtime, shapes to build for.
+"""`Target`: where a model will run. Hardware figures with their source, formats by runtime, shapes to build for.
 
-The schema is closed, as a recipe's. A figure whose value is `auto` is not stated but measured: `quantkit doctor
---write` puts what it found into the user's cache, and `Target.load` reads it there. Until then it stays `auto`:
-unmeasured, said to be so, and never guessed.
+The schema is closed, as a recipe's is. A figure of value `auto` is measured, not stated: `quantkit doctor --write`
+stores it in the user's cache, and `Target.load` reads it there. Until then it stays `auto` and is reported as
+unmeasured; no figure is guessed.
 
-Whether a runtime computes in a format is a cell of the target's own table; all targets' cells together are the
-format-by-hardware matrix.
+The target's own table states whether a runtime computes in a format. The tables of all targets form the matrix of
+formats and hardware.
 """
 
 from __future__ import annotations
@@ -23,35 +23,34 @@ from quantkit.content import Closed, read_yaml, validated
 from quantkit.errors import InputError, did_you_mean
 
 State = Literal["native", "emulated", "absent"]
-# what is stored in a format: weights, the inputs of products whose weights are in it too, keys and values
+# parts of a model that can be in a format: weights, inputs of products whose weights are in it too, keys and values
 Part = Literal["weights", "inputs", "kv_cache"]
-# what arithmetic units multiply; not storage formats: float32 weights may be computed in tf32
+# types that arithmetic units multiply; not storage formats: float32 weights may be computed in tf32
 ComputeType = Literal["fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp4", "int8", "int4"]
-# a target speaks of formats and runtimes that quantkit cannot write or drive itself; a file in `formats/` or
-# `runtimes/` makes its name known too
+# formats and runtimes that quantkit does not implement itself, but that a target may name; files in `formats/` and
+# `runtimes/` add their names
 _FLOATS = ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "mxfp8", "nvfp4")
 _INTEGERS = ("int8", "int4", "int3", "int2")
 _RUNTIMES = ("torch", "onnxruntime", "tensorrt", "tensorrt_rtx", "vllm", "llama_cpp")
 
 
 def known_formats() -> list[str]:
-    """List the formats that a target may speak of."""
+    """List the formats for tables of targets."""
     return sorted({*_FLOATS, *_INTEGERS, *plugins.FORMATS.names()})
 
 
 def known_runtimes() -> list[str]:
-    """List the runtimes that a target may speak of."""
+    """List the runtimes for tables of targets."""
     return sorted({*_RUNTIMES, *plugins.RUNTIMES.names()})
 
 
 class Figure(Closed):
-    """One number about the hardware, with where it is from.
+    """One number about the hardware, with its source.
 
     Args:
-        value: in `unit`; `auto` until `quantkit doctor --write` has measured it.
-        unit: `B`, `B/s`, `W`, `flop/s` (floating point) or `op/s` (integers); a multiplication with its addition counts
-            two.
-        source: the document, or how it is measured.
+        value: number in `unit`; `auto` until `quantkit doctor --write` has measured it.
+        unit: `B`, `B/s`, `W`, `flop/s` (floating point) or `op/s` (integers); a multiply-add counts as two.
+        source: document, or method of measurement.
     """
 
     value: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["auto"]
@@ -61,33 +60,33 @@ class Figure(Closed):
 
     @property
     def number(self) -> float | None:
-        """Value, or None while it is unmeasured."""
+        """Value, or None if it is unmeasured."""
         return None if self.value == "auto" else self.value
 
     @property
     def state(self) -> Literal["stated", "measured", "unmeasured"]:
-        """Stated in the target's file, measured on this user's machine, or not measured yet."""
+        """State of the value: stated in the target's file, measured on this machine, or unmeasured."""
         return "unmeasured" if self.value == "auto" else "measured" if self._measured else "stated"
 
     def demand(self, name: str, unit: str) -> None:
-        """Raise ValueError where it is in another unit."""
+        """Require this unit; raises ValueError for another."""
         if self.unit != unit:
             raise ValueError(f"{name} is in {unit}, not {self.unit}")
 
     def measured(self, value: float, source: str) -> Figure:
-        """Fill in the value that was measured for it."""
+        """Return a copy with a measured value."""
         figure = Figure(value=value, unit=self.unit, source=source)
         figure._measured = True
         return figure
 
 
 class Arch(Closed):
-    """What the machine is.
+    """Kind of machine.
 
     Args:
-        vendor: who made it, or the instruction set for a generic CPU.
-        sm: CUDA compute capability, for NVIDIA GPUs: "8.9".
-        isa: what a CPU's kernels may use, as `quantkit doctor` names it; `auto` is whatever the machine has.
+        vendor: maker, or the instruction set of a generic CPU.
+        sm: CUDA compute capability of an NVIDIA GPU: "8.9".
+        isa: instruction set that a CPU's kernels may use, as `quantkit doctor` names it; `auto` is the machine's own.
     """
 
     vendor: Literal["nvidia", "amd", "intel", "x86", "arm", "apple"]
@@ -96,7 +95,7 @@ class Arch(Closed):
 
 
 class Memory(Closed):
-    """Memory that holds the weights: how much, how fast it is read, and the cache before it."""
+    """Memory that holds the weights: size, read bandwidth, and the cache before it."""
 
     capacity: Figure
     read_bandwidth: Figure
@@ -110,22 +109,22 @@ class Memory(Closed):
 
 
 class Use(Closed):
-    """What a runtime makes of a format that something else than weights is in; `state` and `source` as of `Cell`."""
+    """Support of a format for inputs or for keys and values; `state` and `source` as in `Cell`."""
 
     state: State
     source: str = Field(min_length=1)
 
 
 class Cell(Closed):
-    """Whether one runtime on this target computes in one format.
+    """Support of one format by one runtime on this target.
 
     Args:
-        state: of weights. `native`: a kernel reads the stored form. `emulated`: it runs, but the weights are expanded
-            to floats first, so nothing is gained in speed. `absent`: it does not run.
-        symmetric_only: a zero point is refused, in weights and in inputs.
-        source: how this is known.
-        inputs: of products whose weights and inputs are both in it; None: nothing is known of that.
-        kv_cache: of keys and values; None: nothing is known of that.
+        state: support for weights. `native`: a kernel reads the stored form. `emulated`: it runs, but the weights are
+            expanded to floats first, which gains no speed. `absent`: it does not run.
+        symmetric_only: whether zero points are refused, in weights and in inputs.
+        source: evidence for the state.
+        inputs: support for products whose weights and inputs are both in it; None if unknown.
+        kv_cache: support for keys and values; None if unknown.
     """
 
     state: State
@@ -135,12 +134,12 @@ class Cell(Closed):
     kv_cache: Use | None = None
 
     def of(self, part: Part) -> Use | None:
-        """Return what is known of weights, inputs, or keys and values."""
+        """Return the support for weights, inputs, or keys and values."""
         return Use(state=self.state, source=self.source) if part == "weights" else getattr(self, part)
 
 
 class Stored(NamedTuple):
-    """Something that a recipe stores: its format, whether it does without a zero point, and what it is."""
+    """One thing that a recipe stores: its format, whether it is symmetric, and which part of the model it is."""
 
     format: str
     symmetric: bool
@@ -153,7 +152,7 @@ class Stored(NamedTuple):
 
 
 class Profile(Closed):
-    """A range of shapes that an engine is built for, each as minimum, optimum, maximum.
+    """Range of shapes that an engine is built for, each as minimum, optimum, maximum.
 
     `{name: decode, batch: [1, 8, 64], length: [1, 1, 1], context: [1, 512, 2048]}`: one new token at a time, up to 64
     sequences, up to 2048 tokens before it.
@@ -174,7 +173,7 @@ class Profile(Closed):
 
 
 class Target(Closed):
-    """Where a model will run. `name` is the file's stem; `power` is what the whole board may draw."""
+    """Where a model will run. `name` is the stem of the file; `power` is the limit of the whole board."""
 
     schema_: Annotated[Literal[1], Field(alias="schema")] = 1
     name: str = ""
@@ -221,7 +220,7 @@ class Target(Closed):
     @classmethod
     def _rising(cls, value: list[int]) -> list[int]:
         if sorted(set(value)) != value:
-            raise ValueError("batches rise, none twice")
+            raise ValueError("batches rise, and none is named twice")
         return value
 
     @model_validator(mode="after")
@@ -238,7 +237,7 @@ class Target(Closed):
 
     @classmethod
     def load(cls, reference: str | Path) -> Target:
-        """Read a shipped target by name or a file by path, validate it, fill in what the doctor has measured.
+        """Read a shipped target by name or a file by path, validate it, and fill in measured figures.
 
         Raises:
             InputError: unknown name, unreadable YAML, unknown key, wrong value or unit: one line, with a did-you-mean.
@@ -250,8 +249,8 @@ class Target(Closed):
 
     @classmethod
     def from_dict(cls, data: Any, *, name: str, where: str = "target") -> Target:
-        """Validate a mapping as a target, without looking for measured figures; InputError `target-invalid`."""
-        # the keys between are free (a compute type, a format, a runtime), so nested tables get their keys by hand
+        """Validate a mapping as a target, without measured figures. Raises InputError `target-invalid`."""
+        # keys in between are free (a compute type, a format, a runtime), so keys of nested tables are listed by hand
         keys = {f"compute.{key}": list(Figure.model_fields) for key in _mapping(_mapping(data).get("compute"))}
         for key, cells in _mapping(_mapping(data).get("formats")).items():
             keys |= {f"formats.{key}.{runtime}": list(Cell.model_fields) for runtime in _mapping(cells)}
@@ -259,21 +258,21 @@ class Target(Closed):
         return validated(cls, data, where=where, code="target-invalid", rule=rule, keys=keys, name=name)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the contract's form, which `from_dict` reads back; for the manifest."""
+        """Return the form in the manifest, which `from_dict` reads."""
         return {"schema": 1, **self.model_dump(mode="json", by_alias=True, exclude={"schema_"})}
 
     def figures(self) -> dict[str, Figure]:
-        """Map every figure by its dotted place: `memory.read_bandwidth`, `compute.int8`, ..."""
+        """Map the dotted place of every figure to it: `memory.read_bandwidth`, `compute.int8`, ..."""
         memory = {f"memory.{name}": getattr(self.memory, name) for name in Memory.model_fields}
         power = {} if self.power is None else {"power": self.power}
         return {**memory, **power, **{f"compute.{name}": figure for name, figure in self.compute.items()}}
 
     def unmeasured(self) -> list[str]:
-        """List the places that still wait for `quantkit doctor --write`."""
+        """List the places of figures that `quantkit doctor --write` has yet to measure."""
         return [place for place, figure in self.figures().items() if figure.state == "unmeasured"]
 
     def resolve(self, measured: Mapping[str, Any]) -> Target:
-        """Copy it with `auto` figures filled in from what `read_measured` returns."""
+        """Return a copy with `auto` figures replaced by the result of `read_measured`."""
         values, source = measured.get("figures", {}), str(measured.get("source", "measured"))
         new = {
             place: figure.measured(float(values[place]), source)
@@ -288,25 +287,25 @@ class Target(Closed):
         return self.model_copy(update={"memory": memory, "compute": compute, "arch": arch})
 
     def supports(self, format: str, runtime: str | None = None) -> Cell:  # noqa: A002 (the word of the contract)
-        """Look up the cell of a format and a runtime (default: the first); what is not in the table is absent."""
+        """Look up the cell of a format and a runtime, by default the target's first; a missing cell is absent."""
         runtime = runtime or self.runtimes[0]
         cell = self.formats.get(format, {}).get(runtime)
         return cell or Cell(state="absent", source=f"the table of {self.name or 'the target'} has no such cell")
 
     def use(self, stored: Stored, runtime: str | None = None) -> Use:
-        """Look up what a runtime makes of something that is stored; what is not in the table is absent."""
+        """Look up a runtime's support for something that is stored; a missing cell is absent."""
         missing = f"the table of {self.name or 'the target'} says nothing of {stored.words}"
         return self.supports(stored.format, runtime).of(stored.part) or Use(state="absent", source=missing)
 
     def check(self, formats: Iterable[Stored | tuple[str, bool]], runtime: str | None = None) -> list[Stored]:
-        """Refuse what this target cannot run.
+        """Refuse a recipe if this target cannot run it.
 
         Args:
-            formats: everything that a recipe stores; of (format, symmetric) alone, weights.
-            runtime: default: the target's first.
+            formats: everything that the recipe stores; a pair (format, symmetric) means weights.
+            runtime: name of a runtime; the default is the target's first.
 
         Returns:
-            What the runtime only emulates: stored so, computed in floats.
+            everything that the runtime only emulates: stored in the format, computed in floats.
 
         Raises:
             InputError: `target-cannot-run`, with the cell's source and the formats that do run.
@@ -352,14 +351,14 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def measured_path(name: str) -> Path:
-    """Name the file of the doctor's figures for a target of that name: `<cache>/doctor/<name>.json`."""
+    """Return the file of measured figures of a target: `<cache>/doctor/<name>.json`."""
     return content.cache_dir() / "doctor" / f"{name}.json"
 
 
 def read_measured(name: str) -> dict[str, Any]:
-    """Read what `write_measured` wrote: `figures` (place -> value), `isa`, `source`; empty when nothing was measured.
+    """Read the result of `write_measured`: `figures` (place -> value), `isa`, `source`; empty if nothing was measured.
 
-    A file that cannot be read counts as not measured: the doctor will write it anew.
+    An unreadable file counts as not measured: the doctor writes it again.
     """
     try:
         data = json.loads(measured_path(name).read_text(encoding="utf-8"))
@@ -376,7 +375,7 @@ def read_measured(name: str) -> dict[str, Any]:
 
 
 def write_measured(name: str, data: Mapping[str, Any]) -> Path:
-    """Write the doctor's figures atomically: a reader sees the old file or the new one, whole.
+    """Write the measured figures atomically: a reader sees the old file or the new one.
 
     Raises:
         InputError: `cache-unwritable`.

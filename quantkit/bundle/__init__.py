@@ -1,4 +1,4 @@
-"""The bundle: its manifest, its crash-safe building, its verification. Torch-free."""
+"""Write, read and verify bundles. Nothing here imports torch."""
 
 from quantkit.bundle.build import Build, exists_already
 from quantkit.bundle.bundle import Bundle

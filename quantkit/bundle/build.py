@@ -1,13 +1,13 @@
-"""Building a bundle so that it can be killed at any moment and resumed.
+"""Build a bundle so that the process can be killed at any moment and the build resumed.
 
-    <out>.partial/lock          held by the one process that builds (flock: the kernel frees it when that is killed)
-    <out>.partial/build.json    the fingerprint: what is being built from what
-    <out>.partial/steps/        journal.jsonl, block files, hidden states: gone at the end
-    <out>.partial/bundle/       the files of the bundle to be; renamed to <out> at the end
+    <out>.partial/lock          held by the one process that builds (flock: the kernel frees it when the process ends)
+    <out>.partial/build.json    the fingerprint: everything that the result depends on
+    <out>.partial/steps/        journal.jsonl, block files, hidden states: deleted at the end
+    <out>.partial/bundle/       the files of the future bundle; renamed to <out> at the end
 
-A step is committed by: fsync its files, rename them into place, fsync the folders, append one line to the journal,
-fsync the journal. The line is the commit, and holds the sha256 of each file: files without one are deleted at the next
-opening, and a torn last line, or a line whose files are not what was committed, is dropped with all that follow.
+Committing a step means: fsync its files, rename them into place, fsync the folders, append one line to the journal,
+fsync the journal. The line is the commit, and holds the sha256 of every file of the step. The next opening deletes
+files without a line. It drops a torn last line, and a line whose files have changed, with all lines that follow.
 """
 
 from __future__ import annotations
@@ -45,16 +45,15 @@ _JOURNAL = "journal.jsonl"
 
 
 class Build:
-    """The folder in which one bundle is being built; a context manager.
+    """Folder in which one bundle is built; a context manager.
 
-    Leaving it on an error keeps what was committed, for `--resume`, or deletes the folder if nothing was.
+    Leaving it on an error keeps the committed steps for `--resume`, or deletes the folder if nothing was committed.
 
     Args:
-        out: the bundle's final name.
-        folder: `<out>.partial`, beside it, so that a rename is possible.
-        finished: the bundle, when resuming something that had been finished already. Nothing is left to build then.
-            If the process was killed after the partial folder was gone, nothing here can tell whether that bundle is
-            the one asked for: compare its manifest with the request.
+        out: final name of the bundle.
+        folder: `<out>.partial`, in the same folder as `out`, so that a rename is possible.
+        finished: the bundle, when the resumed build is already complete. If the process was killed after the partial
+            folder was deleted, the fingerprint is gone too: compare the manifest of this bundle with the request.
     """
 
     def __init__(self, out: Path, lock: int, finished: Bundle | None = None) -> None:
@@ -69,27 +68,27 @@ class Build:
 
     @property
     def bundle(self) -> Path:
-        """The files of the bundle to be."""
+        """Folder with the files of the future bundle."""
         return self.folder / "bundle"
 
     @property
     def steps(self) -> Path:
-        """The journal, and what steps leave for those that follow."""
+        """Folder of the journal, and of files that one step leaves for the next."""
         return self.folder / "steps"
 
     @property
     def dropped(self) -> str:
-        """Which committed steps are done again, and why; "" for none."""
+        """Committed steps to be done again, and the reason; "" for none."""
         return self._dropped
 
     @classmethod
     def open(cls, out: str | Path, fingerprint: Mapping[str, Any], *, resume: bool) -> Build:
-        """Start a build, or go on with one.
+        """Start a build, or resume one.
 
         Args:
-            out: the final name of the bundle; its parents are made.
-            fingerprint: JSON; everything that the result depends on. Another one cannot resume.
-            resume: go on with what is there; with nothing there, start.
+            out: final name of the bundle; missing parent folders are created.
+            fingerprint: everything that the result depends on, as JSON. A build resumes only with an equal one.
+            resume: go on with an unfinished build; start one where there is none.
 
         Raises:
             InputError: `out-exists`, `out-not-writable`, `unfinished-build`, `resume-mismatch`, `build-locked`.
@@ -104,16 +103,16 @@ class Build:
 
     @staticmethod
     def demand_free(out: Path) -> None:
-        """Refuse, before any work, a name that is taken, or a place where no folder can be made; `open` looks again.
+        """Refuse, before any work, a name that is taken or a place where no folder can be created; `open` checks again.
 
         Raises:
-            InputError, Stopped: as `open`.
+            InputError, Stopped: those of `open`.
         """
         if os.path.lexists(out):
             raise exists_already(out)
         if (_partial(out) / _FINGERPRINT).exists():
             raise _unfinished(_partial(out))
-        # asked of the system itself: /proc says that it may be written to, and /dev/null holds no folders
+        # only a trial tells: /proc claims to be writable, and /dev/null cannot hold folders
         above = next((path for path in out.absolute().parents if path.exists()), Path())
         try:
             with stopping_when_full(out):
@@ -146,7 +145,7 @@ class Build:
         else:
             self._refuse_foreign()
         if os.path.lexists(self.out):
-            # killed after the last rename, before all that was left of the building was removed
+            # the process was killed after the last rename, before the partial folder was deleted
             finished = _finished(self.out) if resume else None
             self._remove()
             self._release()
@@ -163,26 +162,25 @@ class Build:
                 raise
 
     def _refuse_foreign(self) -> None:
-        """A folder that happens to have our name is nothing to build in, and nothing to delete."""
         ours = {"lock", "steps", "bundle"}
         there = [path.name for path in self.folder.iterdir()]
         foreign = sorted(name for name in there if name not in ours and not name.startswith(f".{_FINGERPRINT}."))
         if foreign:
             (self.folder / "lock").unlink()
-            value, rule = f"holds {foreign[0]!r}, which no build put there", "the build needs this name"
+            value, rule = f"holds {foreign[0]!r}, which no build put there", "the build needs a folder of this name"
             remedy = "move the folder away, or choose another --out"
             raise InputError("unfinished-build", str(self.folder), value, rule, remedy)
 
     def __enter__(self) -> Self:
-        """Itself."""
+        """Return the build itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let go of the lock; on an error, delete a folder in which nothing was committed, or from wrong input.
+        """Release the lock; on an error, delete the folder if nothing was committed or if the input was wrong.
 
-        What cannot end well is not kept: the same input would fail again. A name taken meanwhile is another matter.
+        Wrong input would fail again, so its steps are not kept, except where only the name `out` was taken meanwhile.
         """
         hopeless = isinstance(error, InputError) and error.code != "out-exists"
         useless = self._lock >= 0 and (hopeless or not self._committed)
@@ -193,11 +191,11 @@ class Build:
             raise disk_full(self.folder, error) from error
 
     def done(self) -> dict[str, dict[str, Any]]:
-        """The records of the committed steps, in order."""
+        """Map the key of every committed step to its record, in order."""
         return {step["key"]: step["record"] for step in self._committed}
 
     def temporary(self, name: str) -> Path:
-        """A place to write a file before it is committed; its folder exists."""
+        """Return a path for a file that is not committed yet; its folder exists."""
         path = self.steps / "temporary" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -205,17 +203,17 @@ class Build:
     def commit(
         self, key: str, record: Mapping[str, Any], files: Mapping[Path, Path], *, remove: Iterable[Path] = ()
     ) -> None:
-        """Make a step permanent: all of it, or, if killed meanwhile, none.
+        """Commit a step: all of it, or none of it if the process is killed.
 
         Args:
-            key: names the step; once.
-            record: JSON; what `done` gives back.
+            key: name of the step; used once.
+            record: JSON that `done` returns.
             files: temporary path -> final path, both under `folder`. A final path is written once: a later step never
-                replaces the file of an earlier one, which a resume may need.
-            remove: files of earlier steps that no later step needs (the hidden states before this block).
+                replaces the file of an earlier step, because a resume may need it.
+            remove: files of earlier steps that no later step needs, such as the hidden states before this block.
 
         Raises:
-            ValueError: a key or a path that is taken.
+            ValueError: the key or a path is already used.
             Stopped: `disk-full`.
         """
         finals = [self._name(final) for final in files.values()]
@@ -241,11 +239,11 @@ class Build:
             (self.folder / path).unlink(missing_ok=True)
 
     def finish(self, manifest: Manifest) -> Bundle:
-        """Write the manifest, give the bundle its final name, remove what was needed to build it.
+        """Write the manifest, rename the bundle to its final name, delete the partial folder.
 
         Raises:
-            ValueError: the manifest does not list just the files that are there.
-            InputError: `out-exists`, made by someone else meanwhile.
+            ValueError: the files of the manifest and those in the folder differ.
+            InputError: `out-exists`, another process created it meanwhile.
             Stopped: `disk-full`.
         """
         listed = {entry.path: entry.bytes for entry in manifest.files}
@@ -274,19 +272,19 @@ class Build:
         fsync(self.folder.parent)
 
     def _recover(self) -> None:
-        """Read the journal, drop what did not get all the way, delete every file that no step claims."""
+        """Read the journal, drop steps with missing or changed files, delete every file that belongs to no step."""
         self.steps.mkdir(exist_ok=True)
         self.bundle.mkdir(exist_ok=True)
         journal = self.steps / _JOURNAL
         raw = journal.read_bytes() if journal.exists() else b""
         steps, ends = _whole_lines(raw)
         count, damaged = len(steps), ""
-        while count and (found := self._differs(steps[:count])):
-            damaged = damaged or found
+        while count and (changed := self._differs(steps[:count])):
+            damaged = damaged or changed
             count -= 1
         if damaged:
             again = ", ".join(step["key"] for step in steps[count:][:3]) + (", ..." if len(steps) - count > 3 else "")
-            self._dropped = f"{damaged} is not what was committed: {again} done again"
+            self._dropped = f"{damaged} is missing or has changed: {again} done again"
         self._committed = steps[:count]
         kept = ends[count - 1] if count else 0
         if kept != len(raw):
@@ -300,11 +298,11 @@ class Build:
                     path.unlink()
 
     def _differs(self, steps: list[dict[str, Any]]) -> str:
-        """The first file that these steps have left behind and that is not as it was; "" for none."""
+        """Return the first committed file that is missing or has changed; "" for none."""
         return next((name for name, digest in _live(steps).items() if self._hash(name) != digest), "")
 
     def _hash(self, name: str) -> str | None:
-        """Of a file; None where it cannot be read. Each is read once: nobody else writes here."""
+        """Hash a file once; None if it cannot be read."""
         if name not in self._hashes:
             path = self.folder / name
             try:
@@ -324,19 +322,18 @@ class Build:
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError:
-            # a half line would spoil the next one
+            # half a line would corrupt the next one
             os.truncate(journal, start)
             raise
         if new:
             fsync(self.steps)
 
     def _make(self, folder: Path) -> None:
-        """A folder and its parents, their names durable."""
-        made = []
+        missing = []
         while not folder.exists():
-            made.append(folder)
+            missing.append(folder)
             folder = folder.parent
-        for place in reversed(made):
+        for place in reversed(missing):
             place.mkdir()
             fsync(place.parent)
 
@@ -344,7 +341,7 @@ class Build:
         return path.relative_to(self.folder).as_posix()
 
     def _remove(self) -> None:
-        # the fingerprint goes last but for the lock: a folder without it is nobody's unfinished build
+        # delete the fingerprint after the rest: a folder without one is not taken for an unfinished build
         for place in (self.steps, self.bundle):
             shutil.rmtree(place, ignore_errors=True)
         (self.folder / _FINGERPRINT).unlink(missing_ok=True)
@@ -366,7 +363,7 @@ def _unfinished(folder: Path) -> InputError:
 
 
 def exists_already(out: Path, value: str = "exists already") -> InputError:
-    """The error `out-exists`."""
+    """Make the error `out-exists`."""
     remedy = "choose another --out, or delete it"
     return InputError("out-exists", str(out), value, "nothing is overwritten", remedy)
 
@@ -379,17 +376,17 @@ def _finished(out: Path) -> Bundle:
 
 
 def _acquire(folder: Path) -> int:
-    """The lock of a build folder, which is made if it is missing; the descriptor holds it."""
+    """Create the build folder if it is missing, lock it, and return the lock's descriptor."""
     while True:
         folder.mkdir(exist_ok=True)
         status = os.lstat(folder)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            value, rule = "a link, or somebody else's", "a build has a folder of its own, which it empties"
+            value, rule = "a link, or a folder of another user", "a build needs its own folder, which it empties"
             remedy = "move it away, or choose another --out"
             raise InputError("unfinished-build", str(folder), value, rule, remedy)
         try:
             lock = disk.lock_file(folder / "lock")
-        except FileNotFoundError:  # another build finished and removed the folder just now
+        except FileNotFoundError:  # another build has just finished and deleted the folder
             continue
         try:
             disk.lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -406,7 +403,7 @@ def _acquire(folder: Path) -> int:
 
 
 def _whole_lines(raw: bytes) -> tuple[list[dict[str, Any]], list[int]]:
-    """The steps of a journal up to the first torn line, and where each of their lines ends."""
+    """Parse the journal up to the first torn line; return its steps and the position where each line ends."""
     steps: list[dict[str, Any]] = []
     ends: list[int] = []
     position = 0
@@ -425,7 +422,7 @@ def _whole_lines(raw: bytes) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def _live(steps: list[dict[str, Any]]) -> dict[str, str]:
-    """File -> sha256 of what these steps have left behind."""
+    """Map files of these steps to their sha256, without the files that a later step removed."""
     live: dict[str, str] = {}
     for step in steps:
         live.update(step["files"])
@@ -435,20 +432,20 @@ def _live(steps: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _same(before: Any, now: Any, folder: Path) -> None:
-    """Raises `resume-mismatch` for the first key in which two fingerprints differ."""
+    """Raise `resume-mismatch` for the first key in which two fingerprints differ."""
     difference = _first_difference(before, now, "")
     if difference is not None:
         key, old, new = difference
         value = f"the build was begun with {_short(old)}, now it is {_short(new)}"
-        rule = "a resumed build does what was begun"
+        rule = "a resumed build has the same inputs and settings"
         remedy = "repeat the first command with --resume, or delete the folder"
         raise InputError("resume-mismatch", f"{folder}: {key}", value, rule, remedy)
 
 
 def _short(value: Any) -> str:
-    """Of code from outside its name and the first digits of its hash; of anything else the first characters."""
-    if isinstance(value, list) and value and all(isinstance(each, dict) and "sha256" in each for each in value):
-        return ", ".join(f"{each.get('kind')} {each.get('name')} {each['sha256'][:12]}" for each in value)
+    """Shorten a value for a message; code from outside is shown by name and hash."""
+    if isinstance(value, list) and value and all(isinstance(file, dict) and "sha256" in file for file in value):
+        return ", ".join(f"{file.get('kind')} {file.get('name')} {file['sha256'][:12]}" for file in value)
     return f"{value!r:.80}"
 
 
@@ -456,8 +453,8 @@ def _first_difference(before: Any, now: Any, key: str) -> tuple[str, Any, Any] |
     if isinstance(before, dict) and isinstance(now, dict):
         for name in [*before, *(name for name in now if name not in before)]:
             inner = f"{key}.{name}" if key else name
-            found = _first_difference(before.get(name), now.get(name), inner)
-            if found is not None:
-                return found
+            difference = _first_difference(before.get(name), now.get(name), inner)
+            if difference is not None:
+                return difference
         return None
     return None if before == now else (key, before, now)

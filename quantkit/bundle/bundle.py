@@ -1,4 +1,4 @@
-"""A bundle: the folder that a compile leaves, opened by its manifest."""
+"""`Bundle`: the folder that a compile writes, opened by its manifest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quantkit.plugins import Kind
 
 
 class _ModelLoader(Protocol):
-    """What a bundle needs of a runtime."""
+    """Method of a runtime that `Bundle.model` calls."""
 
     def load(self, bundle: Bundle, **settings: Any) -> Any: ...
     def generate(self, bundle: Bundle, prompt: str, **how: Any) -> dict[str, Any]: ...
@@ -43,8 +43,8 @@ class Bundle:
     """A finished bundle on disk.
 
     Args:
-        path: its folder.
-        manifest: the parsed `manifest.json`.
+        path: folder of the bundle.
+        manifest: parsed `manifest.json`.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class Bundle:
 
     @classmethod
     def load(cls, path: str | Path) -> Bundle:
-        """Open a bundle; reads the manifest only.
+        """Open a bundle; only the manifest is read.
 
         Raises:
             InputError: `usage`, `not-a-bundle`, `unfinished-build`, `manifest-invalid`, `manifest-schema`.
@@ -70,15 +70,15 @@ class Bundle:
 
     @property
     def model_folder(self) -> Path:
-        """Folder for transformers and vLLM."""
+        """Folder with the checkpoint for transformers and vLLM."""
         return self.path / "model"
 
     @property
     def measurements(self) -> list[dict[str, Any]]:
-        """The rows of `measurements.jsonl`; empty when nothing was measured.
+        """Rows of `measurements.jsonl`; empty when nothing was measured.
 
         Raises:
-            InputError: `measurements-invalid` with the line.
+            InputError: `measurements-invalid` with the line number.
         """
         path = self.path / MEASUREMENTS
         if not path.is_file():
@@ -98,26 +98,26 @@ class Bundle:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Whether it was worth it on its target; None where its speed was not measured."""
+        """Verdict on its target; None if its speed was not measured."""
         return self.manifest.verdict
 
     def frame(self, library: frames.Library = "pandas") -> Any:
-        """The measurements as a `pandas.DataFrame`, or a `pyarrow.Table`: a row each, a column for each field.
+        """Return the measurements as a `pandas.DataFrame` or a `pyarrow.Table`, one column for each field.
 
         Raises:
             InputError: `measurements-invalid`.
-            MissingDependency: pandas, or pyarrow.
+            MissingDependency: pandas or pyarrow.
         """
         return frames.frame(self.measurements, library)
 
     def plot(self, title: str | None = None) -> Any:
-        """A figure of the bundle's page, as a `plotly.graph_objects.Figure`.
+        """Return one figure of the bundle's page as a `plotly.graph_objects.Figure`.
 
         Args:
-            title: of the figure; None is the first: how many times as fast it is, where that was measured.
+            title: title of the figure; None is the first figure, the speed-up where speed was measured.
 
         Raises:
-            InputError: `unknown-figure` with those there are, `nothing-to-plot`, `measurements-invalid`.
+            InputError: `unknown-figure` with the known titles, `nothing-to-plot`, `measurements-invalid`.
             MissingDependency: plotly, extra `report`.
         """
         return self._notebook().plot(self, title)
@@ -135,38 +135,38 @@ class Bundle:
         return f"{manifest.model.name}, {name}, for {target}: {self.path}\n{state}; {answer}{batch}"
 
     def _repr_html_(self) -> str:
-        """The verdict and the figures, in a notebook."""
+        """Show the verdict and the figures in a notebook."""
         return str(self._notebook().html(self))
 
     def _notebook(self) -> Any:
-        # what people read stands above: it is looked up by name, as the runtime of `model` is
+        # the report is on a higher floor than the bundle, so it is looked up by name, as `model` looks up its runtime
         return import_module("quantkit.report.notebook")
 
     def model(self, **settings: Any) -> Any:
-        """Load the quantized model as torch runs it; needs the `compile` extra."""
+        """Load the quantized model in torch; needs the extra `compile`."""
         return Kind[_ModelLoader]("runtimes").load("torch").load(self, **settings)
 
     def generate(self, prompt: str, *, runtime: str | None = None, new_tokens: int = 64, chat: bool = False) -> str:
-        """Go on from a prompt with the most likely tokens; returns the added text.
+        """Continue a prompt with the most likely tokens and return the new text.
 
         Args:
-            runtime: None is the first of the bundle's that is installed.
-            chat: put the prompt into the model's chat template.
+            runtime: name of a runtime; None is the first runtime of the bundle that is installed.
+            chat: whether to put the prompt into the model's chat template.
 
         Raises:
-            InputError, MissingDependency: of the runtime.
+            InputError, MissingDependency: those of the runtime.
         """
         name = runtime or import_module("quantkit.pipeline.measure").default_runtime(self)
         runner = Kind[_ModelLoader]("runtimes").load(name, where="runtime")
         return str(runner.generate(self, prompt, new_tokens=new_tokens, chat=chat)["text"])
 
     def measure(self, baseline: str | Path | None = None, **how: Any) -> list[dict[str, Any]]:
-        """Measure again: `quantkit.measure(bundle, ...)`, whose arguments it takes."""
+        """Measure again; takes the arguments of `quantkit.measure`."""
         rows: list[dict[str, Any]] = import_module("quantkit").measure(self, baseline, **how)
         return rows
 
     def demand_writable(self) -> None:
-        """Refuse a bundle that nothing can be put into, before hours of work end there.
+        """Refuse a bundle in a read-only folder, before hours of work are lost there.
 
         Raises:
             InputError: `bundle-not-writable`.
@@ -181,28 +181,27 @@ class Bundle:
             raise InputError("bundle-not-writable", where, value, rule, remedy) from None
 
     def demand_free(self, place: str) -> None:
-        """Refuse a folder that the bundle has. Raises InputError `export-exists`."""
+        """Refuse a folder name already in the bundle. Raises InputError `export-exists`."""
         if any(entry.path.startswith(f"{place}/") for entry in self.manifest.files):
             value, rule = "the bundle has it already", "content never changes after the build"
             remedy = "compile again with another recipe"
             raise InputError("export-exists", str(self.path / place), value, rule, remedy)
 
     def demand_intact(self, under: str | None = None) -> None:
-        """Refuse a bundle whose content is not what its manifest says.
+        """Refuse a bundle if its content differs from its manifest.
 
-        A file that the manifest does not list, a link or an empty folder counts where a library would read it: beside
-        these files.
+        An unlisted file, a link or an empty folder is refused too where a library would read it: in the folders of the
+        files that are checked.
 
         Args:
-            under: only what stands below this path (`model/`); "" is all that is listed, None what `content_sha256` is
-                of.
+            under: prefix of the paths to check (`model/`); "" checks all listed files, None those of `content_sha256`.
 
         Raises:
             InputError: `hash-mismatch` with the file.
         """
         files = self.manifest.files
-        entries = [each for each in files if (each.deterministic if under is None else each.path.startswith(under))]
-        places = {each.path.partition("/")[0] for each in entries if "/" in each.path}
+        entries = [entry for entry in files if (entry.deterministic if under is None else entry.path.startswith(under))]
+        places = {entry.path.partition("/")[0] for entry in entries if "/" in entry.path}
         places |= {under.partition("/")[0]} if under else {"model", "onnx"}
         for check, names in content_offenders(self.path, self.manifest, entries, places).items():
             if names:
@@ -211,14 +210,15 @@ class Bundle:
                 raise InputError("hash-mismatch", where, check, rule, remedy)
 
     def verify(self) -> list[Check]:
-        """Check that every file is there and unchanged, and that there is no other."""
+        """Check every listed file for changes, and the folder for files without an entry."""
         return verify_files(self.path, self.manifest)
 
     def put(self, name: str, data: bytes) -> Bundle:
-        """Add or replace one file (measurements, report), then the manifest that lists it.
+        """Write one file (measurements, report), then the manifest that lists it.
 
-        Only for what is not part of the bundle's identity. Killed between the two, `verify` names the file and the
-        same call mends it.
+        For files outside `content_sha256` only. If the process is killed between the two writes, `verify` names the
+        file
+        and the same call repairs it.
 
         Raises:
             ValueError: the file is deterministic content.
@@ -227,9 +227,9 @@ class Bundle:
         return self.put_all({name: data})
 
     def put_all(self, files: Mapping[str, bytes | None], **changes: Any) -> Bundle:
-        """As `put`, for several files and what of the manifest goes with them (the verdict), the manifest last.
+        """Write several files as `put` does, then the manifest with the changed fields, such as the verdict.
 
-        A file that is None is removed: a report that no longer holds.
+        A value of None deletes the file: a report that is out of date.
         """
         entries = {entry.path: entry for entry in self.manifest.files}
         with stopping_when_full(self.path), one_writer(self.path):
@@ -251,11 +251,11 @@ class Bundle:
         return Bundle(self.path, manifest)
 
     def add_content(self, place: str, folder: Path, **changes: Any) -> Bundle:
-        """Move a finished folder into the bundle as content (`onnx`), and give the bundle its new identity.
+        """Move a finished folder into the bundle as content (`onnx`), and compute the bundle's new `content_sha256`.
 
-        The rows measured so far go on to the new identity: what they were measured on is unchanged. Files that the
-        manifest lists already keep their hashes: one that was damaged since is found as before. Killed before the
-        manifest is written, `verify` names the files of `place` as unlisted, and the same call mends it.
+        Existing measurements move to the new hash: the files that they were measured on have not changed. Files in the
+        manifest keep their recorded hashes, so one that was damaged since is still detected. If the process is killed
+        before the manifest is written, `verify` names the files of `place` as unlisted, and the same call repairs it.
 
         Raises:
             InputError: `export-exists`.
@@ -265,10 +265,10 @@ class Bundle:
         self.demand_free(place)
         if home.is_symlink():
             home.unlink()
-        elif home.exists():  # of a call that was killed
+        elif home.exists():  # left by a call that was killed
             shutil.rmtree(home)
         with stopping_when_full(self.path), one_writer(self.path):
-            # a copy where the bundle is a file system of its own
+            # copied instead of renamed if the bundle is on another file system
             shutil.move(folder, home)
             fsync_tree(home)
             added = [entry for entry in inventory(self.path) if entry.path.startswith(f"{place}/")]
@@ -277,7 +277,7 @@ class Bundle:
             rows = entries.get(MEASUREMENTS)
             if rows is not None:
                 data = (self.path / MEASUREMENTS).read_bytes()
-                # whatever they say now: a call that was killed may have changed it
+                # set again: a call that was killed may have changed them
                 for subject in {row["subject"] for row in self.measurements if "subject" in row}:
                     data = data.replace(subject.encode(), identity.encode())
                 digest = write_atomic(self.path / MEASUREMENTS, data)

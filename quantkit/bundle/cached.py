@@ -1,6 +1,6 @@
-"""What is kept in the user's cache is what was put there, or it is made again: its hashes are checked when it is read.
+"""Keep files in the user's cache with their hashes; a damaged file is detected when it is read, and made again.
 
-.NAME.sums    beside a file or a folder: a line for each file in it, as `sha256sum` prints them
+.NAME.sums    beside a file or a folder: one line for each file in it, as `sha256sum` prints them
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
 _NAME = "hidden"
 
 
-def put(made: Path, place: Path) -> None:
-    """Give a file or folder that is whole its name in the cache.
+def put(source: Path, place: Path) -> None:
+    """Move a complete file or folder to its place in the cache.
 
-    Its hashes stand there first: what has the name and no hashes is nobody's work in progress.
+    The hashes are written first, so a file without hashes is never taken for a complete one.
     """
-    write_atomic(_sums(place), _said(made, place.name).encode())
-    made.rename(place)
+    write_atomic(_sums(place), _said(source, place.name).encode())
+    source.rename(place)
     fsync(place.parent)
 
 
 def is_intact(place: Path) -> bool:
-    """Whether it is there as it was sealed. One that is not is removed, with the warning `Rebuilt`.
+    """Tell whether a cached file or folder is unchanged. A damaged one is deleted, with the warning `Rebuilt`.
 
-    It is read whole: about a second for a gigabyte.
+    The whole of it is read: about a second for a gigabyte.
     """
     if not os.path.lexists(place):
         return False
     try:
         if _sums(place).read_text(encoding="utf-8") == _said(place, place.name):
             return True
-        why = "is not what was kept"
+        why = "has changed"
     except FileNotFoundError:
         why = "has no hashes"
     except (OSError, ValueError):
         why = "cannot be read"
-    with suppress(OSError):  # a cache that is not ours to write says so when it is written
+    with suppress(OSError):  # a read-only cache is reported when it is written
         remove(place)
-    warnings.warn(Rebuilt(f"{place}: {why} there; it is made again"), stacklevel=2)
+    warnings.warn(Rebuilt(f"{place}: {why}; it is made again"), stacklevel=2)
     return False
 
 
 def remove(place: Path) -> None:
-    """Forget a file or folder; one that is not there is no error."""
+    """Delete a cached file or folder; a missing one is no error."""
     _sums(place).unlink(missing_ok=True)
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
@@ -62,21 +62,21 @@ def remove(place: Path) -> None:
 
 
 def read_tensor(place: Path) -> Tensor | None:
-    """A tensor that was kept; None where there is none, or where the file is not what was kept."""
+    """Read a cached tensor; None if it is missing or damaged."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not is_intact(place):
         return None
     try:
-        found: Tensor | None = load_file(place).get(_NAME)
+        tensor: Tensor | None = load_file(place).get(_NAME)
     except (OSError, SafetensorError):
         return None
-    return found
+    return tensor
 
 
 def keep_tensor(place: Path, tensor: Tensor) -> None:
-    """Keep a tensor; a cache that cannot be written costs time, not the result."""
+    """Cache a tensor. A cache that cannot be written costs time, not the result."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -86,7 +86,7 @@ def keep_tensor(place: Path, tensor: Tensor) -> None:
             place.parent.mkdir(parents=True, exist_ok=True)
             save_file({_NAME: tensor.contiguous()}, temporary)
             put(temporary, place)
-        except (OSError, SafetensorError):  # the library says so of a full disk
+        except (OSError, SafetensorError):  # SafetensorError: a full disk
             temporary.unlink(missing_ok=True)
 
 

@@ -1,11 +1,11 @@
-"""Writing so that a crash or a full disk leaves either the old state or the new one.
+"""Write files so that a crash or a full disk leaves either the old state or the new one.
 
     write to a temporary name -> fsync the file -> rename over the final name -> fsync the folder
 
-A rename within one file system is atomic; the two fsyncs make that its data, and then its name, survive a power loss.
+A rename within one file system is atomic. The first fsync makes the data survive a power loss, the second the name.
 
-A bundle may come from a stranger, who can plant links in it. So temporary names are random and made exclusively, and
-where a folder is named that must not be left (`inside`), each folder below it is opened without following links.
+A bundle may come from a stranger, who can plant links in it. So temporary names are random and created exclusively.
+With `inside`, every folder below it is opened without following links.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from pathlib import Path
 
 from quantkit.errors import InputError, Stopped
 
-# no space, over quota, over the file size limit: for the user all three are "it does not fit here"
+# no space, over quota, over the file size limit: to the user all three mean that it does not fit
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# bytes from which a chunk is hashed while it is written
+# chunks of at least this many bytes are hashed in a thread while they are written
 _LARGE = 1 << 20
-# the temporary names of `write_atomic`
+# temporary names of `write_atomic`
 _LEFT_OVER = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
-# libraries written in Rust (safetensors, tokenizers) raise their own types, with the number only in the text
+# libraries in Rust (safetensors, tokenizers) raise their own types and give the error number only in the text
 _RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or one it was raised from, means that the disk took no more."""
+    """Tell whether an error, or its cause, means a full disk."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return True
-        found = _RUST_OS_ERROR.search(str(error))
-        if found and int(found.group(1)) in _FULL:
+        number = _RUST_OS_ERROR.search(str(error))
+        if number and int(number.group(1)) in _FULL:
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def disk_full(where: Path, error: BaseException) -> Stopped:
-    """The error for a full disk: exit code 75, what is committed is kept."""
+    """Make the error for a full disk: exit code 75, committed steps are kept."""
     remedy = "make room, then run the same command with --resume"
     return Stopped("disk-full", str(where), str(error), "what was committed is kept", remedy)
 
 
 def check_place(path: Path | None) -> None:
-    """Refuse to begin long work for a file that cannot be written. Raises InputError `file-unwritable`."""
+    """Refuse, before long work, a path that cannot be written. Raises InputError `file-unwritable`."""
     if path is None:
         return
     folder = path.expanduser().resolve().parent
@@ -62,14 +62,14 @@ def check_place(path: Path | None) -> None:
 
 
 def not_writable(out: Path, error: OSError) -> InputError:
-    """The error for a place where no bundle can be built, which happens beside its final name: `out-not-writable`."""
+    """Make the error `out-not-writable`, for a folder in which no bundle can be built."""
     value, rule = error.strerror or str(error), "the bundle is built beside its final name"
     return InputError("out-not-writable", str(out), value, rule, "choose another --out")
 
 
 @contextmanager
 def stopping_when_full(where: Path) -> Iterator[None]:
-    """Turns "no space left" in the body into `Stopped("disk-full")`; other errors pass."""
+    """Turn "no space left" in the body into `Stopped("disk-full")`; other errors pass."""
     try:
         yield
     except Stopped:
@@ -81,7 +81,7 @@ def stopping_when_full(where: Path) -> Iterator[None]:
 
 
 def fsync(path: Path) -> None:
-    """Make the content of a file, or the names in a folder, durable."""
+    """Flush the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -90,7 +90,7 @@ def fsync(path: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Make everything under a folder, and the folder itself, durable."""
+    """Flush a folder and everything in it to the disk."""
     for place, _, names in os.walk(folder):
         for name in names:
             path = Path(place, name)
@@ -100,18 +100,18 @@ def fsync_tree(folder: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, inside: Path | None = None) -> str:
-    """Replace a file's content, whole or in chunks; a reader, or a crash, sees the old content or the new one.
+    """Replace the content of a file; a reader, or a crash, sees the old content or the new one.
 
     Args:
-        path: of the file. A link that stands there is replaced, never written through.
-        data: its content.
-        inside: a folder above it that the file has to stay in. What is missing between the two is made.
+        path: file to write. A link at this path is replaced, never followed.
+        data: new content, whole or in chunks.
+        inside: folder that the file must not leave. Missing folders between the two are created.
 
     Returns:
-        the sha256 of what was written.
+        the sha256 of the content.
 
     Raises:
-        InputError: `bundle-link`, a folder between `inside` and the file that is a link.
+        InputError: `bundle-link`, a folder between `inside` and the file is a link.
     """
     digest = hashlib.sha256()
     temporary = f".{path.name}.{secrets.token_hex(8)}.tmp"
@@ -123,8 +123,8 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, insi
                 for chunk in [data] if isinstance(data, bytes) else data:
                     hashed = None
                     if memoryview(chunk).nbytes >= _LARGE:
-                        with suppress(RuntimeError):  # a Python that is ending begins no threads
-                            # hashing takes as long as writing, and neither holds Python's lock
+                        with suppress(RuntimeError):  # an interpreter that is shutting down starts no threads
+                            # hashing takes as long as writing, and both release the GIL
                             hashed = beside.submit(digest.update, chunk)
                     stream.write(chunk)
                     if hashed is None:
@@ -142,12 +142,12 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, insi
 
 
 def is_left_over(name: str) -> bool:
-    """Whether a file in a folder is what a write that was killed has left there: nobody reads it."""
+    """Tell whether a name is a temporary one, left by a write that was killed."""
     return _LEFT_OVER.fullmatch(name) is not None
 
 
 def lock(descriptor: int, how: int) -> None:
-    """`flock`, where the file system has it; some that are mounted from elsewhere have not, and nobody is kept out."""
+    """Call `flock`; file systems without it, such as some network mounts, lock nothing."""
     import fcntl
 
     try:
@@ -159,7 +159,7 @@ def lock(descriptor: int, how: int) -> None:
 
 @contextmanager
 def one_writer(folder: Path) -> Iterator[None]:
-    """One process at a time changes a folder; what killed ones have left in it is cleared away first."""
+    """Let one process at a time change a folder, and delete temporary files of killed ones first."""
     import fcntl
 
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -175,14 +175,14 @@ def one_writer(folder: Path) -> Iterator[None]:
 
 
 def remove(path: Path, *, inside: Path) -> None:
-    """Delete a file that may be missing; errors as `write_atomic`, and a link is deleted, not what it names."""
+    """Delete a file if it exists; raises as `write_atomic`. A link is deleted, not its target."""
     with suppress(FileNotFoundError), _folder(path.parent, inside, make=False) as folder:
         os.unlink(path.name, dir_fd=folder)
 
 
 @contextmanager
 def _folder(path: Path, inside: Path, *, make: bool) -> Iterator[int]:
-    """A descriptor of a folder, reached from `inside` by real folders alone."""
+    """Open a folder below `inside` without following links, and yield its descriptor."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     descriptor = os.open(inside, flags)
     try:
@@ -208,7 +208,7 @@ def _folder(path: Path, inside: Path, *, make: bool) -> Iterator[int]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns what a file system answers in the body into `Stopped` (`disk-full`) or `InputError` (`file-unwritable`)."""
+    """Turn errors of the file system in the body into `Stopped` (`disk-full`) or `InputError` (`file-unwritable`)."""
     try:
         with stopping_when_full(path):
             yield
@@ -219,7 +219,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def alone(place: Path) -> Iterator[None]:
-    """One process at a time; the kernel frees the lock of one that is killed."""
+    """Hold a lock, for one process at a time; the kernel frees the lock of a killed process."""
     import fcntl
 
     descriptor = lock_file(place)
@@ -231,10 +231,10 @@ def alone(place: Path) -> Iterator[None]:
 
 
 def lock_file(path: Path) -> int:
-    """A descriptor of a lock's file, which is made where there is none; nothing is waited for, and no link followed.
+    """Open a lock file, creating it if it is missing, without waiting and without following a link.
 
     Raises:
-        InputError: `lock-foreign`: something else is there. OSError: as the system says.
+        InputError: `lock-foreign`, something else has this name. OSError: as the system reports it.
     """
     try:
         descriptor: int | None = os.open(
@@ -246,33 +246,33 @@ def lock_file(path: Path) -> int:
         descriptor = None
     if descriptor is not None:
         status = os.fstat(descriptor)
-        if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # 0: its folder was removed just now
+        if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # 0: its folder has just been deleted
             return descriptor
         os.close(descriptor)
     value, rule = "a link, no regular file, or one of several names", "a lock is a file of its own"
-    raise InputError("lock-foreign", str(path), value, rule, "delete it; it is made anew")
+    raise InputError("lock-foreign", str(path), value, rule, "delete it; it is created again")
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
+    """Return the sha256 of a file's content, in hex."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def is_plain(status: os.stat_result) -> bool:
-    """Whether `lstat` names a regular file that no other name leads to: a hard link changes with a file elsewhere."""
+    """Tell whether `lstat` shows a regular file without a second name: a hard link changes with a file elsewhere."""
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
 
 def empty_folders(folder: Path) -> Iterator[Path]:
-    """The folders under a folder in which nothing lies."""
+    """Yield the empty folders under a folder."""
     for place, folders, names in os.walk(folder):
         if not folders and not names and Path(place) != folder:
             yield Path(place)
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Everything under a folder that is not a real folder: files, links (of folders too), the rest; sorted."""
+    """Yield every file, link and special file under a folder, sorted; links to folders are not entered."""
     for place, folders, names in os.walk(folder):
         folders.sort()
         links = [name for name in folders if Path(place, name).is_symlink()]

@@ -1,4 +1,4 @@
-"""The rows of a bundle as a table: a column for each field, those of nested ones with dots (`baseline.ratio`)."""
+"""Measurements as a table: one column for each field; nested fields are joined with dots (`baseline.ratio`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Library = Literal["pandas", "pyarrow"]
 
 
 def frame(rows: Sequence[Mapping[str, Any]], library: Library) -> Any:
-    """A `pandas.DataFrame` or a `pyarrow.Table`, a row each.
+    """Return rows as a `pandas.DataFrame` or a `pyarrow.Table`.
 
     Raises:
-        InputError: `usage`, another library.
-        MissingDependency: the library.
+        InputError: `usage`, an unknown library.
+        MissingDependency: the library is not installed.
     """
     flat = [_flat(row) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
@@ -33,17 +33,17 @@ def frame(rows: Sequence[Mapping[str, Any]], library: Library) -> Any:
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _column(pyarrow: Any, values: list[Any]) -> Any:
-    """A column; a setting that is a number here and a word there is text throughout."""
+    """Make a column; mixed numbers and words become text."""
     try:
         return pyarrow.array(values)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):

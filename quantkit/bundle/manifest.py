@@ -1,8 +1,8 @@
-"""`manifest.json`: what a bundle is, how it was made, and the hash of every file in it.
+r"""`manifest.json`: what a bundle is, how it was made, and the hash of every file in it.
 
-    content_sha256 = sha256 of the lines "<sha256>  <path>\\n" of the deterministic files, sorted by path
+    content_sha256 = sha256 of the lines "<sha256>  <path>\n" of the deterministic files, sorted by path
 
-which is what `sha256sum` prints for them, hashed once more: anyone can check it without this package.
+These are the lines that `sha256sum` prints, hashed once more: anyone can check the hash without this package.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from quantkit.plugins import EXPORTERS
 
 MANIFEST = "manifest.json"
 MEASUREMENTS = "measurements.jsonl"
-# of the manifest itself, and signatures: what the manifest cannot list
+# files that the manifest cannot list: itself, its seal and the signatures
 SEAL, SIGNED_BY_KEY, SIGNED_BY_LIBRARY = "seal.json", "seal.json.sig", "model.sig"
 UNLISTED = frozenset({MANIFEST, SEAL, SIGNED_BY_KEY, SIGNED_BY_LIBRARY})
 SCHEMA = 1
 
 
 class _Closed(Bounded):
-    """Unknown keys are errors, values are frozen, numbers are finite: what is absent is null, never NaN."""
+    """Base of the manifest's classes: no unknown keys, frozen values, finite numbers (null, never NaN)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
 class SourceEntry(_Closed):
-    """Where the model came from.
+    """Origin of the model.
 
     Args:
-        ref: as it was given: `alias:smollm2-135m`, `hf:org/name`, a path.
-        sha256: of the source's weights.
-        dtype: of the source's weights.
-        was: what it was before, when the source is itself a conversion: `gguf Q4_1`.
+        ref: the model as the user named it: `alias:smollm2-135m`, `hf:org/name`, a path.
+        sha256: hash of the source's weights.
+        dtype: type of the source's weights.
+        was: original format, when the source is itself a conversion: `gguf Q4_1`.
     """
 
     ref: str
@@ -64,7 +64,7 @@ class SourceEntry(_Closed):
 
 
 class ModelEntry(_Closed):
-    """Which model."""
+    """Identity of the model."""
 
     name: str
     kind: Said
@@ -72,10 +72,10 @@ class ModelEntry(_Closed):
 
 
 class CalibrationEntry(_Closed):
-    """What the passes saw; `ids_sha256` is over the token ids as used.
+    """Calibration data of the passes; `ids_sha256` is the hash of the token ids as used.
 
-    `begins`: the special tokens that every sequence begins with, as text: `<bos>`.
-    `generated`: how many of the samples, the last ones, the model wrote itself.
+    `begins`: special tokens at the start of every sequence, as text: `<bos>`.
+    `generated`: number of samples that the model wrote itself; they are the last ones.
     """
 
     set: str
@@ -88,19 +88,18 @@ class CalibrationEntry(_Closed):
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Of sequences that begin with a text's own tokens, the five keys that every reader of schema 1 knows."""
+        """Leave out empty fields: readers of schema 1 know five keys."""
         data: dict[str, Any] = handler(self)
         return {key: value for key, value in data.items() if value is not None}
 
 
 class LayerEntry(_Closed):
-    """One quantized layer: shape [N, K], its scheme, stored bits per weight; how its input is quantized, if it is, and
-    the scale of that, if calibration fixed it.
+    """One quantized layer: shape [N, K], scheme, stored bits per weight, quantization of its input and its fixed scale.
 
-    `error`: of its weights, squared and relative: ‖W − Ŵ‖² / ‖W‖², Frobenius norms. 0.01 is an error of a tenth of the
-    weights' root mean square.
+    `error`: relative squared error of the weights, ‖W − Ŵ‖² / ‖W‖² in Frobenius norms. 0.01 is an error of a tenth of
+    the weights' root mean square.
 
-    `routed`: of an expert's layer, the calibration tokens that were routed to it.
+    `routed`: calibration tokens that were routed to the expert of this layer.
     """
 
     name: str
@@ -114,7 +113,7 @@ class LayerEntry(_Closed):
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A layer of weights alone has the five keys that every reader of schema 1 knows."""
+        """Leave out empty fields: readers of schema 1 know five keys."""
         data: dict[str, Any] = handler(self)
         return {key: value for key, value in data.items() if value is not None or key == "error"}
 
@@ -123,12 +122,12 @@ class FileEntry(_Closed):
     """One file of the bundle.
 
     Args:
-        path: inside the bundle, with forward slashes.
-        bytes: its size.
-        sha256: of its content.
+        path: path inside the bundle, with forward slashes.
+        bytes: size.
+        sha256: hash of the content.
         role: weights, config, tokenizer, onnx, openvino, engine, gguf, measurements, kernels, report, card, other.
-        deterministic: whether the same inputs give the same content; only these enter `content_sha256`.
-        for: what the file is tied to (an engine: device and runtime version); null for what runs anywhere.
+        deterministic: whether equal inputs give equal content; only these files enter `content_sha256`.
+        for: device and runtime version that the file needs (an engine); null for a file that runs anywhere.
     """
 
     path: str
@@ -141,7 +140,7 @@ class FileEntry(_Closed):
     @field_validator("path")
     @classmethod
     def _inside(cls, value: str) -> str:
-        value.encode()  # half a character is no name
+        value.encode()  # a lone surrogate cannot be a file name
         parts = PurePosixPath(value).parts
         plain = str(PurePosixPath(*parts)) == value and "\\" not in value and "\0" not in value
         if not parts or not plain or value.startswith("/") or ".." in parts or value in UNLISTED:
@@ -150,7 +149,7 @@ class FileEntry(_Closed):
 
 
 class Decision(_Closed):
-    """Something that was done otherwise than asked, with its reason."""
+    """Something that was not done as asked, with the reason."""
 
     pass_: str = Field(alias="pass")
     code: str
@@ -160,22 +159,22 @@ class Decision(_Closed):
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        """The contract's form."""
+        """Return the form in the manifest."""
         return self.model_dump(mode="json", by_alias=True)
 
 
 def decision(name: str, code: str, where: str, reason: str, before: object = None, after: object = None) -> Decision:
-    """A recorded decision of a pass, or of whatever else decided."""
+    """Record a decision of a pass, an exporter or the pipeline."""
     return Decision.model_validate(
         {"pass": name, "code": code, "where": where, "from": before, "to": after, "reason": reason}
     )
 
 
 class WeightsEntry(_Closed):
-    """What became of tensors of the source, those of one reason together.
+    """Fate of tensors of the source, grouped by reason.
 
-    `state` is `quantized`, `carried` (as it came), or `unused` (carried too, but no parameter of the class holds it).
-    `linear`: they multiply activations as a matrix. `asked`: the recipe keeps them, or they are nothing to quantize.
+    `state`: `quantized`, `carried` (copied unchanged) or `unused` (copied too, but no parameter of the class holds it).
+    `linear`: they multiply activations as a matrix. `asked`: the recipe keeps them, or they cannot be quantized.
     """
 
     state: Literal["quantized", "carried", "unused"]
@@ -188,12 +187,12 @@ class WeightsEntry(_Closed):
 
 
 class CodeEntry(_Closed):
-    """A plug-in from outside that a recipe named: a file, or a package with its version.
+    """A plug-in from outside that the recipe uses: a file, or a package with its version.
 
     Args:
         kind: pass, exporter or format.
-        path: of a file: its name, beside the recipe.
-        sha256: of what ran: the file's bytes; of a package, the names and hashes of all its files of Python.
+        path: file name, relative to the recipe.
+        sha256: hash of the code that ran: of the file, or of the names and hashes of all Python files of the package.
     """
 
     kind: str
@@ -205,15 +204,15 @@ class CodeEntry(_Closed):
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A file has no package, a package no path."""
+        """Leave out empty fields: a file has no package, a package no path."""
         data: dict[str, Any] = handler(self)
         return {key: value for key, value in data.items() if value is not None}
 
 
 class Check(_Closed):
-    """One thing that was verified: a value held against its limit.
+    """One check: a value compared with its limit.
 
-    `where` says which files or layers failed; it is for the reader, and not part of the stored document.
+    `where` names the files or layers that failed; it is for the reader, and is not stored.
     """
 
     name: str
@@ -224,15 +223,15 @@ class Check(_Closed):
 
     @property
     def rule(self) -> str:
-        """Of one that failed, its limit in words: what is below it had to be at least that."""
+        """Limit of a failed check in words; a value below its limit had to be at least that."""
         least = self.value is not None and self.limit is not None and self.value < self.limit
         return f"{'at least' if least else 'at most'} {self.limit}"
 
 
 class PromptVerdict(_Closed):
-    """How prompts of a decoder fare: the lengths that were measured, in tokens, by what was found; ascending.
+    """Verdict on prefill: the measured prompt lengths, in tokens, by result; ascending.
 
-    `open`: noise hides which, or the two are alike.
+    `open`: lengths at which noise hides a difference, or there is none.
     """
 
     faster: list[int] = Field(default_factory=list)
@@ -241,9 +240,9 @@ class PromptVerdict(_Closed):
 
 
 class Verdict(_Closed):
-    """Whether it was worth it, on the target; of a decoder, decode steps answer that, and `prompts` stand beside them.
+    """Answer whether quantizing was worth it on the target; decode steps decide for a decoder, not `prompts`.
 
-    `instead`: what to use where it gains nothing; empty where it gains everywhere, or nothing better is known.
+    `instead`: what to use where quantizing gains nothing; empty if it gains everywhere, or if nothing better is known.
     """
 
     answer: str
@@ -255,10 +254,10 @@ class Verdict(_Closed):
     instead: str = ""
 
     def _repr_html_(self) -> str:
-        """In a notebook: the answer, and what decided it."""
+        """Show the answer and its reasons in a notebook."""
         about = "".join(f", {name} {value}" for name in ("batch", "format") if (value := getattr(self, name)))
         answer = html.escape(f"{'forecast: ' if self.forecast else ''}{self.answer.replace('_', ' ')}{about}")
-        return f"<b>{answer}</b><ul>{''.join(f'<li>{html.escape(each)}</li>' for each in self.because)}</ul>"
+        return f"<b>{answer}</b><ul>{''.join(f'<li>{html.escape(reason)}</li>' for reason in self.because)}</ul>"
 
 
 class Manifest(_Closed):
@@ -288,7 +287,7 @@ class Manifest(_Closed):
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Made by what ships alone, it has the keys that every reader of schema 1 knows."""
+        """Leave out empty fields: without code from outside, the keys are those of schema 1."""
         data: dict[str, Any] = handler(self)
         return {key: value for key, value in data.items() if key != "code" or value}
 
@@ -324,22 +323,22 @@ class Manifest(_Closed):
             raise from_validation(error, where=str(path), code="manifest-invalid") from None
 
     def as_dict(self) -> dict[str, Any]:
-        """The contract's form."""
+        """Return the document `manifest.json`."""
         return self.model_dump(mode="json", by_alias=True)
 
     def as_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the content of the file."""
         return (json.dumps(self.as_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def content_sha256(files: Iterable[FileEntry]) -> str:
-    """The identity of a bundle: the hash of its deterministic files' hashes and paths."""
+    """Hash the hashes and paths of the deterministic files: the identity of a bundle."""
     lines = sorted((entry.path, entry.sha256) for entry in files if entry.deterministic)
     return hashlib.sha256("".join(f"{digest}  {path}\n" for path, digest in lines).encode()).hexdigest()
 
 
 def role_of(path: str) -> tuple[str, bool]:
-    """(role, deterministic) of a file by where it stands in a bundle.
+    """Return (role, deterministic) of a file by its place in a bundle.
 
     >>> role_of("model/model-00001-of-00002.safetensors")
     ('weights', True)
@@ -350,7 +349,7 @@ def role_of(path: str) -> tuple[str, bool]:
     """
     place, name = PurePosixPath(path).parts[0], PurePosixPath(path).name
     if place == "engine" and name.endswith((".onnx", ".onnx.data")):
-        return "onnx", True  # what the engine is built from
+        return "onnx", True  # the source of the engine
     weights = {"model": (".safetensors",), "onnx": (".onnx", ".onnx.data"), "openvino": (".xml", ".bin")}
     if place in weights:
         if name.endswith(weights[place]):
@@ -371,13 +370,13 @@ def role_of(path: str) -> tuple[str, bool]:
 
 
 def _weights(place: str) -> tuple[str, ...]:
-    """List the suffixes of weight files in a folder, by its exporter; none of others."""
+    """List the suffixes of weight files in a folder, as its exporter declares them; none without an exporter."""
     loaded = (EXPORTERS.load(name) for name in EXPORTERS.shipped())
     return next((tuple(exporter.weights) for exporter in loaded if exporter.place == place), ())
 
 
 def inventory(folder: Path) -> list[FileEntry]:
-    """The entries of all files of a bundle but its manifest, hashed, sorted by path.
+    """List all files of a bundle except its manifest, with their hashes, sorted by path.
 
     Raises:
         InputError: `bundle-link`, something that is not a plain file.

@@ -1,6 +1,6 @@
-"""Does a bundle still hold exactly what its manifest says? Every file, every byte, nothing more.
+"""Check that a bundle holds exactly the files of its manifest, byte for byte, and no others.
 
-Each check counts its offenders, which must be none, and names the first of them.
+A check counts the files that fail it, which must be none, and names the first of them.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from quantkit.bundle.manifest import MANIFEST, UNLISTED, Check, FileEntry, Manif
 
 
 def verify_files(folder: Path, manifest: Manifest) -> list[Check]:
-    """Checks `files.present`, `.size`, `.sha256`, `.unlisted`, `.links`, `content_sha256` and `seal`."""
+    """Run the checks `files.present`, `.size`, `.sha256`, `.unlisted`, `.links`, `content_sha256` and `seal`."""
     return [_count(name, names) for name, names in offenders(folder, manifest, manifest.files).items()]
 
 
 def offenders(folder: Path, manifest: Manifest, entries: Collection[FileEntry]) -> dict[str, list[str]]:
-    """Check -> the files that fail it.
+    """Map every check to the files that fail it.
 
-    A link is never followed. A file that has a second name elsewhere (a hard link) can be changed there, and counts as
-    a link. A folder in which nothing lies counts as unlisted, with a slash behind its name.
+    A link is never followed. A file with a second name elsewhere (a hard link) can be changed there, and counts as a
+    link. An empty folder counts as unlisted, with a slash after its name.
 
     Args:
-        folder: of the bundle.
-        manifest: what it should hold.
-        entries: of the manifest; only their content is read.
+        folder: folder of the bundle.
+        manifest: expected content.
+        entries: entries of the manifest whose content is read.
     """
-    found = {path.relative_to(folder).as_posix(): os.lstat(path) for path in walk(folder)}
-    found = {name: status for name, status in found.items() if not _is_nobodys(name)}
-    links = sorted(name for name, status in found.items() if not is_plain(status))
+    present = {path.relative_to(folder).as_posix(): os.lstat(path) for path in walk(folder)}
+    present = {name: status for name, status in present.items() if not _is_nobodys(name)}
+    links = sorted(name for name, status in present.items() if not is_plain(status))
     missing, sizes, hashes = [], [], []
     for entry in entries:
         path = folder / entry.path
-        # a path through a linked folder is not in `found`: what is listed has to stand where it is listed
-        if entry.path not in found or path.is_symlink() or not path.is_file():
+        # a path through a linked folder is not in `present`, so a listed file has to be where the manifest lists it
+        if entry.path not in present or path.is_symlink() or not path.is_file():
             missing.append(entry.path)
-        elif found[entry.path].st_size != entry.bytes:
+        elif present[entry.path].st_size != entry.bytes:
             sizes.append(entry.path)
         elif _unreadable_or_differs(path, entry.sha256):
             hashes.append(entry.path)
     empty = [f"{path.relative_to(folder).as_posix()}/" for path in empty_folders(folder)]
-    unlisted = sorted({*found, *empty} - {entry.path for entry in manifest.files} - UNLISTED)
+    unlisted = sorted({*present, *empty} - {entry.path for entry in manifest.files} - UNLISTED)
     identity = [] if content_sha256(manifest.files) == manifest.content_sha256 else [MANIFEST]
     return {
         "files.present": missing,
@@ -60,19 +60,19 @@ def offenders(folder: Path, manifest: Manifest, entries: Collection[FileEntry]) 
 def content_offenders(
     folder: Path, manifest: Manifest, entries: Collection[FileEntry], places: Collection[str]
 ) -> dict[str, list[str]]:
-    """As `offenders`, of these entries; of what is unlisted or linked, what lies in these folders.
+    """Map every check to the files that fail it, for these entries and the unlisted or linked files in these folders.
 
-    A library that opens `model`, `onnx` or `engine` reads files that it finds there, listed or not. Elsewhere what is
-    unlisted is read by nobody: a write that was killed may have left it.
+    A library that opens `model`, `onnx` or `engine` reads files there whether they are listed or not. Unlisted files
+    elsewhere are never read: a killed write may have left them.
     """
-    found = offenders(folder, manifest, entries)
+    failing = offenders(folder, manifest, entries)
     for name in ("files.unlisted", "files.links"):
-        found[name] = [each for each in found[name] if each.partition("/")[0] in places and role_of(each)[1]]
-    return found
+        failing[name] = [path for path in failing[name] if path.partition("/")[0] in places and role_of(path)[1]]
+    return failing
 
 
 def _is_nobodys(name: str) -> bool:
-    """What a killed write, a file manager, git or a download leaves in a folder, and no library reads."""
+    """Tell whether a file was left by a killed write, a file manager, git or a download; no library reads it."""
     place, _, _ = name.partition("/")
     return (
         (is_left_over(name) and "/" not in name)

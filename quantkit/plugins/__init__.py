@@ -1,14 +1,14 @@
-"""What exists is what stands in a folder: one file, or one folder, one thing.
+"""Find and load plug-ins: one file, or one folder, is one plug-in.
 
-A pass, format, exporter, runtime or layout is a module or a package in `quantkit/<kind>/` that has one constant:
+A pass, format, exporter, runtime or layout is a module or a package in `quantkit/<kind>/` that defines one constant:
 `PASS`, `FORMAT`, `EXPORT`, `RUNTIME`, `LAYOUT`. Its name is the stem, its summary the first line of its docstring; both
-are read without importing, so that listing needs no torch. What has no such constant is a helper. Beside those that
-ship there are those that installed packages offer, and passes in a user's own file (`outside.py`): a shipped name stays
-what it is, and what has to look at all of a kind looks at what ships.
+are read without importing, so that listing needs no torch. A module without that constant is a helper. Installed
+packages can offer more, and a recipe can name a pass in a file (`outside.py`). They cannot replace a shipped name, and
+code that looks at all plug-ins of a kind looks at the shipped ones.
 
-`Kind` finds them. What a plug-in does is declared by a Protocol beside its kind, with a loader that returns it:
-`load_format`, `load_pass`, `load_layout`, `load_exporter`, `load_runtime`. Floors below it read what a plug-in declares
-as plain data: recipes validate settings.
+`Kind` finds them. Every kind has a Protocol that states what its plug-ins do, with a loader that returns it:
+`load_format`, `load_pass`, `load_layout`, `load_exporter`, `load_runtime`. Floors below the Protocol read the
+declarations of a plug-in as plain data; this is how recipes validate settings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from quantkit.errors import InputError, unknown_name
 from quantkit.plugins import outside
 
-# folder -> (the constant that a plug-in defines, one of the kind in a sentence)
+# folder -> (constant that a plug-in defines, word for one plug-in)
 _WORDS = {
     "passes": ("PASS", "pass"),
     "formats": ("FORMAT", "format"),
@@ -40,31 +40,31 @@ class Kind(Generic[Plugin_co]):
     """Plug-ins of one kind, loaded as `Plugin_co`.
 
     Args:
-        folder: in `quantkit/`, with dots: "passes", "model.layouts".
+        folder: folder in `quantkit/`, with dots: "passes", "model.layouts".
     """
 
     folder: str
 
     @property
     def constant(self) -> str:
-        """Name that a module of this kind defines: `PASS`."""
+        """Name of the constant in every module of this kind: `PASS`."""
         return _WORDS[self.folder][0]
 
     @property
     def singular(self) -> str:
-        """Word for one of this kind: `pass`."""
+        """Word for one plug-in of this kind: `pass`."""
         return _WORDS[self.folder][1]
 
     def summaries(self) -> dict[str, str]:
-        """Map name -> one-line summary of all that ship, sorted."""
+        """Map the name of every shipped plug-in to its one-line summary, sorted."""
         return dict(_summaries(self.folder, self.constant))
 
     def shipped(self) -> list[str]:
-        """List those that ship, sorted: what may be imported without being asked for."""
+        """List the shipped names, sorted; these may be imported without asking the user."""
         return list(self.summaries())
 
     def about(self) -> dict[str, str]:
-        """Map name -> one-line summary of all there are, with the package that brings it; nothing is imported."""
+        """Map every name to its one-line summary and the package that offers it; nothing is imported."""
         about = self.summaries()
         for name, offered in self.offers().items():
             packages = " and ".join(sorted(offer.origin for offer in offered))
@@ -77,22 +77,22 @@ class Kind(Generic[Plugin_co]):
         return dict(sorted(about.items()))
 
     def offers(self) -> dict[str, list[outside.OfferedPlugin]]:
-        """Map name -> the installed packages that offer one of that name."""
+        """Map every name to the installed packages that offer it."""
         return outside.offers(f"quantkit.{self.folder}")
 
     def names(self) -> list[str]:
-        """List the names that exist, sorted."""
+        """List all names, sorted."""
         return sorted({*self.summaries(), *self.offers()})
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether there is one of that name."""
+        """Tell whether a plug-in has this name."""
         return isinstance(name, str) and (name in self.summaries() or name in self.offers())
 
     def load(self, name: str, *, where: str = "") -> Plugin_co:
-        """Load the plug-in of that name; a near miss gets a did-you-mean.
+        """Load a plug-in by name; the error for an unknown name suggests a close one.
 
         Raises:
-            InputError: none of that name (`unknown-pass`, `unknown-format`, ...); `plugin-broken`, `plugin-clash`.
+            InputError: `unknown-pass`, `unknown-format`, ...; `plugin-broken`, `plugin-clash`.
         """
         if name in self.summaries():
             module = importlib.import_module(f"quantkit.{self.folder}.{name}")
@@ -108,10 +108,10 @@ class Kind(Generic[Plugin_co]):
         return self._whole(offered[0].load(self.constant), name, offered[0].origin)
 
     def run(self, path: Path) -> outside.CodeFile:
-        """Run a user's own file: the plug-in in it is called like its stem.
+        """Run a user's file and return its plug-in, named after the file's stem.
 
         Raises:
-            InputError: `plugin-clash`, a shipped one's name; those of `outside.run_file`.
+            InputError: `plugin-clash`, the name is shipped; those of `outside.run_file`.
         """
         if path.stem in self.summaries():
             value, rule = f"a {self.singular} called {path.stem!r} ships", "a shipped name stays what it is"
@@ -121,7 +121,7 @@ class Kind(Generic[Plugin_co]):
         return code
 
     def of(self, step: Step) -> Plugin_co:
-        """Return the plug-in of a recipe's step: the one of its own file, else the one of its name."""
+        """Return the plug-in of a recipe's step: from the step's file, else by name."""
         return self.load(step.name) if step.code is None else step.code.plugin
 
     def _whole(self, plugin: Any, name: str, origin: str) -> Plugin_co:
@@ -144,7 +144,7 @@ def _summaries(kind: str, constant: str) -> dict[str, str]:
 
 
 def _defined(tree: ast.Module) -> set[str]:
-    """Names that a module assigns or imports at its top."""
+    """Collect the names at the top level of a module, assigned or imported."""
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -157,17 +157,17 @@ def _defined(tree: ast.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a scheme of one format may say, and what it means where it says nothing; `WeightScheme` consults it.
+    """Values that the scheme of a format may have, and its defaults; `WeightScheme` consults them.
 
     Args:
-        granularities: granularity -> its group where none is written; None: it has no group, or it has to be written.
+        granularities: granularity -> default group; None: it has no group, or the recipe has to state one.
             The first is the default.
-        symmetric: with (False) or without (True) zero points; the first is the default.
+        symmetric: allowed values: with (False) or without (True) zero points; the first is the default.
         scales: storage types of the scale; the first is the default.
-        groups: the group sizes there are; empty: any.
-        codes: whether there are codes for a pass to assign; a plain floating-point number has none.
+        groups: allowed group sizes; empty: any.
+        codes: whether a pass assigns codes; a plain floating-point format has none.
         activations: whether inputs, keys and values can be in it, under any scale.
-        multiple: of how many weights a row is a multiple, where that is more than a group.
+        multiple: number of weights that a row must be a multiple of, if that is more than a group.
     """
 
     granularities: Mapping[str, int | None]
@@ -180,28 +180,28 @@ class Rules:
 
 
 class Step(Protocol):
-    """Step of a recipe, which names a plug-in."""
+    """Step of a recipe: it names a plug-in."""
 
     @property
     def name(self) -> str:
-        """Stem of the file, or name of the folder; recipes write `-` for the `_` of a layout."""
+        """Stem of the file, or name of the folder; recipes write `-` for the `_` in a layout's name."""
 
     @property
     def code(self) -> outside.CodeFile | None:
-        """The user's own file that it stands in."""
+        """User's file with the step's plug-in, or None."""
 
 
-# what becomes of a model: a checkpoint's tensors, one file with everything, an ONNX graph, or a network with an engine
+# output of an exporter: a checkpoint's tensors, one file with everything, an ONNX graph, or a network and the engine
 # built from it
 Stores = Literal["tensors", "file", "graph", "engine"]
 
 
 def exporters_that_store(stores: Stores) -> list[str]:
-    """List the shipped exporters of one kind, by name."""
+    """List the names of shipped exporters with one kind of output."""
     return [name for name in EXPORTERS.shipped() if EXPORTERS.load(name).stores == stores]
 
 
-# read as they are below the floor where a kind is declared; above it `load_format`, `load_pass`, ... say what they do
+# untyped, for floors below the Protocols; higher floors use `load_format`, `load_pass`, ...
 FORMATS: Kind[Any] = Kind("formats")
 PASSES: Kind[Any] = Kind("passes")
 EXPORTERS: Kind[Any] = Kind("exporters")
@@ -211,11 +211,11 @@ KINDS = (PASSES, FORMATS, EXPORTERS, RUNTIMES, LAYOUTS)
 
 
 def format_rules(name: str) -> Rules | None:
-    """Return what the schemes of a format may say; None where no format is called so."""
+    """Return the rules for schemes of a format; None if the format is unknown."""
     return FORMATS.load(name).rules if name in FORMATS else None  # type: ignore[no-any-return]
 
 
 def format_names(*, activations: bool = False) -> list[str]:
-    """List all formats, or the shipped ones that inputs can be in."""
+    """List all formats, or only the shipped ones that activations can have."""
     able = (name for name in FORMATS.shipped() if FORMATS.load(name).rules.activations)
     return list(able) if activations else FORMATS.names()

@@ -1,8 +1,8 @@
-"""Code from outside: a file by its path, run only where that is allowed, and what installed packages offer.
+"""Load code from outside: a file by its path, run only if allowed, and plug-ins of installed packages.
 
 A package offers plug-ins by entry points of the groups `quantkit.passes`, `quantkit.formats`, `quantkit.exporters` and
-`quantkit.runtimes`. They are found in its metadata; nothing of it is imported before one of them is used. What is wrong
-with code from outside is one error that names the file or the package.
+`quantkit.runtimes`. They are found in its metadata; its code is imported when one of them is used. Anything that goes
+wrong in code from outside is one error that names the file or the package.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import Any, TypeVar
 from quantkit import limits
 from quantkit.errors import InputError, one
 
-# of entry points
+# prefix of the groups of entry points
 GROUPS = ("quantkit.passes", "quantkit.formats", "quantkit.exporters", "quantkit.runtimes")
-# what a file's module is called; the rest of its name is a hash of where and what it is
+# prefix of the module name of a file; a hash of its path and content follows
 _FILE = "quantkit_file_"
 Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True)
 class CodeFile:
-    """A plug-in in a file of the user's.
+    """A plug-in in a user's file.
 
     Args:
-        path: absolute.
-        sha256: of the bytes that ran.
-        plugin: what the file defines.
+        path: absolute path.
+        sha256: hash of the bytes that ran.
+        plugin: plug-in that the file defines.
     """
 
     path: Path
@@ -47,12 +47,12 @@ class CodeFile:
 
     @property
     def public(self) -> str:
-        """Name in a bundle, which holds no path of a machine: beside its recipe."""
+        """Name in a bundle: the file's name, as if it were beside the recipe, without a path of this machine."""
         return f"./{self.path.name}"
 
 
 def run_file(path: Path, constant: str) -> CodeFile:
-    """Run a file of Python, once, and return what it defines as `constant`.
+    """Run a Python file once and return the plug-in that it defines as `constant`.
 
     Raises:
         InputError: `file-missing`, `file-unreadable`, `over-limit`, `plugin-broken`.
@@ -72,7 +72,7 @@ def run_file(path: Path, constant: str) -> CodeFile:
         if name not in sys.modules:
             module = ModuleType(name)
             module.__file__ = str(path)
-            sys.modules[name] = module  # dataclasses and pydantic look their own module up
+            sys.modules[name] = module  # dataclasses and pydantic look up the module that defines them
             try:
                 exec(compile(source, str(path), "exec"), module.__dict__)  # noqa: S102 (asked for by the caller)
             except BaseException:
@@ -84,12 +84,12 @@ def run_file(path: Path, constant: str) -> CodeFile:
 
 @dataclass(frozen=True)
 class OfferedPlugin:
-    """A plug-in that an installed package offers.
+    """A plug-in of an installed package.
 
     Args:
-        entry: its entry point: the module that defines the constant, or `module:object`.
-        package: the package's name.
-        version: of the package.
+        entry: entry point: the module that defines the constant, or `module:object`.
+        package: name of the package.
+        version: version of the package.
     """
 
     entry: metadata.EntryPoint
@@ -98,12 +98,12 @@ class OfferedPlugin:
 
     @property
     def origin(self) -> str:
-        """`package acme-quant 1.0`."""
+        """Package and version: `package acme-quant 1.0`."""
         return f"package {self.package} {self.version}"
 
     @property
     def summary(self) -> str:
-        """First line of its module's docstring, read without importing it; else the package's own summary."""
+        """First line of the module's docstring, read without importing it; else the package's summary."""
         dist = self.entry.dist
         if dist is None:
             return ""
@@ -120,12 +120,12 @@ class OfferedPlugin:
         """Import its module and return the plug-in. Raises InputError `plugin-broken`."""
         with _blaming(self.origin):
             loaded = self.entry.load()
-            _imported_sha256(_home(self.entry.module))  # as it is now: an edit made later is not what runs
+            _imported_sha256(_home(self.entry.module))  # hashed now: a later edit is not what runs
             return _constant(loaded, constant) if isinstance(loaded, ModuleType) else loaded
 
     @property
     def sha256(self) -> str:
-        """Hash of the source that runs: all Python of its top-level package, which is imported where it was not."""
+        """Hash of all Python files of the top-level package that is imported."""
         importlib.import_module(self.entry.module)
         return _imported_sha256(_home(self.entry.module))
 
@@ -136,13 +136,13 @@ def summary_of(tree: ast.Module) -> str:
 
 
 def offers(group: str) -> dict[str, list[OfferedPlugin]]:
-    """Map name -> who offers a plug-in of that name, of a group of entry points: one, where packages agree."""
+    """Map every name in a group of entry points to the packages that offer it."""
     return _offers(group, tuple(sys.path)) if group in GROUPS else {}
 
 
 @cache
 def _offers(group: str, path: tuple[str, ...]) -> dict[str, list[OfferedPlugin]]:
-    """Of the packages on a search path, which are looked through once."""
+    """Read the entry points of a group on a search path, once."""
     offered: dict[str, list[OfferedPlugin]] = {}
     for entry in metadata.entry_points(group=group):
         if entry.dist is not None:
@@ -153,10 +153,10 @@ def _offers(group: str, path: tuple[str, ...]) -> dict[str, list[OfferedPlugin]]
 def demand_whole(
     plugin: Any, name: str, origin: str, protocol: type, singular: str, unkept: Callable[[Any], str] = lambda _: ""
 ) -> None:
-    """Refuse a plug-in that has not what its kind promises, or what it promises itself.
+    """Refuse a plug-in without a part that its kind requires or that it declares.
 
     Args:
-        unkept: what it declares and does not have; "" where it has all.
+        unkept: function that describes a missing declared part; "" if nothing is missing.
 
     Raises:
         InputError: `plugin-broken`.
@@ -178,7 +178,7 @@ def demand_whole(
 
 
 def demand_returned(answer: Any, kind: type[Returned], plugin: Any, method: str) -> Returned:
-    """Refuse an answer of a plug-in's method that is of another kind. Raises InputError `plugin-failed`."""
+    """Refuse a plug-in method's return value of the wrong type. Raises InputError `plugin-failed`."""
     if isinstance(answer, kind):
         return answer
     value = f"{method} of {plugin.name} returned {'None' if answer is None else one(type(answer).__name__)}"
@@ -188,7 +188,7 @@ def demand_returned(answer: Any, kind: type[Returned], plugin: Any, method: str)
 
 
 def origin(name: str) -> str | None:
-    """Name the file or the package from outside that a module of that name is of; None where of none."""
+    """Name the file or package from outside that a module belongs to; None for our own modules."""
     if name.startswith(_FILE):
         return str(sys.modules[name].__file__)
     every = (offer for group in GROUPS for offered in offers(group).values() for offer in offered)
@@ -197,14 +197,14 @@ def origin(name: str) -> str | None:
 
 
 def culprit(problem: BaseException) -> str | None:
-    """Name the file or package from outside whose code an exception came up in, or through; None where in none."""
+    """Name the file or package from outside that an exception passed through; None if there is none."""
     frames = (frame for frame, _ in traceback.walk_tb(problem.__traceback__))
     origins = (origin(str(frame.f_globals.get("__name__", ""))) for frame in frames)
     return next((place for place in origins if place is not None), None)
 
 
 def _home(name: str) -> ModuleType:
-    """The package or module that an imported module belongs to: the uppermost that has a file of its own."""
+    """Return the package or module that an imported module belongs to: the topmost with a file of its own."""
     parts = name.split(".")
     above = [sys.modules[".".join(parts[: count + 1])] for count in range(len(parts))]
     return next((module for module in above if getattr(module, "__file__", None)), above[-1])
@@ -212,7 +212,7 @@ def _home(name: str) -> ModuleType:
 
 @cache
 def _imported_sha256(module: ModuleType) -> str:
-    """Of its files, by their paths in it; read once after each import."""
+    """Hash the module's Python files and their paths; read once after an import."""
     file = Path(str(module.__file__))
     files = sorted(file.parent.rglob("*.py")) if hasattr(module, "__path__") else [file]
     lines = [f"{hashlib.sha256(limits.read(path)).hexdigest()}  {path.relative_to(file.parent)}\n" for path in files]
@@ -227,12 +227,12 @@ def _constant(module: ModuleType, name: str) -> Any:
 
 @contextmanager
 def _blaming(origin: str) -> Iterator[None]:
-    """Turn whatever goes wrong as code from outside is imported into an error that names where it is from."""
+    """Turn any error while importing code from outside into an error that names its file or package."""
     try:
         yield
     except (KeyboardInterrupt, MemoryError):
         raise
-    except BaseException as problem:  # code may also leave the process
+    except BaseException as problem:  # the code may also call sys.exit
         line = (str(problem).splitlines() or [""])[0][:200]
         value = f"{type(problem).__name__}: {line}".removesuffix(": ")
         remedy = "mend it, or ask its author; docs/plugins.md has an example"

@@ -1,4 +1,4 @@
-"""What to do to a model: `recipe.py` is the document, `changes.py` what `--set` changes before it is validated."""
+"""Recipes: `recipe.py` is the document, `changes.py` applies `--set` before it is validated."""
 
 from quantkit.recipe.recipe import ADDED, CalibrationChoice, ExportStep, Gates, Override, PassStep, Recipe, assigners
 

@@ -1,4 +1,4 @@
-"""A recipe as it is written, before it is validated: a plain mapping, and what `--set` changes in it."""
+"""Changes by `--set` to a recipe's mapping, before it is validated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quantkit.errors import InputError, did_you_mean
 
 
 def demand_changes(changes: Any) -> Sequence[str]:
-    """Changes to a recipe, as given in Python. Raises InputError `set-invalid`."""
+    """Check the argument `changes` of a Python call. Raises InputError `set-invalid`."""
     if isinstance(changes, Sequence) and not isinstance(changes, str) and all(isinstance(x, str) for x in changes):
         return changes
     rule, remedy = "a list of PATH=YAML", 'e.g. changes=["awq.grid=40"]'
@@ -39,7 +39,7 @@ def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> di
         try:
             steps = steps_of(data.get(key) or [])
         except ValueError:
-            continue  # validation, which follows, says what is wrong with them
+            continue  # the validation that follows reports it
         names += [_called(name) for name, _ in steps]
         if first in names and inner:
             changed = [(name, _with(old, inner, value) if _called(name) == first else old) for name, old in steps]
@@ -55,7 +55,6 @@ def apply_change(data: dict[str, Any], change: str, keys: Collection[str]) -> di
 
 
 def _called(name: str) -> str:
-    """Return a pass's name, of a pass in a file too."""
     return Path(name).stem if is_path(name) else name
 
 
@@ -65,9 +64,9 @@ def _with(data: Any, keys: list[str], value: Any) -> dict[str, Any]:
 
 
 def steps_of(value: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return the passes or exports of a recipe: `[{awq: {grid: 20}}, "rtn"]` -> `[("awq", {"grid": 20}), ("rtn", {})]`.
+    """List the passes or exports of a recipe: `[{awq: {grid: 20}}, "rtn"]` -> `[("awq", {"grid": 20}), ("rtn", {})]`.
 
-    Raises ValueError where it is no such list.
+    Raises ValueError if it is not such a list.
     """
     if not isinstance(value, list):
         raise ValueError("must be a list of {name: settings}")

@@ -1,7 +1,7 @@
-"""A recipe: what to do to a model. One flat YAML, validated whole before torch is imported.
+"""`Recipe`: what to do to a model. One flat YAML file, validated whole before torch is imported.
 
 The schema is closed: an unknown key, pass, format or setting is an error that names the known ones. `Recipe.load` also
-validates the settings of every pass, because pass modules are torch-free.
+validates the settings of every pass, because modules of passes do not import torch.
 """
 
 from __future__ import annotations
@@ -30,36 +30,37 @@ from quantkit.plugins.outside import CodeFile
 from quantkit.recipe.changes import apply_change, demand_changes, steps_of
 from quantkit.scheme import ActivationScheme, Scheme, WeightScheme
 
-# between a recipe's name and that of what is laid over it
+# between a recipe and an add-on
 ADDED = "+"
 SchemeKind = TypeVar("SchemeKind", WeightScheme, ActivationScheme)
 
 
 def assigners() -> list[str]:
-    """Return the shipped passes that decide the codes of the weights; a recipe has exactly one that does."""
+    """List the shipped passes for assigning codes to weights; a recipe has exactly one of them."""
     return [name for name in plugins.PASSES.shipped() if _assigns(PassStep(name=name))]
 
 
 def _assigns(step: PassStep) -> bool:
-    """Tell whether a pass finds linears without codes and leaves them with; one that improves codes requires them."""
-    found = plugins.PASSES.of(step)
-    return "codes" in found.ensures and "codes" not in found.requires
+    """Tell whether a pass assigns codes to linears without any; a pass that improves codes requires them."""
+    declared = plugins.PASSES.of(step)
+    return "codes" in declared.ensures and "codes" not in declared.requires
 
 
 class CalibrationChoice(Closed):
-    """Which calibration set, and how much of it.
+    """Choice of a calibration set, and how much of it is used.
 
     Args:
-        set: a shipped name or a path (folder with `card.yaml`, `.txt`, `.jsonl`, `.parquet`, `datasets` folder).
-        samples: sequences.
-        generated: share of these that the model writes itself, drawn from its own probabilities: of every kind of text
-            that it knows, where a set has one kind. Decoders alone; nothing scores on them.
-        tokens: tokens a sequence.
-        template: `chat`: the model's chat template writes the texts, or `messages`, that calibrate and that score it.
-        images: of a set of images, instead of sequences.
-        experts: what becomes of an expert that too few tokens are routed to: `force` calibrates it on all tokens that
-            reach its layer, `keep` leaves it in high precision.
-        expert_tokens: how many are enough.
+        set: shipped name or path (folder with `card.yaml`, `.txt`, `.jsonl`, `.parquet`, `datasets` folder).
+        samples: number of sequences.
+        generated: share of the sequences that the model writes itself, sampled from its own probabilities, to cover
+            more
+            kinds of text than the set. For decoders only; scores never use them.
+        tokens: tokens in a sequence.
+        template: `chat` applies the model's chat template to the texts, or `messages`, of calibration and scores.
+        images: number of images, for a set of images.
+        experts: treatment of an expert with too few tokens: `force` calibrates it on all tokens of its layer, `keep`
+            leaves it in high precision.
+        expert_tokens: tokens that an expert needs.
     """
 
     set: str = "prose-en"
@@ -73,13 +74,15 @@ class CalibrationChoice(Closed):
 
 
 class Override(Closed):
-    """Another scheme for the layers that a glob matches; it must match something.
+    """Another scheme for the layers that a glob matches; the glob must match at least one.
 
-    `weights: null` keeps those layers in high precision; a mapping replaces the named fields of the default scheme.
-    With another format, fields that it does not have as they are take its defaults.
-    `activations` likewise: null leaves the inputs of those layers alone. What is not named stays as it is; an override
-    that names neither keeps the layers in high precision.
-    `lm_head` matches the language-model head whatever its name in the model; it has to be absent from `keep`.
+    `weights: null` keeps those layers in high precision. A mapping replaces the named fields of the default scheme; if
+    it
+    changes the format, fields that the new format does not allow take its defaults.
+    `activations: null` leaves the inputs of those layers in floating point. A part that is not named stays unchanged;
+    an
+    override that names neither keeps the layers in high precision.
+    `lm_head` matches the language-model head whatever its name in the model; it must not be in `keep`.
     """
 
     match: str
@@ -87,12 +90,12 @@ class Override(Closed):
     activations: dict[str, Any] | None = None
 
     def concerns(self, kind: type[WeightScheme | ActivationScheme]) -> bool:
-        """Tell whether it says something about weights, or about activations."""
+        """Tell whether the override changes weights, or activations."""
         activations = "activations" in self.model_fields_set
         return activations if kind is ActivationScheme else "weights" in self.model_fields_set or not activations
 
     def over(self, scheme: SchemeKind | None, kind: type[SchemeKind]) -> SchemeKind | None:
-        """Return what it makes of a scheme that it concerns. Raises ValueError where that is none."""
+        """Apply the override to a scheme. Raises ValueError if the result is no valid scheme."""
         named = self.weights if kind is WeightScheme else self.activations
         if named is None:
             return None
@@ -105,16 +108,16 @@ class Override(Closed):
 
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Null and absent are two things."""
+        """Write null and absent differently."""
         named = {"match"} | ({"weights"} if self.concerns(WeightScheme) else set())
         named |= {"activations"} if self.concerns(ActivationScheme) else set()
         return {name: value for name, value in handler(self).items() if name in named}
 
 
 def _carried(fields: dict[str, Any], name: Any) -> dict[str, Any]:
-    """Return the fields of a scheme that another format has as well."""
+    """Return the fields of a scheme that are valid for another format too."""
     if name not in plugins.FORMATS:
-        return fields  # validation, which follows, says so
+        return fields  # the validation that follows reports it
     rules = plugins.FORMATS.load(name).rules
     group, granularity = fields.get("group"), fields.get("granularity")
     if granularity not in rules.granularities or group not in (rules.groups or [group]):
@@ -124,7 +127,7 @@ def _carried(fields: dict[str, Any], name: Any) -> dict[str, Any]:
 
 
 class PassStep(Closed):
-    """One pass with its validated settings; `code`: the user's own file that it stands in."""
+    """One pass with its validated settings; `code` is the user's file that defines it, if any."""
 
     name: str
     settings: Any = None
@@ -132,34 +135,34 @@ class PassStep(Closed):
 
     @property
     def reference(self) -> str:
-        """As a recipe names it, wherever that lies."""
+        """Pass as the recipe names it: its name, or the path of its file."""
         return self.name if self.code is None else str(self.code.path)
 
 
 class ExportStep(Closed):
-    """One destination with its options."""
+    """One export with its options."""
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def settings(self) -> Any:
-        """The options as the exporter takes them: its `Options`."""
+        """Options parsed by the exporter: its `Options`."""
         return plugins.EXPORTERS.load(self.name).Options(**self.options)
 
 
 class Gates(Closed):
-    """What must hold for the result to be accepted. Names end in `_max` or `_min`.
+    """Conditions for accepting the result. Names end in `_max` or `_min`.
 
     Args:
         kl_max: mean KL divergence from the original, nats a token.
-        top1_agreement_min: share of positions whose most likely token is the original's.
-        perplexity_ratio_max: perplexity over the original's.
-        top1_drop_max: how many points of percent of images right a classifier loses against the original.
+        top1_agreement_min: share of positions with the same most likely token as the original.
+        perplexity_ratio_max: perplexity divided by the original's.
+        top1_drop_max: loss of a classifier's accuracy against the original, in percentage points.
         agreement_min: share of images that a classifier puts into the original's class.
-        recall_drop_max: how many points of percent of pairs an encoder no longer finds first.
-        cosine_min: mean cosine between outputs and the original's; of several outputs the least.
-        bits_per_weight_max: of the quantized layers, scales and zero points counted.
+        recall_drop_max: loss of an encoder's recall at 1 on pairs, in percentage points.
+        cosine_min: mean cosine similarity with the original's output; the smallest over several outputs.
+        bits_per_weight_max: bits a weight of the quantized layers, including scales and zero points.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -175,7 +178,7 @@ class Gates(Closed):
 
 
 def _checked(what: str, model: type[Document], values: dict[str, Any]) -> Document:
-    """`values` as `model`; a ValueError of one line otherwise."""
+    """Validate values as a document; raises ValueError with one line."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -187,15 +190,16 @@ def _checked(what: str, model: type[Document], values: dict[str, Any]) -> Docume
 
 
 class Recipe(Closed):
-    """What to do: an ordered list of passes with settings, what to export, what must hold.
+    """What to do: an ordered list of passes with settings, exports, and gates.
 
     Args:
-        keep: what is left in the source's dtype: globs of layers, or roles. `lm_head` is the one role that could be
-            quantized: without it here, a decoder's head is one of the layers, always rounded to nearest.
-        on_indivisible: where the group does not divide K: an `error`; `keep` the layer in high precision; `pad` its
-            last group with zeros, which `onnx` and `checkpoint: {layout: dense}` hold, and who reads packed weights
-            does not take; or `shrink` the group to the largest of 256, 128, 64, 32, 16 up to it that divides K. (Powers
-            of two alone: kernels want them, and the weights are the same whatever is exported.)
+        keep: layers that stay in the source's dtype: globs or roles. `lm_head` is the only role that could be
+            quantized: without it here, a decoder's head is quantized too, always by rounding to nearest.
+        on_indivisible: what to do if the group does not divide K: `error`; `keep` the layer in high precision; `pad`
+            the
+            last group with zeros, which `onnx` and `checkpoint: {layout: dense}` can hold and packed layouts cannot; or
+            `shrink` the group to the largest of 256, 128, 64, 32, 16 that divides K. (Only powers of two: kernels need
+            them, and the weights do not depend on the export.)
     """
 
     schema_: Annotated[Literal[1], Field(alias="schema")] = 1
@@ -215,7 +219,7 @@ class Recipe(Closed):
     @field_validator("models", mode="after")
     @classmethod
     def _each_once(cls, value: list[Kind]) -> list[Kind]:
-        """Return one of before, `vision`, and its own of today are one."""
+        """Drop duplicates: `vision` of an older recipe and today's word are one kind."""
         return list(dict.fromkeys(value))
 
     @field_validator("passes", mode="before")
@@ -243,17 +247,17 @@ class Recipe(Closed):
             steps.append(ExportStep(name=name, options=options))
         twice = [step.name for step in steps if sum(other.name == step.name for other in steps) > 1]
         if twice:
-            raise ValueError(f"{twice[0]} is there twice; each destination has one folder")
+            raise ValueError(f"{twice[0]} is listed twice; an exporter has one folder")
         return steps
 
     @model_validator(mode="after")
     def _one_assigner(self) -> Self:
         assigning = [step for step in self.passes if _assigns(step)]
-        # one that asks for nothing may also improve the codes of those before it: gptq, then round
+        # a later pass may improve the codes of an earlier one: gptq, then round
         improving = [step for step in assigning[1:] if "unassigned" not in plugins.PASSES.of(step).requires]
         if self.passes and self.scheme.weights is not None and len(assigning) - len(improving) != 1:
-            found = ", ".join(step.name for step in assigning) or "none"
-            raise ValueError(f"exactly one of {', '.join(assigners())} assigns the codes; found {found}")
+            names = ", ".join(step.name for step in assigning) or "none"
+            raise ValueError(f"exactly one of {', '.join(assigners())} assigns the codes; found {names}")
         if assigning and self.scheme.weights is None:
             raise ValueError(
                 f"{assigning[0].name} assigns codes, but there is no weight scheme; "
@@ -269,20 +273,17 @@ class Recipe(Closed):
             override.over(self.scheme.weights, WeightScheme)
             override.over(self.scheme.activations, ActivationScheme)
         if self.scheme.activations is not None and self.scheme.weights is None:
-            raise ValueError(
-                "activations are quantized for a product with quantized weights; add `scheme: {weights: …}`"
-            )
+            raise ValueError("quantized activations need quantized weights; add `scheme: {weights: {format: int8}}`")
         return self
 
     @classmethod
     def load(cls, reference: str | Path, changes: Sequence[str] = (), *, allow_code: bool = False) -> Recipe:
-        """Read a shipped recipe by name or a file by path, apply `--set` changes, validate everything.
+        """Read a shipped recipe by name or a file by path, apply `--set` changes, and validate everything.
 
         Args:
-            reference: a bare shipped name, or a path; add-ons may follow, `awq-int4+kv-fp8`. (A `Path` is one file,
-                whatever its name.)
-            changes: `PATH=YAML`; PATH begins with a top-level key of the recipe, or with a pass or an export in it.
-            allow_code: run the files that its passes name (`./my_pass.py`, which begins at the recipe's own folder).
+            reference: shipped name or path, optionally with add-ons: `awq-int4+kv-fp8`. (A `Path` is always one file.)
+            changes: texts `PATH=YAML`; PATH begins with a top-level key of the recipe, or with a pass or an export.
+            allow_code: whether to run the files that its passes name (`./my_pass.py`, relative to the recipe's folder).
 
         Raises:
             InputError: one line, with a did-you-mean; `code-not-allowed`, `plugin-broken`, `plugin-clash`.
@@ -308,10 +309,10 @@ class Recipe(Closed):
         base: Path | None = None,
         allow_code: bool = False,
     ) -> Recipe:
-        """Validate a mapping as a recipe, whose passes' paths begin at `base`, by default the present folder.
+        """Validate a mapping as a recipe; paths of passes are relative to `base`, by default the current folder.
 
         Raises:
-            InputError: `recipe-invalid`, `set-invalid`, and those of code from outside, as `load`.
+            InputError: `recipe-invalid`, `set-invalid`, and the errors of code from outside that `load` raises.
         """
         if isinstance(data, dict):
             for change in demand_changes(changes):
@@ -323,41 +324,42 @@ class Recipe(Closed):
 
     @classmethod
     def done(cls, data: Mapping[str, Any]) -> Recipe:
-        """Return the recipe of a finished bundle, as its manifest has it: what it is measured on, and held to.
+        """Read the recipe of a finished bundle from its manifest: calibration set and gates.
 
-        What made it is left out: it was done, perhaps by code that is not here. Raises InputError `recipe-invalid`.
+        Passes, scheme and exports are left out: they have run, perhaps with code that is not here. Raises InputError
+        `recipe-invalid`.
         """
         left = {key: value for key, value in data.items() if key not in ("passes", "scheme", "overrides", "export")}
         return cls.from_dict(left, name=str(data.get("name", "")), where="the bundle's recipe")
 
     def outside(self) -> list[dict[str, str]]:
-        """What of it does not ship: the files of its passes and what packages offer, with the sha256 of what runs."""
+        """List the plug-ins from outside: files of passes and packages, with the sha256 of the code that runs."""
         files = [(step.name, step.code) for step in self.passes if step.code is not None]
-        found = [{"kind": "pass", "name": name, "path": code.public, "sha256": code.sha256} for name, code in files]
+        plug_ins = [{"kind": "pass", "name": name, "path": code.public, "sha256": code.sha256} for name, code in files]
         named: list[tuple[plugins.Kind[Any], str]] = []
         named += [(plugins.PASSES, step.name) for step in self.passes if step.code is None]
         named += [(plugins.EXPORTERS, step.name) for step in self.export]
         named += [(plugins.FORMATS, name) for name in self._formats()]
         for kind, name in dict.fromkeys(named):
-            found += [
+            plug_ins += [
                 {"kind": kind.singular, "name": name, "sha256": offer.sha256}
                 | {"package": offer.package, "version": offer.version}
                 for offer in ([] if name in kind.shipped() else kind.offers()[name])
             ]
-        return found
+        return plug_ins
 
     def _formats(self) -> list[str]:
         parts = (self.scheme.weights, self.scheme.activations, self.scheme.kv_cache)
-        own = [named for each in self.overrides for named in (each.weights, each.activations) if named]
-        return [part.format for part in parts if part] + [each["format"] for each in own if "format" in each]
+        changed = [named for override in self.overrides for named in (override.weights, override.activations) if named]
+        return [part.format for part in parts if part] + [named["format"] for named in changed if "format" in named]
 
     @property
     def code(self) -> list[CodeFile]:
-        """The user's own files that its passes stand in."""
+        """User's files with passes of the recipe."""
         return [step.code for step in self.passes if step.code is not None]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the contract's form, which `from_dict` reads back."""
+        """Return the form in the manifest, which `from_dict` reads."""
         data = self.model_dump(mode="json", by_alias=True, exclude={"passes", "export", "schema_"})
         return {
             "schema": 1,
@@ -369,19 +371,19 @@ class Recipe(Closed):
     def weights_for(
         self, layer: str, role: str | None = None, mixed: WeightScheme | None = None
     ) -> WeightScheme | None:
-        """Return the weight scheme of a layer by its full name; the last override that matches wins; None keeps it.
+        """Return the weight scheme of a layer by its full name; the last matching override wins; None keeps the layer.
 
         Args:
-            role: another name that overrides may call it by: `lm_head`.
-            mixed: what a mixture gives it; None is the default of the recipe.
+            role: second name that overrides may use: `lm_head`.
+            mixed: scheme from a mixture; None is the recipe's default.
 
         Raises:
-            InputError: `recipe-invalid`, overrides that each make sense, but not one upon the other.
+            InputError: `recipe-invalid`, overrides that are valid alone but not together.
         """
         return self._overridden(mixed or self.scheme.weights, WeightScheme, layer, role)
 
     def activations_for(self, layer: str) -> ActivationScheme | None:
-        """Tell how the input of a layer, by its full name, is quantized; as `weights_for`."""
+        """Return the scheme of a layer's input by the layer's full name; overrides apply as in `weights_for`."""
         return self._overridden(self.scheme.activations, ActivationScheme, layer)
 
     def _overridden(
@@ -397,21 +399,21 @@ class Recipe(Closed):
 
 
 def _own(reference: str, *, where: str = "recipe", base: Path = Path(), allowed: bool = False) -> PassStep:
-    """Return a pass in the user's own file, run where that is allowed."""
+    """Run the user's file of a pass, if that is allowed."""
     if not allowed:
-        rule = "code of a recipe runs only where that is asked for"
-        remedy = "read it, then --allow-code, or allow_code=True in Python"
+        rule = "code that a recipe names runs only if you allow it"
+        remedy = "read the file, then add --allow-code, or allow_code=True in Python"
         raise InputError("code-not-allowed", where, f"the pass {reference} is a file of code", rule, remedy)
     code = plugins.PASSES.run(base / Path(reference).expanduser())
     return PassStep(name=code.path.stem, code=code)
 
 
-# what a change can begin with; the name is the file's
+# first keys of a change; the recipe's name comes from its file
 _KEYS = [field.alias or name for name, field in Recipe.model_fields.items() if name != "name"]
 
 
 def _read(reference: str | Path) -> tuple[Any, str]:
-    """Return a recipe's YAML, and its name."""
+    """Return the YAML and the name of a recipe."""
     path = content.find("recipes", content.as_reference(reference))
     data = read_yaml(path)
     if isinstance(data, dict) and data.get("name", path.stem) != path.stem:
@@ -421,19 +423,17 @@ def _read(reference: str | Path) -> tuple[Any, str]:
 
 
 def _laid_over(data: Any, addition: Any, name: str) -> Any:
-    """A recipe with an add-on, which has no passes: its scheme and gates are laid over, and the models are those of
-    both.
-    """
+    """Add an add-on's scheme and gates to a recipe; the result is for models that both allow."""
     if not isinstance(data, dict):
-        return data  # validation, which follows, says so
+        return data  # the validation that follows reports it
     if isinstance(addition, dict) and addition.get("passes"):
-        rule, remedy = "what is added to a recipe with + has a scheme and gates alone", "use it by itself"
+        rule, remedy = "an add-on after + has only a scheme and gates", "use it by itself"
         raise InputError("recipe-invalid", name, "has passes", rule, remedy)
-    Recipe.from_dict(addition, name=name, where=name)  # among others, that it is a mapping
-    found = dict(data)
+    Recipe.from_dict(addition, name=name, where=name)  # also checks that it is a mapping
+    combined = dict(data)
     for key in ("scheme", "gates"):
-        found[key] = {**(data.get(key) or {}), **(addition.get(key) or {})}
+        combined[key] = {**(data.get(key) or {}), **(addition.get(key) or {})}
     default = ["decoder", "encoder"]
     both = [today(kind) for kind in addition.get("models", default)]
-    found["models"] = [kind for kind in data.get("models", default) if today(kind) in both]
-    return found
+    combined["models"] = [kind for kind in data.get("models", default) if today(kind) in both]
+    return combined

@@ -112,7 +112,7 @@ def test_a_step_whose_file_is_not_whole_is_dropped_with_all_that_follow(tmp_path
     with Build.open(tmp_path / "out", FINGERPRINT, resume=True) as build:
         assert list(build.done()) == ["block 0"]
         assert build.dropped == (
-            "bundle/model/1.safetensors is not what was committed: block 1, block 2, block 3 done again"
+            "bundle/model/1.safetensors is missing or has changed: block 1, block 2, block 3 done again"
         )
         assert [path.name for path in (build.bundle / "model").iterdir()] == ["0.safetensors"]
 

@@ -260,7 +260,7 @@ def test_resume_after_an_error_in_the_middle_gives_the_same_content(
     with monkeypatch.context() as patched:
         patched.setattr(Progress, "note", lambda self, line: said.append(line))
         bundle = run(llama, recipe("gptq"), tmp_path / "out", resume=True)
-    assert [line for line in said if "is not what was committed" in line]
+    assert [line for line in said if "is missing or has changed" in line]
     assert bundle.manifest.content_sha256 == by_gptq.manifest.content_sha256
     assert not (tmp_path / "out.partial").exists()
 
