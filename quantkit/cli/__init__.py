@@ -1,7 +1,7 @@
-"""The command line: thin commands over the library, a file each; `frame.py` runs them and prints what they say.
+"""The command line: thin commands over the library, one a file; `frame.py` runs them and prints their answers.
 
-A command returns an `Answer`; `run` prints it, as text or, under `--json`, as the one object on stdout. All that
-libraries print meanwhile goes to stderr. Heavy imports stand in the commands: help, `list` and `show` need none.
+A command returns an `Answer`. `run` prints it as text or, with `--json`, as the only object on stdout. Output of
+libraries meanwhile goes to stderr. Heavy imports stand inside the commands: help, `list` and `show` need none.
 """
 
 from quantkit.cli.frame import main, run

@@ -1,4 +1,4 @@
-"""What a command has to say; `showing` is how far it is."""
+"""The answer of a command, and `showing`, its progress display."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Answer", "showing"]
 
 @dataclass
 class Answer:
-    """The result of a command, for the envelope and for people.
+    """Result of a command, for the JSON envelope and for people.
 
     Args:
-        result: of the envelope; JSON.
-        shown: the same for people.
-        decisions: of the envelope.
-        warnings: of the envelope.
-        error: where the work was done and did not hold.
+        result: JSON result in the envelope.
+        shown: the same result for people.
+        decisions: decisions in the envelope.
+        warnings: warnings in the envelope.
+        error: error of completed work that failed its check.
     """
 
     result: Any

@@ -1,4 +1,4 @@
-"""The frame of all commands: how they are parsed and run, one way out for every result and every error."""
+"""The frame of all commands: parsing, running, and one way out for every result and every error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.plugins import outside
 
 SCHEMA = "quantkit/1"
-# what the extras bring; a command that misses one says so instead of failing to import
+# packages of each extra; a command that lacks one names the extra instead of failing to import
 _OPTIONAL = {
     "compile": {
         *("torch", "transformers", "tokenizers", "scipy", "datasets", "compressed_tensors", "accelerate", "gguf"),
@@ -48,8 +48,8 @@ _OPTIONAL = {
     },
     "nightly": {"duckdb", "pyarrow"},
 }
-# read when torch is loaded. Idle OpenMP threads that spin make a busy machine ten times slower, and sleeping costs an
-# idle one next to nothing. With large pages, where the system gives them, a large tensor is made in a third of the time
+# read when torch is loaded. Spinning idle OpenMP threads make a busy machine ten times slower; sleeping ones cost an
+# idle machine almost nothing. Large pages, where available, allocate a large tensor in a third of the time
 _ENVIRONMENT = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -62,25 +62,24 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-_INTERRUPTED = 130  # what typer makes of an interrupt while it parses
+_INTERRUPTED = 130  # exit code of typer for an interrupt while it parses
 
 app = typer.Typer(
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Quantize and compile a model, and measure on the target whether it was worth it.",
+    help="Quantize and compile a model, and measure on the target whether it pays.",
     epilog="Exit codes: 0 fine; 1 a gate, check, comparison or --strict failed; 2 wrong use or input; 3 too noisy to "
-    "decide; 75 stopped safely, go on with --resume. Start with: quantkit compile --recipe awq-int4",
+    "decide; 75 stopped safely, continue with --resume. Start with: quantkit compile --recipe awq-int4",
 )
-# in the order in which help names them
+# in the order of the help
 _COMMANDS = (compile, plan, measure, compare, tax, tune, export, verify, sign, list_, show, doctor, generate, imatrix)
 # a group has commands of its own: `quantkit nightly query`
 _GROUPS = {"device": (device.HELP, device.COMMANDS), "nightly": (nightly.HELP, nightly.COMMANDS)}
 
 
 def _parsed(work: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:
-    """A command that typer parses and `run` executes, outside of typer's own handling of errors and signals."""
+    """Let typer parse a command, and `run` execute it, outside of typer's own handling of errors and signals."""
 
     @functools.wraps(work)
     def parsed(**options: Any) -> Callable[[], Answer]:
@@ -90,23 +89,23 @@ def _parsed(work: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:
 
 
 class _Command(TyperCommand):
-    """A command whose options are given once, unless they are made to be repeated: no value replaces another unsaid."""
+    """A command that refuses an option given twice, unless it is repeatable."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As it does, after a look at how often each is there. Raises InputError `usage`."""
-        _, _, given = self.make_parser(ctx).parse_args(list(args))
+        """Parse the arguments after a check for repeated options. Raises InputError `usage`."""
+        _, _, options = self.make_parser(ctx).parse_args(list(args))
         for option in self.params:
             single = isinstance(option, TyperOption) and not (option.is_flag or option.multiple)
-            if single and given.count(option) > 1:
+            if single and options.count(option) > 1:
                 name, form = option.opts[0], option.metavar or ""
-                where, rule = f"{ctx.command_path} {name}", "it takes one value"
-                remedy = f"all in one: {name} {form}" if "," in form else "leave one out"
+                where, rule = f"{ctx.command_path} {name}", "the option takes one value"
+                remedy = f"all in one: {name} {form}" if "," in form else "remove one"
                 raise InputError("usage", where, "given twice", rule, remedy)
         return super().parse_args(ctx, args)
 
 
 def _help(context: typer.Context) -> None:
-    """What a group says that is given no command."""
+    """Print the help of a group that is called without a command."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -137,10 +136,10 @@ def _root(
 
 
 def main() -> None:
-    """The entry point of the command `quantkit`."""
-    # first of all: torch and transformers take seconds to import, in which a signal must already stop safely
+    """Run the command `quantkit`."""
+    # first of all: importing torch and transformers takes seconds, and a signal must stop safely even then
     signal.signal(signal.SIGTERM, _interrupt)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell's background jobs ignore it
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # background jobs of a shell ignore SIGINT
         signal.signal(signal.SIGINT, _interrupt)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -157,14 +156,14 @@ def main() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        # whoever read has enough; without this, Python complains once more while it shuts down
+        # the reader has left; without this, Python complains again at shutdown
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
 def _keep_streams() -> None:
-    """Stdout is the answer's alone: what libraries print past Python (HiGHS does, in C++) goes to stderr."""
-    # one that is closed by whoever started us; its number must not become that of a file
+    """Keep stdout for the answer: output of libraries that bypass Python (HiGHS, in C++) goes to stderr."""
+    # a stream that our parent closed: its number must not become that of a file
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -179,7 +178,7 @@ def _keep_streams() -> None:
 
 
 class _Said(io.TextIOWrapper):
-    """Standard error: when whoever reads it leaves (`2>&1 | head`), the work goes on."""
+    """Standard error that ignores a reader's departure (`2>&1 | head`), so that the work goes on."""
 
     def write(self, text: str) -> int:
         with self._heard():
@@ -204,12 +203,12 @@ def _interrupt(*_: object) -> None:
 
 @functools.cache
 def _parser() -> Any:
-    """The parser of `app`: typer reads the signatures of all commands to make it."""
+    """Build the parser of `app`: typer reads the signatures of all commands."""
     return typer.main.get_command(app)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, execute, print; the exit code."""
+    """Parse, execute and print; return the exit code."""
     name = _named(arguments)
     as_json = "--json" in arguments
     out = sys.stdout
@@ -226,8 +225,10 @@ def run(arguments: Sequence[str]) -> int:
             try:
                 answer = parsed()
             finally:
-                rebuilt = [str(each.message) for each in caught]
-    except BaseException as problem:  # panics of libraries in Rust are no `Exception`
+                rebuilt = [str(warning.message) for warning in caught]
+    except BaseException as problem:  # a panic of a Rust library is not an `Exception`
+        if isinstance(problem, SystemExit) and not problem.code:  # typer has answered a shell's completion
+            return 0
         answer.error = _as_error(problem, name)
         if answer.error.code in ("internal-error", "plugin-failed") and os.environ.get("QUANTKIT_TRACEBACK"):
             traceback.print_exc()
@@ -238,17 +239,17 @@ def run(arguments: Sequence[str]) -> int:
     try:
         _print(answer, name, code, out, as_json=as_json)
     except BrokenPipeError:
-        pass  # whoever read has enough
+        pass  # the reader has left
     except OSError as problem:
         value = problem.strerror or str(problem)
-        full = Stopped("disk-full", "stdout", value, "the answer is printed", "make room")
+        full = Stopped("disk-full", "stdout", value, "the answer has to be printed", "make room")
         print(f"error: {full.line()}", file=sys.stderr)
         return full.exit
     return code
 
 
 def _named(arguments: Sequence[str]) -> str:
-    """The command that is meant: its first word, and the second of a group's; what is no command's name counts too."""
+    """Return the command's name: the first word, and the second for a group; unknown words count too."""
     words = [argument for argument in arguments if not argument.startswith("-")]
     return " ".join(words[: 2 if words[:1] and words[0] in _GROUPS else 1])
 
@@ -266,7 +267,7 @@ def _print(answer: Answer, name: str, code: int, out: IO[str], *, as_json: bool)
 
 
 def _envelope(answer: Answer, name: str, code: int) -> str:
-    """The one object that `--json` prints, on one line."""
+    """Return the object of `--json`, on one line."""
     envelope = {
         "schema": SCHEMA,
         "command": name,
@@ -278,40 +279,40 @@ def _envelope(answer: Answer, name: str, code: int) -> str:
     }
     try:
         text = json.dumps(envelope, ensure_ascii=False, allow_nan=False, default=str)
-    except ValueError:  # JSON has no NaN: what a damaged row holds is null
+    except ValueError:  # JSON has no NaN: a damaged row gets null
         text = json.dumps(_finite(envelope), ensure_ascii=False, allow_nan=False, default=str)
     return escaped(text)
 
 
 def _finite(value: Any) -> Any:
-    """A document without the numbers that JSON does not have."""
+    """Replace NaN and infinity by None: JSON lacks them."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _as_error(problem: BaseException, name: str) -> QuantkitError:
-    """Any exception as one that says what to do."""
+    """Convert any exception to an error with a remedy."""
     if isinstance(problem, QuantkitError):
         return problem
     where = f"quantkit {_known(name)}".rstrip()
-    if hasattr(problem, "format_message"):  # wrong use, as typer finds it; which class it is depends on its version
+    if hasattr(problem, "format_message"):  # typer's error of usage; its class depends on the version
         message = str(problem.format_message()).rstrip(".")
         return InputError("usage", where=where, value=message, remedy=f"see `{where} --help`")
     interrupted = isinstance(problem, SystemExit) and problem.code == _INTERRUPTED
     if interrupted or isinstance(problem, KeyboardInterrupt | typer.Abort):
-        return Stopped("interrupted", where, "nothing is left half-written")
+        return Stopped("interrupted", where, "no file is left half-written")
     if isinstance(problem, ImportError):
         package, group = (problem.name or "").split(".")[0], name.partition(" ")[0]
-        # several extras bring some packages: a group's own comes first
+        # several extras have the package: the group's own comes first
         extras = sorted((extra for extra, brought in _OPTIONAL.items() if package in brought), key=group.__ne__)
         if extras:
             return MissingDependency(package, extra=extras[0], purpose=f"`{where}`")
     if isinstance(problem, RuntimeError) and "home directory" in str(problem):
         return InputError(
-            "no-home", where=where, value=str(problem), remedy="set HOME, and QUANTKIT_CACHE if it is not it"
+            "no-home", where=where, value=str(problem), remedy="set HOME, or QUANTKIT_CACHE for the cache"
         )
     if is_out_of_memory(problem):
         return out_of_memory(where, problem)
@@ -319,14 +320,17 @@ def _as_error(problem: BaseException, name: str) -> QuantkitError:
         place = str(problem.filename or where)
         return InputError("os-error", where=place, value=problem.strerror, remedy="check the path and its permissions")
     if (origin := outside.culprit(problem)) is not None:
-        value, remedy = f"{type(problem).__name__}: {problem}", "QUANTKIT_TRACEBACK=1 shows where; tell its author"
-        return InputError("plugin-failed", origin, value, "its code was at work", remedy)
+        value, remedy = (
+            f"{type(problem).__name__}: {problem}",
+            "QUANTKIT_TRACEBACK=1 shows where; tell its author",
+        )
+        return InputError("plugin-failed", origin, value, "the plug-in's code failed", remedy)
     value, remedy = f"{type(problem).__name__}: {problem}", "QUANTKIT_TRACEBACK=1 shows where; please report it"
-    return InputError("internal-error", where, value, "this is a mistake in quantkit", remedy)
+    return InputError("internal-error", where, value, "this is a bug in quantkit", remedy)
 
 
 def _known(name: str) -> str:
-    """As much of a command's name as there is: all of it, its group, or nothing."""
+    """Return the existing part of a command's name: all of it, its group, or ""."""
     group, _, member = name.partition(" ")
     works = _GROUPS[group][1] if group in _GROUPS else _COMMANDS
     names = [work.__name__.rstrip("_") for work in works]

@@ -85,6 +85,14 @@ def test_version(quantkit: Any) -> None:
     assert quantkit("--version").out == f"quantkit {package.__version__}\n"
 
 
+def test_a_shell_completes_commands(quantkit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--install-completion" in quantkit("--help").out
+    for name, value in (("_QUANTKIT_COMPLETE", "complete_bash"), ("COMP_WORDS", "quantkit com"), ("COMP_CWORD", "1")):
+        monkeypatch.setenv(name, value)
+    ran = quantkit()
+    assert (ran.code, ran.err, ran.out.split()) == (0, "", ["compile", "compare"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "part"),
     [

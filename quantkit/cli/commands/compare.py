@@ -1,4 +1,4 @@
-"""`quantkit compare`: two bundles against each other."""
+"""`quantkit compare`: one bundle against another."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError
 if TYPE_CHECKING:
     from quantkit.devices.asked import DeviceTimer
 
-_SIDE = "A bundle, or the model that the other one was made from."
+_SIDE = "A bundle, or the original model of the other one."
 
 
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help=_SIDE, show_default=False)],
-    b: Annotated[str, typer.Argument(metavar="B", help="What is judged against it.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="The bundle to judge against A.", show_default=False)],
     measure: Annotated[
-        bool, typer.Option("--measure", help="Time both in one run; default: by what each recorded.")
+        bool, typer.Option("--measure", help="Time both in one run; default: use the recorded times.")
     ] = False,
     batch: Annotated[str | None, typer.Option(metavar="N,N,…", help="Batches to time; with --measure.")] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=1, max=604_800, metavar="S", help="How long to time all shapes; with --measure.")
+        float | None, typer.Option(min=1, max=604_800, metavar="S", help="Time for all shapes; with --measure.")
     ] = None,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Compare times.")] = True,
     runtime: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Whose scores are compared, and what times both; default: one of both."),
+        typer.Option(metavar="NAME", help="Runtime of the scores and times; default: one that both have."),
     ] = None,
     calibration: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="The text that was scored, if it was a file: to show flipped words."),
+        typer.Option(metavar="PATH", help="The scored text, if it was a file; shows flipped words."),
     ] = None,
     examples: Annotated[int, typer.Option(min=0, metavar="N", help="Flipped words of each kind to show.")] = 5,
     accuracy_margin: Annotated[
         float | None,
         typer.Option(
             metavar="X",
-            help="0.01: one item in a hundred, 0.01 nats, a perplexity 1 % higher. [default: what B's recipe allows]",
+            help="0.01: one item in a hundred, 0.01 nats, or 1 % of perplexity. [default: what B's recipe allows]",
         ),
     ] = None,
     latency_margin: Annotated[
-        float | None, typer.Option(metavar="X", help="0.05: 5 % slower. [default: 0.05, or what B's verdict ships]")
+        float | None, typer.Option(metavar="X", help="0.05: 5 % slower. [default: 0.05, or the margin of B's verdict]")
     ] = None,
     on: On = None,
     wheelhouse: Wheelhouse = None,
@@ -56,7 +56,7 @@ def compare(
     html: Html = None,
     as_json: Json = False,
 ) -> Answer:
-    """Set one bundle against another: by token, batch, size and layer."""
+    """Compare two bundles: by token, batch, size and layer."""
     from quantkit.bundle.disk import check_place
     from quantkit.pipeline.compare import Margins, compare_bundles
     from quantkit.report.compared import because, document
@@ -65,7 +65,7 @@ def compare(
 
     demand_device(on, wheelhouse)
     if on is not None and not measure:
-        raise InputError("usage", "--on", "without --measure", "what is recorded is compared", "add --measure")
+        raise InputError("usage", "--on", "without --measure", "recorded times need no device", "add --measure")
     check_place(html)
     if html is not None:
         pages.demand()
@@ -74,7 +74,7 @@ def compare(
         timer = None
         if on is not None:
             timer = devices.enter_context(timing_on(on, timed(runtime, a, b), wheelhouse))
-        found = compare_bundles(
+        comparison = compare_bundles(
             a,
             b,
             progress,
@@ -88,42 +88,42 @@ def compare(
             examples=examples,
             timer=timer,
         )
-    tree = document(found, __version__)
+    tree = document(comparison, __version__)
     shown: list[Part] = [tree]
     if html is not None:
         pages.write(html, pages.page(tree))
         shown.append(Code("", str(html)))
     error: QuantkitError | None = None
-    answer = {GateError.exit: "worse", Inconclusive.exit: "inconclusive"}.get(found.exit)
-    named = [cell for cell in found.cells if cell.answer == answer and not cell.is_allowed]
-    said = "; ".join(because(named, found.kind))
+    answer = {GateError.exit: "worse", Inconclusive.exit: "inconclusive"}.get(comparison.exit)
+    named = [cell for cell in comparison.cells if cell.answer == answer and not cell.is_allowed]
+    reasons = "; ".join(because(named, comparison.kind))
     if answer == "worse":
-        rule = "B may be worse by the margins, or by what its recipe's gates allow"
+        rule = "B may be worse only within the margins or its recipe's gates"
         options = {"accuracy": "--accuracy-margin", "latency": "--latency-margin", "size": "--size-margin"}
         remedy = f"keep A, or allow more: {', '.join(dict.fromkeys(options[cell.what] for cell in named))}"
-        error = GateError("worse", b, said, rule, remedy)
+        error = GateError("worse", b, reasons, rule, remedy)
     elif answer is not None:
-        rule = "a 95 % interval lies within the margin"
+        rule = "the 95 % interval has to lie within the margin"
         longer = "time both for longer (--seconds)" if measure else "time both in one run (--measure)"
         remedy = f"{longer}, or score more text or samples; or compare with --no-speed"
-        error = Inconclusive("inconclusive", b, said, rule, remedy)
-    return Answer(found.as_dict(), shown, warnings=list(found.notes), error=error)
+        error = Inconclusive("inconclusive", b, reasons, rule, remedy)
+    return Answer(comparison.as_dict(), shown, warnings=list(comparison.notes), error=error)
 
 
 @contextmanager
 def timing_on(on: str, runtimes: Iterable[str], wheelhouse: Path | None = None) -> Iterator[DeviceTimer]:
-    """A device that takes the times of a comparison, in some runtimes."""
+    """Reach a device to time a comparison in some runtimes."""
     from quantkit.devices.asked import DeviceTimer
     from quantkit.devices.named import demand_sessions, reach
 
     runtimes = list(runtimes)
     demand_sessions(runtimes)
-    with reach(on, wheelhouse=wheelhouse, runtimes=runtimes) as found:
-        yield DeviceTimer(found)
+    with reach(on, wheelhouse=wheelhouse, runtimes=runtimes) as reached:
+        yield DeviceTimer(reached)
 
 
 def timed(runtime: str | None, *sides: str) -> list[str]:
-    """The runtimes that bundles are timed in; a float model is refused later, by its name."""
+    """List the runtimes to time bundles in; a float model is refused later, by its name."""
     from quantkit.bundle import Bundle
     from quantkit.bundle.manifest import MANIFEST
     from quantkit.pipeline.sides import timed_in

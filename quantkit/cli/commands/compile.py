@@ -1,4 +1,4 @@
-"""`quantkit compile`: a model into a bundle."""
+"""`quantkit compile`: make a bundle from a model."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from quantkit.cli.options import AllowCode, Calibration, Changes, Json, Model, T
 
 def compile(  # noqa: A001 (the word of the command line)
     model: Model = "smollm2-135m",
-    recipe: Annotated[str, typer.Option(metavar="NAME|PATH", help="A shipped recipe or a path.")] = "awq-int4",
+    recipe: Annotated[str, typer.Option(metavar="NAME|PATH", help="A shipped recipe or a file.")] = "awq-int4",
     target: Target = None,
     calibration: Calibration = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The bundle's folder; default: ./MODEL--RECIPE, then -2, ...")
+        Path | None, typer.Option(metavar="DIR", help="Folder of the bundle; default: ./MODEL--RECIPE, then -2, ...")
     ] = None,
     set_: Changes = None,
     imatrix: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="An importance matrix that `rtn` weighs errors by.", show_default=False),
+        typer.Option(metavar="FILE", help="Importance matrix; `rtn` weighs errors by it.", show_default=False),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a build that was stopped.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Any decision beyond the recipe is an error.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted compile.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail on any decision beyond the recipe.")] = False,
     build_timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Give up on an engine after so long.", show_default=False)
+        float | None, typer.Option(metavar="SECONDS", help="Time limit for building an engine.", show_default=False)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, write nothing.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     allow_code: AllowCode = False,
     speed: Annotated[
-        bool, typer.Option("--speed/--no-speed", help="Time the result against the float model, if the target is here.")
+        bool,
+        typer.Option("--speed/--no-speed", help="Time the result against the float model, if the target is here."),
     ] = True,
     device: Annotated[
-        str, typer.Option(metavar="cpu|cuda[:N]|auto", help="Where it computes; auto: the GPU, if a block fits on it.")
+        str, typer.Option(metavar="cpu|cuda[:N]|auto", help="Device to compute on; auto: the GPU, if a block fits.")
     ] = "cpu",
     tf32: Annotated[bool, typer.Option("--tf32", help="Let a GPU round the inputs of float32 products.")] = False,
     as_json: Json = False,
 ) -> Answer:
-    """Quantize a model into a bundle, load it again, score it, time it."""
+    """Quantize a model into a bundle, reload it, score it, time it."""
     from quantkit.pipeline.compile import asked, compile_model, opened
     from quantkit.pipeline.gates import failed_gate
     from quantkit.report import terminal

@@ -1,4 +1,4 @@
-"""`quantkit device`: the machines that things are measured on, a command a function."""
+"""`quantkit device`: machines to measure on, one function a command."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from quantkit.devices.named import NamedDevice
 
 _ANY = "A name of `quantkit device list`, or ssh://USER@HOST."
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the device.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the device.", show_default=False)]
 Device = Annotated[str, typer.Argument(metavar="DEVICE", help=_ANY, show_default=False)]
 
 
 def add(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What it is to be called: pi5.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name for the device: pi5.", show_default=False)],
     address: Annotated[
-        str, typer.Argument(metavar="ssh://USER@HOST", help="As OpenSSH reaches it.", show_default=False)
+        str, typer.Argument(metavar="ssh://USER@HOST", help="Its address for OpenSSH.", show_default=False)
     ],
     workdir: Annotated[
-        str, typer.Option(metavar="PATH", help="A folder of its own on the device, from / or ~/ on.")
+        str, typer.Option(metavar="PATH", help="A folder of quantkit's own on the device: an absolute path or ~/...")
     ] = "~/quantkit",
     python: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Its Python, 3.11 or later; default: the first in its PATH.")
+        str | None, typer.Option(metavar="PATH", help="Python there, 3.11 or later; default: the first in its PATH.")
     ] = None,
     wheelhouse: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="A folder here with wheels for it; default: pip's index.")
+        Path | None, typer.Option(metavar="PATH", help="Local folder of wheels for the device; default: pip's index.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Put it in the place of another one of that name.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a device of that name.")] = False,
     as_json: Json = False,
 ) -> Answer:
-    """Probe a machine and remember it: quantkit device add pi5 ssh://pi@raspberrypi.local."""
+    """Probe a machine and save it: quantkit device add pi5 ssh://pi@raspberrypi.local."""
     from quantkit.content import validated
     from quantkit.devices import named
     from quantkit.devices.openssh import Address, as_workdir
@@ -47,37 +47,37 @@ def add(
     aimed = str(Address.read(address))
     known = named.find(name).address if name in named.names() and not force else aimed
     if known != aimed:
-        rule = "a name is one device's, as rows in bundles have it"
+        rule = "a name stands for one device; rows in bundles refer to it"
         remedy = f"another name, --force, or quantkit device remove {name}"
         raise InputError("device-exists", name, f"it is {known}", rule, remedy)
-    said: dict[str, Any] = {"name": name, "address": aimed, "workdir": as_workdir(workdir)}
-    said |= {"python": python, "wheelhouse": str(wheelhouse.absolute()) if wheelhouse else None}
-    answer = _probed(validated(named.NamedDevice, said, where=name, code="device-invalid"))
+    fields: dict[str, Any] = {"name": name, "address": aimed, "workdir": as_workdir(workdir)}
+    fields |= {"python": python, "wheelhouse": str(wheelhouse.absolute()) if wheelhouse else None}
+    answer = _probed(validated(named.NamedDevice, fields, where=name, code="device-invalid"))
     if force:
-        named.target_path(name).unlink(missing_ok=True)  # of the other one
+        named.target_path(name).unlink(missing_ok=True)  # the replaced device's
     return answer
 
 
 def list_(as_json: Json = False) -> Answer:
-    """The devices of this user."""
+    """List your devices."""
     from quantkit.devices import named
     from quantkit.report import terminal
 
-    found = [named.find(name).model_dump(mode="json") for name in named.names()]
-    return Answer({"devices": found}, terminal.listed(found))
+    devices = [named.find(name).model_dump(mode="json") for name in named.names()]
+    return Answer({"devices": devices}, terminal.listed(devices))
 
 
 def show(name: Name, as_json: Json = False) -> Answer:
-    """What a device said when it was last probed."""
+    """Show a device, as of its last probe."""
     from quantkit.devices import named
     from quantkit.report import terminal
 
-    found = named.find(name, where="NAME").model_dump(mode="json")
-    return Answer(found, terminal.device(found))
+    device = named.find(name, where="NAME").model_dump(mode="json")
+    return Answer(device, terminal.device(device))
 
 
 def probe(device: Device, as_json: Json = False) -> Answer:
-    """Ask a device again what it is."""
+    """Probe a device again."""
     from quantkit.devices import named
 
     return _probed(named.find(device, where="DEVICE"), keep=device in named.names())
@@ -85,45 +85,45 @@ def probe(device: Device, as_json: Json = False) -> Answer:
 
 def doctor(
     device: Device,
-    write: Annotated[bool, typer.Option("--write", help="Make a target of the measured figures.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Save a target with the measured figures.")] = False,
     as_json: Json = False,
 ) -> Answer:
-    """Measure what a device can do at best; with --write, make a target of it."""
+    """Measure a device's limits; with --write, save them as a target."""
     from quantkit.cli.commands.doctor import on_device
 
     return on_device(device, write=write)
 
 
 def clean(device: Device, as_json: Json = False) -> Answer:
-    """Remove the bundles and packages that were carried to a device; what is needed is carried again."""
+    """Remove all carried bundles and packages from a device."""
     from rich.text import Text
 
     from quantkit.devices import named
     from quantkit.devices.asked import clean as remove_there
     from quantkit.report.kit import words
 
-    found = named.find(device, where="DEVICE")
+    known = named.find(device, where="DEVICE")
     with showing() as progress:
-        progress.begin(f"cleaning {found.name}")
-        removed = remove_there(found)
+        progress.begin(f"cleaning {known.name}")
+        removed = remove_there(known)
     what = f"{words.plural(removed.bundles, 'bundle')} and {words.plural(removed.wheels, 'package')}"
     return Answer(removed.model_dump(mode="json"), [Text(f"removed {what}: {words.size(removed.bytes)}")])
 
 
 def remove(name: Name, as_json: Json = False) -> Answer:
-    """Forget a device. What lies there stays."""
+    """Forget a device; its files stay there."""
     from rich.text import Text
 
     from quantkit.devices import named
 
-    found = named.find(name, where="NAME")
-    found.remove()
-    left = f"its files stay in {found.workdir} there"
-    return Answer({"removed": name, "address": found.address, "workdir": found.workdir}, [Text(left)])
+    device = named.find(name, where="NAME")
+    device.remove()
+    left = f"its files stay in {device.workdir} there"
+    return Answer({"removed": name, "address": device.address, "workdir": device.workdir}, [Text(left)])
 
 
 def _probed(device: NamedDevice, *, keep: bool = True) -> Answer:
-    """Ask it, refuse what nothing runs on, and remember the rest."""
+    """Probe a device, refuse one without a usable Python, and save the rest."""
     from quantkit.devices.named import shell
     from quantkit.devices.probed import probe as ask
     from quantkit.report import terminal
@@ -132,13 +132,13 @@ def _probed(device: NamedDevice, *, keep: bool = True) -> Answer:
         progress.begin(f"probing {device.name}")
         about = ask(way, device.workdir)
     about.demand(device.name)
-    found = device.model_copy(update={"about": about, "probed": datetime.now(UTC).date()})
+    known = device.model_copy(update={"about": about, "probed": datetime.now(UTC).date()})
     if keep:
-        found.save()
-    shown = found.model_dump(mode="json")
+        known.save()
+    shown = known.model_dump(mode="json")
     return Answer(shown, terminal.device(shown))
 
 
-HELP = "The machines that things are measured on, by OpenSSH."
-# in the order in which help names them
+HELP = "Manage machines to measure on, reached by OpenSSH."
+# in the order of the help
 COMMANDS: tuple[Callable[..., Answer], ...] = (add, list_, show, probe, doctor, clean, remove)

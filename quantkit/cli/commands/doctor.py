@@ -1,4 +1,4 @@
-"""`quantkit doctor`: the machine at hand."""
+"""`quantkit doctor`: examine the current machine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quantkit.errors import InputError
 
 def doctor(
     target: Annotated[
-        str | None, typer.Option(metavar="NAME|PATH", help="The target whose figures are wanted; default: this one.")
+        str | None, typer.Option(metavar="NAME|PATH", help="Target to compare with; default: this processor.")
     ] = None,
-    write: Annotated[bool, typer.Option("--write", help="Keep the measured figures for this user.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Save the figures, for targets marked `auto`.")] = False,
     on: On = None,
     wheelhouse: Wheelhouse = None,
     as_json: Json = False,
 ) -> Answer:
-    """What this machine, or a device, is and can do at best."""
+    """Measure the limits of this machine, or of a device."""
     from quantkit.measurement.doctor import doctor as examine
     from quantkit.pipeline.request import this_machine
     from quantkit.report import terminal
@@ -29,7 +29,7 @@ def doctor(
 
     demand_device(on, wheelhouse)
     if on is not None and target is not None:
-        raise InputError("usage", "--target", "with --on", "a device's target is its own")
+        raise InputError("usage", "--target", "with --on", "a device has its own target")
     if on is not None:
         return on_device(on, write=write, wheelhouse=wheelhouse)
     aimed = Target.load(target or this_machine())
@@ -40,17 +40,17 @@ def doctor(
 
 
 def on_device(on: str, *, write: bool, wheelhouse: Path | None = None) -> Answer:
-    """The same of a device."""
+    """Measure a device."""
     from quantkit.devices.asked import doctor_on
     from quantkit.devices.named import find, names, reach
     from quantkit.report import terminal
 
     device = find(on)
     if write and on not in names():
-        rule, remedy = "a target is kept under the name of its device", f"quantkit device add NAME {on}"
+        rule, remedy = "a target is saved under the name of its device", f"quantkit device add NAME {on}"
         raise InputError("usage", "--write", on, rule, remedy)
-    with showing() as progress, reach(device, wheelhouse=wheelhouse) as found:
+    with showing() as progress, reach(device, wheelhouse=wheelhouse) as reached:
         progress.begin(f"measuring {on}")
-        report = doctor_on(found, progress, write=write)
+        report = doctor_on(reached, progress, write=write)
     shown = terminal.ceilings(report["device"], report["measurements"], report["written"])
     return Answer(report, shown, warnings=report["warnings"])

@@ -1,4 +1,4 @@
-"""`quantkit export`: one more export in a bundle."""
+"""`quantkit export`: add an export to a bundle."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 def export(
     bundle: BundlePath,
-    to: Annotated[str, typer.Option("--to", metavar="EXPORTER", help="What to add; see `quantkit list exporters`.")],
+    to: Annotated[str, typer.Option("--to", metavar="EXPORTER", help="Exporter: see `quantkit list exporters`.")],
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=YAML", help="An option of the exporter: accuracy_level=0."),
     ] = None,
     autotune_qdq: Annotated[
         bool,
-        typer.Option("--autotune-qdq", help="With tensorrt, on its GPU: search which layers gain by quantized inputs."),
+        typer.Option("--autotune-qdq", help="With tensorrt, on its GPU: find layers that gain from quantized inputs."),
     ] = False,
     inputs: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="With --autotune-qdq, what a graph is given.")
+        Path | None, typer.Option(metavar="FILE.npz", help="With --autotune-qdq: inputs of a graph.")
     ] = None,
     calibration: Calibration = None,
     on: On = None,
@@ -36,16 +36,16 @@ def export(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
     as_json: Json = False,
 ) -> Answer:
-    """Add an export to a finished bundle: quantkit export BUNDLE --to onnx."""
+    """Add an export to a bundle: quantkit export BUNDLE --to onnx."""
     from quantkit.errors import InputError
     from quantkit.pipeline.export import export_bundle
     from quantkit.report import terminal
 
     demand_device(on, wheelhouse)
     if autotune_qdq and on is not None:
-        raise InputError("usage", "--autotune-qdq", "with --on", "it searches on this machine's GPU")
+        raise InputError("usage", "--autotune-qdq", "with --on", "the search runs on this machine's GPU")
     if calibration is not None and (on is not None or autotune_qdq):
-        raise InputError("usage", "--calibration", "for an engine", "engines are checked without samples")
+        raise InputError("usage", "--calibration", "for an engine", "an engine is checked without samples")
     if autotune_qdq:
         return _autotuned(quantkit.load(bundle), to, set_ or (), inputs)
     with showing() as progress:
@@ -66,7 +66,7 @@ def export(
 
 
 def _autotuned(bundle: Bundle, to: str, changes: Sequence[str], inputs: Path | None) -> Answer:
-    """Where inputs are better left in 16 bits, as changes of a recipe; the bundle stays as it is."""
+    """Search for inputs to leave in 16 bits, as changes of a recipe; the bundle stays unchanged."""
     import json
 
     from quantkit.errors import InputError
@@ -76,19 +76,19 @@ def _autotuned(bundle: Bundle, to: str, changes: Sequence[str], inputs: Path | N
     from quantkit.tuning.placement import autotune
 
     if to != "tensorrt":
-        rule = "pairs are searched in the network of TensorRT"
+        rule = "the search needs a TensorRT network"
         raise InputError("set-invalid", "--autotune-qdq", f"--to {to}", rule, "--to tensorrt")
     with showing() as progress:
         progress.begin("measuring placements")
         progress.plan({"measure": 600.0})
         options = engine_options(bundle, load_exporter(to), changes)
-        found, changed = autotune(
+        placement, changed = autotune(
             bundle, options, inputs=inputs, progress=lambda share, words: progress.at("measure", share, words)
         )
     overrides = changed.get("overrides", [])
-    result = {"off": list(found.off), "gain": found.gain, "tried": found.tried, "overrides": overrides}
+    result = {"off": list(placement.off), "gain": placement.gain, "tried": placement.tried, "overrides": overrides}
     result["keep"] = changed.get("keep", [])
-    said = f"{found.gain:.3f} times as fast with {len(found.off)} groups of inputs in 16 bits; {found.tried} measured"
-    shown = [Remark(said)]
+    groups = f"{len(placement.off)} groups of inputs in 16 bits"
+    shown = [Remark(f"{placement.gain:.3f} times as fast with {groups}; {placement.tried} measured")]
     shown += [Remark(f"compile again with: --set '{key}={json.dumps(value)}'") for key, value in changed.items()]
     return Answer(result, shown)

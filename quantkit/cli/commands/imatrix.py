@@ -1,4 +1,4 @@
-"""`quantkit imatrix`: how large each input of a model's linears is, as llama.cpp reads it."""
+"""`quantkit imatrix`: write an importance matrix in llama.cpp's format."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from quantkit.cli.options import Json, TrustRemoteCode
 
 
 def imatrix(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model, as for `compile`.", show_default=False)],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The file: .gguf, or .dat for llama.cpp of before.")] = Path(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model, as for `compile`.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file: .gguf, or .dat for older llama.cpp.")] = Path(
         "imatrix.gguf"
     ),
     calibration: Annotated[
-        str, typer.Option(metavar="NAME|PATH", help="The text: a set of `quantkit list calibration`, or a file.")
+        str, typer.Option(metavar="NAME|PATH", help="Text: a set of `quantkit list calibrations`, or a file.")
     ] = "prose-en",
-    samples: Annotated[int, typer.Option(min=1, help="Sequences.")] = 64,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="Number of sequences.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each sequence.")] = 512,
     generated: Annotated[
-        float, typer.Option(min=0, max=1, metavar="SHARE", help="Of the sequences, those that the model writes itself.")
+        float, typer.Option(min=0, max=1, metavar="SHARE", help="Share of the sequences that the model writes itself.")
     ] = 0.0,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> Answer:
-    """Write an importance matrix, which llama-quantize and `compile --imatrix` read."""
+    """Write an importance matrix for llama-quantize or `compile`."""
     from quantkit.pipeline.imatrix import importance_of
 
     with showing() as progress:
         progress.begin(f"opening {model}")
-        found = importance_of(
+        matrix = importance_of(
             model,
             out,
             calibration=calibration,
@@ -41,6 +41,6 @@ def imatrix(
             generated=generated,
             trust_remote_code=trust_remote_code,
         )
-    said = f"{out}: {len(found.squares)} tensors, {found.tokens:,} tokens of {', '.join(found.datasets)}"
-    result = {"file": str(out), "tensors": len(found.squares), "tokens": found.tokens, "datasets": list(found.datasets)}
-    return Answer(result, [said])
+    summary = f"{out}: {len(matrix.squares)} tensors, {matrix.tokens:,} tokens of {', '.join(matrix.datasets)}"
+    result = {"file": str(out), "tensors": len(matrix.squares), "tokens": matrix.tokens}
+    return Answer({**result, "datasets": list(matrix.datasets)}, [summary])

@@ -1,4 +1,4 @@
-"""`quantkit measure`: a bundle again."""
+"""`quantkit measure`: measure a bundle again."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ def measure(
     bundle: BundlePath,
     baseline: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL|BUNDLE", help="A model or a bundle to compare with; default: what it was made from."
-        ),
+        typer.Option(metavar="MODEL|BUNDLE", help="Model or bundle to compare with; default: its original model."),
     ] = None,
     runtime: Runtime = None,
     calibration: Annotated[
-        str | None, typer.Option(metavar="NAME|PATH", help="The set to score on; default: the bundle's own.")
+        str | None, typer.Option(metavar="NAME|PATH", help="Calibration set to score on; default: the bundle's own.")
     ] = None,
     batch: Annotated[
         str | None, typer.Option(metavar="N,N,…", help="Batches to time; default: the target's, up to 32.")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=1, max=604_800, metavar="S", help="How long to time all shapes; default: 300.")
+        float | None, typer.Option(min=1, max=604_800, metavar="S", help="Time for all shapes; default: 300.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Time the few shapes that a compile does.")] = False,
-    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Time it against the float model.")] = True,
+    quick: Annotated[bool, typer.Option("--quick", help="Time only the few shapes that a compile times.")] = False,
+    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Time the bundle against the float model.")] = True,
     on: On = None,
     wheelhouse: Wheelhouse = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="With --on: measure only what the bundle lacks of the device.")
+        bool, typer.Option("--resume", help="With --on: measure only the shapes that the bundle lacks.")
     ] = False,
     as_json: Json = False,
 ) -> Answer:
@@ -60,12 +58,12 @@ def measure(
 
     demand_device(on, wheelhouse)
     if resume and on is None:
-        raise InputError("usage", "--resume", "no --on", "what was measured here is measured whole")
+        raise InputError("usage", "--resume", "no --on", "a measurement here is never resumed")
     opened = quantkit.load(bundle)
     chosen = runtime or default_runtime(opened)
     known = load_runtime(chosen, where="--runtime")
     if holds_graph(opened) and not known.graph:
-        rule = "it is a runtime that bundles are scored in"
+        rule = "the runtime has to run graphs"
         raise InputError("runtime-unsupported", "--runtime", chosen, rule, f"use {default_runtime(opened)}")
     plan = few(opened.manifest.model.kind) if quick else TimingPlan(batches=batches_of(opened))
     plan = with_changes(plan, batches(batch), seconds)
@@ -102,7 +100,7 @@ def measure(
                 )
     opened = quantkit.load(bundle)
     notes = figures.notes(opened.manifest)
-    notes += [f"{each.where}: {figures.change(each)}; {each.reason}" for each in decisions if each.code != NOTE]
+    notes += [f"{x.where}: {figures.change(x)}; {x.reason}" for x in decisions if x.code != NOTE]
     manifest = opened.manifest if on is None else on_device(opened, rows)
     verdict = manifest.verdict
     result: dict[str, Any] = {
@@ -122,24 +120,24 @@ def measure(
             "inconclusive",
             str(bundle),
             "; ".join(verdict.because),
-            "an interval lies above or below 1",
+            "the interval has to lie above or below 1",
             f"measure again on a quieter machine, or for longer: --seconds {3 * plan.seconds:g}",
         )
     shown: list[Part] = [document(manifest, rows, notes, path=opened.path, whole=False)]
     if chosen.startswith("tensorrt"):
-        for each in stored(opened.path):
-            result.setdefault("engines", []).append(each.model_dump(mode="json"))
-            shown += engine.brief(each)
-    taken = [each.as_dict() for each in decisions]
+        for engine_layers in stored(opened.path):
+            result.setdefault("engines", []).append(engine_layers.model_dump(mode="json"))
+            shown += engine.brief(engine_layers)
+    taken = [decision.as_dict() for decision in decisions]
     return Answer(result, shown, taken, notes, error)
 
 
 def on_device(bundle: Bundle, rows: Sequence[Row]) -> Manifest:
-    """A manifest with the verdict of the device that rows are of, as the bundle holds it now."""
+    """Return the manifest with the verdict of the rows' device, as the bundle has it now."""
     from quantkit.measurement.rows import Row
     from quantkit.pipeline.verdict import by_device
 
     name = next((row.on for row in rows), None)
-    found = by_device(bundle.manifest, [Row.model_validate(row) for row in bundle.measurements])
-    verdict = next((each.verdict for each in found if each.name == name), None)
+    verdicts = by_device(bundle.manifest, [Row.model_validate(row) for row in bundle.measurements])
+    verdict = next((entry.verdict for entry in verdicts if entry.name == name), None)
     return bundle.manifest.model_copy(update={"verdict": verdict})

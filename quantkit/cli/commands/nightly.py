@@ -1,4 +1,4 @@
-"""`quantkit nightly`: comparisons of every night, a command a function."""
+"""`quantkit nightly`: comparisons that run every night, one function a command."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from quantkit.errors import InputError
 if TYPE_CHECKING:
     from quantkit.nightly.store import Store
 
-Config = Annotated[Path, typer.Argument(metavar="nightly.yaml", help="What is compared, and where results are.")]
+Config = Annotated[Path, typer.Argument(metavar="nightly.yaml", help="Configuration: models, recipes, targets, store.")]
 StorePath = Annotated[
     Path | None,
-    typer.Option("--store", metavar="PATH", help="The folder of the store; default: the one nightly.yaml names."),
+    typer.Option("--store", metavar="PATH", help="Folder of the store; default: that of nightly.yaml."),
 ]
 _CONFIG = Path("nightly.yaml")
 _YAML = (".yaml", ".yml")
-_SQL = "One statement that reads, in DuckDB's dialect, or a table: nights, results, times, items, decisions."
+_SQL = "One reading statement in DuckDB's SQL, or a table: nights, results, times, items, decisions."
 
 
 def run(
     config: Config = _CONFIG,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and say which cells there are.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the last night, if it was stopped.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, list the cells, run nothing.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the last night if it was interrupted.")] = False,
     only: Annotated[
-        str | None, typer.Option(metavar="GLOB", help="These cells alone: '*|awq-int4|*'.", show_default=False)
+        str | None, typer.Option(metavar="GLOB", help="Only these cells: '*|awq-int4|*'.", show_default=False)
     ] = None,
     executor: Annotated[
-        str, typer.Option(metavar="local|ray", help="Builds run here, or on the Ray cluster that this machine is of.")
+        str, typer.Option(metavar="local|ray", help="Build here, or on this machine's Ray cluster.")
     ] = "local",
     as_json: Json = False,
 ) -> Answer:
-    """Measure all cells and decide on them. What is worse is the gate's: this exits 0."""
+    """Measure and decide all cells; exits 0 even if some are worse (see gate)."""
     from quantkit.nightly import executors
     from quantkit.nightly import gate as gates
     from quantkit.nightly import run as nights
@@ -54,21 +54,19 @@ def run(
         return Answer(expected, [*lines, *gates.warned(expected["notes"])], warnings=expected["notes"])
     with showing() as progress:
         progress.begin(f"the cells of {config}")
-        found = nights.run_night(config, chosen, resume=resume, only=only, progress=progress)
+        night = nights.run_night(config, chosen, resume=resume, only=only, progress=progress)
     opened = _store(config, None)
-    gated = gates.gate(opened, found.night)
-    said = [*found.warnings, *gates.warnings(gated)]
-    lines = [*gates.night(gated, found.results), *gates.shown(gated), *gates.warned(said)]
-    return Answer(found.as_dict(), lines, warnings=said)
+    gated = gates.gate(opened, night.night)
+    notes = [*night.warnings, *gates.warnings(gated)]
+    lines = [*gates.night(gated, night.results), *gates.shown(gated), *gates.warned(notes)]
+    return Answer(night.as_dict(), lines, warnings=notes)
 
 
 def query(
     sql: Annotated[str, typer.Argument(metavar="SQL", help=_SQL, show_default=False)],
     config: Config = _CONFIG,
     store: StorePath = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all that is found there, .csv or .json.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result to a .csv or .json file.")] = None,
     as_json: Json = False,
 ) -> Answer:
     """Ask the store in SQL.
@@ -80,58 +78,58 @@ def query(
     from quantkit.nightly import gate as gates
     from quantkit.report.kit import words
 
-    if sql.endswith(_YAML):  # in the other order, as the other commands have it
+    if sql.endswith(_YAML):  # arguments in the other order, as in the other commands
         sql, config = str(config), Path(sql)
     opened = _store(config, store)
-    found = Answer(None)
+    answer = Answer(None)
     try:
         if out is not None:
             count = opened.export(sql, out)
-            found = Answer(
+            answer = Answer(
                 {"out": str(out), "rows": count}, [Text(f"{words.plural(count, 'row')} in {out}", no_wrap=True)]
             )
         else:
             rows = opened.query(sql)
-            found = Answer(rows.as_json(), gates.rows(rows))
+            answer = Answer(rows.as_json(), gates.rows(rows))
     except InputError as error:
-        # what was passed over may be why
-        found.error = error
-    found.shown = [*found.shown, *gates.warned(opened.warnings)]
-    found.warnings = opened.warnings
-    return found
+        # skipped files may be the cause
+        answer.error = error
+    answer.shown = [*answer.shown, *gates.warned(opened.warnings)]
+    answer.warnings = opened.warnings
+    return answer
 
 
 def gate(
     config: Config = _CONFIG,
     store: StorePath = None,
-    night: Annotated[str | None, typer.Option(metavar="ID", help="Which; default: the last.")] = None,
+    night: Annotated[str | None, typer.Option(metavar="ID", help="Night to check; default: the last.")] = None,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all decisions as JUnit XML.")] = None,
     github_summary: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", envvar="GITHUB_STEP_SUMMARY", help="Append a summary in GitHub's Markdown."),
+        typer.Option(metavar="FILE", envvar="GITHUB_STEP_SUMMARY", help="Append a summary in GitHub Markdown."),
     ] = None,
     gitlab: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what is not fine as GitLab's code-quality JSON.")
+        Path | None, typer.Option(metavar="FILE", help="Write the failures as GitLab code-quality JSON.")
     ] = None,
     allow_inconclusive: Annotated[
-        bool, typer.Option("--allow-inconclusive", help="What is not known passes: exit 0 in place of 3.")
+        bool, typer.Option("--allow-inconclusive", help="Let undecided cells pass: exit 0 instead of 3.")
     ] = False,
     as_json: Json = False,
 ) -> Answer:
-    """Whether a night passes: 0 fine, 1 worse or failed, 3 not known."""
+    """Check a night: exit 0 fine, 1 worse or failed, 3 undecided."""
     from quantkit.nightly import gate as gates
 
     opened = _store(config, store)
-    found = gates.gate(opened, night)
+    gated = gates.gate(opened, night)
     if junit is not None:
-        gates.write(junit, gates.junit(found))
+        gates.write(junit, gates.junit(gated))
     if gitlab is not None:
-        gates.write(gitlab, gates.gitlab(found, config))
+        gates.write(gitlab, gates.gitlab(gated, config))
     if github_summary is not None:
-        gates.append(github_summary, gates.github(found))
-    said = [*opened.warnings, *gates.warnings(found)]
-    answer = Answer(found.as_dict(), [*gates.shown(found), *gates.warned(said)], warnings=said)
-    answer.error = gates.error(found, allow_inconclusive=allow_inconclusive)
+        gates.append(github_summary, gates.github(gated))
+    notes = [*opened.warnings, *gates.warnings(gated)]
+    answer = Answer(gated.as_dict(), [*gates.shown(gated), *gates.warned(notes)], warnings=notes)
+    answer.error = gates.error(gated, allow_inconclusive=allow_inconclusive)
     return answer
 
 
@@ -139,13 +137,13 @@ def page(
     config: Config = _CONFIG,
     store: StorePath = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where; default: the one nightly.yaml names.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder to write; default: that of nightly.yaml.")
     ] = None,
     as_json: Json = False,
 ) -> Answer:
-    """Write the site: a grid of all cells, and a page a cell.
+    """Write the site: a grid of all cells, and one page a cell.
 
-    It opens from a file or any web server, whatever the night found: `gate` is what fails.
+    It opens from a file or any web server. It never fails because of a night's results; `gate` does.
     """
     from quantkit.nightly import gate as gates
     from quantkit.nightly import page as site
@@ -159,7 +157,6 @@ def page(
 
 
 def _store(config: Path, store: Path | None) -> Store:
-    """The store that is meant."""
     from quantkit.nightly.config import Nightly
     from quantkit.nightly.store import Store
 
@@ -169,6 +166,6 @@ def _store(config: Path, store: Path | None) -> Store:
     return Store.open(store, config=config)
 
 
-HELP = "Compare what you compile, every night."
-# in the order in which help names them
+HELP = "Compare your bundles every night."
+# in the order of the help
 COMMANDS: tuple[Callable[..., Answer], ...] = (run, gate, page, query)

@@ -1,4 +1,4 @@
-"""`quantkit plan`: what a recipe would cost and gain, from the model's sizes alone."""
+"""`quantkit plan`: predict cost and gain of a recipe from the model's sizes alone."""
 
 from __future__ import annotations
 
@@ -24,57 +24,57 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A name (llama-3-8b, qwen3-30b-a3b, …), a folder or a config.json (./config.json), or a bundle.",
+            help="A name (llama-3-8b, qwen3-30b-a3b, …), a folder, a config.json (./config.json) or a bundle.",
         ),
     ] = "smollm2-135m",
     recipe: Annotated[
         list[str] | None, typer.Option(metavar="NAME|PATH", help="A recipe, or a format: int4, fp8_e4m3, bf16.")
     ] = None,
     compare: Annotated[
-        str | None, typer.Option(metavar="R,R,…", help="Recipes or formats side by side; default: the usual ones.")
+        str | None, typer.Option(metavar="R,R,…", help="Recipes or formats to compare; default: the usual ones.")
     ] = None,
     target: Target = None,
     runtime: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What would run it; default: the one that computes natively.")
+        str | None, typer.Option(metavar="NAME", help="Runtime to plan for; default: one that computes natively.")
     ] = None,
-    batch: Annotated[str | None, typer.Option(metavar="N,N,…", help="Sequences at once: 1,8,64.")] = None,
+    batch: Annotated[str | None, typer.Option(metavar="N,N,…", help="Batch sizes: 1,8,64.")] = None,
     prompt: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="That come in with a request; default: 1,024.")
+        int | None, typer.Option(metavar="TOKENS", help="Prompt tokens of a request; default: 1,024.")
     ] = None,
-    output: Annotated[int | None, typer.Option(metavar="TOKENS", help="That go out; default: 256.")] = None,
+    output: Annotated[int | None, typer.Option(metavar="TOKENS", help="Output tokens; default: 256.")] = None,
     requests: Annotated[
-        str | None, typer.Option(metavar="PxO:SHARE,…", help="Several lengths instead: 2000x300:0.7,8000x500:0.3.")
+        str | None, typer.Option(metavar="PxO:SHARE,…", help="Mixed lengths with shares: 2000x300:0.7,8000x500:0.3.")
     ] = None,
     variation: Annotated[
-        float, typer.Option(metavar="SHARE", help="How much lengths vary: 0 not at all, about 1 for chats.")
+        float, typer.Option(metavar="SHARE", help="Relative spread of the lengths: 0 none, about 1 for chats.")
     ] = 0.0,
     context: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="To make room for; default: the longest request.")
+        int | None, typer.Option(metavar="TOKENS", help="Context to reserve memory for; default: the longest request.")
     ] = None,
     rate: Annotated[
         float | None, typer.Option(metavar="REQUESTS/S", help="Simulate this load, with continuous batching.")
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(metavar="N", help="That share the model; default: as few as hold it.")
+        int | None, typer.Option(metavar="N", help="Devices that share the model; default: as few as hold it.")
     ] = None,
     prices: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Your prices; default: those that ship, with their date.")
+        Path | None, typer.Option(metavar="FILE", help="File of prices; default: the shipped ones, with their date.")
     ] = None,
     measured: Annotated[
-        list[Path] | None, typer.Option(metavar="BUNDLE|FILE", help="Learn efficiencies from these measurements too.")
+        list[Path] | None, typer.Option(metavar="BUNDLE|FILE", help="Measurements to learn efficiencies from.")
     ] = None,
     set_: Changes = None,
     allow_code: AllowCode = False,
     rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Run the recipe on the largest block: half a minute, on real weights.")
+        bool, typer.Option("--rehearse", help="Run the recipe on the largest block, with real weights: half a minute.")
     ] = False,
     device: Annotated[
-        str, typer.Option(metavar="cpu|cuda[:N]|auto", help="Where the compile would compute, and whether it fits.")
+        str, typer.Option(metavar="cpu|cuda[:N]|auto", help="Device of the compile; the plan says whether it fits.")
     ] = "cpu",
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the pictures.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page with charts.")] = None,
     as_json: Json = False,
 ) -> Answer:
-    """Say what will fit, how fast it can be, what it costs, and what the compile will take: before anything is done."""
+    """Predict memory, speed, cost and compile time before compiling."""
     import quantkit
     from quantkit.bundle.disk import check_place
     from quantkit.model.device import demand_name
@@ -121,9 +121,9 @@ def plan(
     if rehearsal is None:
         return Answer(result, shown, warnings=list(outlook.notes))
     result["rehearsal"] = rehearsal.as_dict()
-    lines = [(each.line, each.fails) for each in rehearsal.findings]
+    lines = [(finding.line, finding.fails) for finding in rehearsal.findings]
     shown += rehearsed(rehearsal.block, rehearsal.seconds, lines)
-    failing = next((each for each in rehearsal.findings if each.fails), None)
+    failing = next((finding for finding in rehearsal.findings if finding.fails), None)
     error = None
     if failing is not None:
         line = failing.line.removeprefix(f"[{failing.code}] ")
@@ -132,12 +132,12 @@ def plan(
 
 
 def _rehearsed(question: PlanQuestion, outlook: Outlook) -> Rehearsal:
-    """The recipe of the one candidate, run on the model's largest block."""
+    """Run the recipe of the only candidate on the model's largest block."""
     from quantkit.pipeline.rehearsal import rehearse
     from quantkit.pipeline.request import Request, demand_model
 
     if len(outlook.candidates) != 1:
-        raise InputError("usage", "--rehearse", f"{len(outlook.candidates)} recipes", "it runs one: --recipe")
+        raise InputError("usage", "--rehearse", f"{len(outlook.candidates)} recipes", "a rehearsal runs one recipe")
     chosen = outlook.candidates[0]
     request = Request.of(
         question.model,

@@ -14,12 +14,12 @@ from quantkit.cli.options import AllowCode, Json
 
 def show(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A name from `quantkit list`, or a path (./...).", show_default=False)
+        str, typer.Argument(metavar="NAME", help="Name from `quantkit list`, or a path (./...).", show_default=False)
     ],
     allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> Answer:
-    """One thing in full: whatever `list` names, or a bundle."""
+    """Show one thing in full: any name of `list`, or a bundle."""
     from quantkit import content
     from quantkit.bundle.manifest import MANIFEST
     from quantkit.measurement.rows import Row

@@ -1,4 +1,4 @@
-"""`quantkit tax`: what unpacking costs, batch by batch."""
+"""`quantkit tax`: measure the cost of unpacking, batch by batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from quantkit.cli.options import Html, Json, On, Target, Wheelhouse, batches, de
 from quantkit.errors import Inconclusive, QuantkitError
 from quantkit.pipeline.progress import Progress
 
-# seconds for the machine's ceilings, and for the first linear's files: stages by the word that they are reported with
+# seconds of the ceilings and of the first linear's files, by the word that reports each stage
 _BEFORE = {"ceilings": 6.0, "preparing": 4.0}
-# to make products for a device and to carry them there
+# seconds to make products and carry them to a device
 _CARRYING = 30.0
 
 
@@ -24,13 +24,13 @@ def tax(
         str | None,
         typer.Argument(
             metavar="[BUNDLE|MODEL]",
-            help="A bundle, a folder with a config.json, or a name: llama-3-8b, qwen2.5-7b, smollm2-135m, ...",
+            help="Bundle, folder with a config.json, or name: llama-3-8b, qwen2.5-7b, smollm2-135m, ...",
             show_default=False,
         ),
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="KxN", help="Inputs by outputs of a linear instead: 4096x14336; may be repeated."),
+        typer.Option(metavar="KxN", help="Inputs x outputs of one linear instead: 4096x14336; repeatable."),
     ] = None,
     formats: Annotated[
         str | None,
@@ -42,31 +42,29 @@ def tax(
     ] = None,
     batch: Annotated[
         str | None,
-        typer.Option(metavar="N,N:N,…", help="Rows of the activation; 1:4096 doubles; default: the target's batches."),
+        typer.Option(metavar="N,N:N,…", help="Batch sizes; 1:4096 means 1,2,4,...,4096; default: the target's."),
     ] = None,
     traffic: Annotated[
-        str | None, typer.Option(metavar="N:SHARE,…", help="How often each batch occurs: 1:0.7,8:0.2,64:0.1.")
+        str | None, typer.Option(metavar="N:SHARE,…", help="Share of each batch in your traffic: 1:0.7,8:0.2,64:0.1.")
     ] = None,
     device: Annotated[
-        str, typer.Option(metavar="cpu|cuda", help="What to time on; default: what the target is.", show_default=False)
+        str, typer.Option(metavar="cpu|cuda", help="Processor to time on; default: the target's.", show_default=False)
     ] = "",
     runtime: Annotated[
-        str, typer.Option(metavar="NAME", help="onnxruntime on a CPU, torch on a GPU.", show_default=False)
+        str, typer.Option(metavar="NAME", help="Runtime: onnxruntime on a CPU, torch on a GPU.", show_default=False)
     ] = "",
     threads: Annotated[
-        str | None, typer.Option(metavar="N,N,…", help="Threads, one run for each; default: all cores.")
+        str | None, typer.Option(metavar="N,N,…", help="Thread counts, one run for each; default: all cores.")
     ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=1, max=604_800, metavar="S", help="How long to time everything.")
-    ] = 300.0,
+    seconds: Annotated[float, typer.Option(min=1, max=604_800, metavar="S", help="Time for everything.")] = 300.0,
     target: Target = None,
     on: On = None,
     wheelhouse: Wheelhouse = None,
     html: Html = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows as JSON lines.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows as JSON Lines.")] = None,
     as_json: Json = False,
 ) -> Answer:
-    """Time quantized linears against float ones, with what the machine could do at best, and say what to do."""
+    """Time quantized linears against float ones and advise."""
     from quantkit.bundle.disk import check_place
     from quantkit.measurement.rows import write_rows
     from quantkit.pipeline.tax import Question, batch_range, measure_tax, prepare, record
@@ -88,7 +86,7 @@ def tax(
         seconds,
         target,
     )
-    # before minutes of timing, not after them
+    # check now, not after minutes of timing
     for path in (html, out):
         check_place(path)
     if html is not None:
@@ -105,7 +103,7 @@ def tax(
         if plan.records and plan.bundle is not None:
             plan.bundle.demand_writable()
         progress = stack.enter_context(showing())
-        # what comes before the first timing takes as long for two seconds of it as for three hundred
+        # the preparation takes the same time for any --seconds
         stages = {**({} if there is None else {"carrying": _CARRYING}), **_BEFORE, "timing": 1.6 * seconds}
         progress.begin(f"timing the linears of {model or ', '.join(shape or ())}")
         progress.plan(stages)
@@ -114,21 +112,21 @@ def tax(
             first = words.partition(",")[0].rpartition(": ")[2]
             progress.at(first if not share and first in _BEFORE else "timing", share, words)
 
-        found = measure_tax(plan, told, there)
+        measured = measure_tax(plan, told, there)
     if out is not None:
-        write_rows(out, found.rows)
-    tree = document(found.reported())
+        write_rows(out, measured.rows)
+    tree = document(measured.reported())
     if html is not None:
         pages.write(html, pages.page(tree))
-    record(found)
+    record(measured)
     error: QuantkitError | None = None
-    if found.inconclusive:
+    if measured.inconclusive:
         error = Inconclusive(
             "inconclusive",
             "quantkit tax",
-            "; ".join(reason for advice in found.advice.values() for reason in advice.because),
-            "an interval lies above or below 1",
+            "; ".join(reason for advice in measured.advice.values() for reason in advice.because),
+            "the interval has to lie above or below 1",
             f"time it again on a quieter machine, or for longer: --seconds {3 * seconds:g}",
         )
     shown = [tree, *(Code("", str(path)) for path in (html, out) if path is not None)]
-    return Answer(found.as_dict(), shown, warnings=list(found.notes), error=error)
+    return Answer(measured.as_dict(), shown, warnings=list(measured.notes), error=error)

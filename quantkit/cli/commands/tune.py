@@ -1,4 +1,4 @@
-"""`quantkit tune`: a format for every layer."""
+"""`quantkit tune`: choose a format for every layer."""
 
 from __future__ import annotations
 
@@ -16,41 +16,43 @@ def tune(
     model: Model,
     budget: Annotated[
         list[str],
-        typer.Option(metavar="KIND=N", help="bits=4.25, bytes=100MB, kl=0.05 or latency=12ms; several may hold."),
+        typer.Option(metavar="KIND=N", help="Limit: bits=4.25, bytes=100MB, kl=0.05 or latency=12ms; repeatable."),
     ],
-    recipe: Annotated[str, typer.Option(metavar="NAME|PATH", help="The recipe to start from.")] = "gptq-int4",
+    recipe: Annotated[str, typer.Option(metavar="NAME|PATH", help="Recipe to start from.")] = "gptq-int4",
     formats: Annotated[
         str | None,
-        typer.Option(metavar="F,F,…", help="Formats to choose from, and float; default: int3,int4,int8,float."),
+        typer.Option(metavar="F,F,…", help="Formats to choose from; default: int3,int4,int8,float."),
     ] = None,
     scheme: Annotated[
         list[str] | None,
-        typer.Option("--scheme", metavar="YAML", help="A candidate more: '{format: int4, group: 32}'."),
+        typer.Option("--scheme", metavar="YAML", help="Additional candidate: '{format: int4, group: 32}'."),
     ] = None,
     target: Target = None,
-    batch: Annotated[str | None, typer.Option(metavar="N,N,…", help="Batches of the timings that count.")] = None,
+    batch: Annotated[str | None, typer.Option(metavar="N,N,…", help="Batch sizes of the timings to use.")] = None,
     timings: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measurements with `latency.op` rows, for latency budgets.")
+        Path | None, typer.Option(metavar="FILE", help="Measurements with `latency.op` rows, for a latency budget.")
     ] = None,
     calibration: Calibration = None,
     samples: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Sequences of 128 tokens that each harm is measured on.")
+        int, typer.Option(min=1, metavar="N", help="Sequences of 128 tokens to measure each layer's harm on.")
     ] = 2,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The folder to write; default: ./MODEL--tuned, then -2, ...")
+        Path | None, typer.Option(metavar="DIR", help="Folder to write; default: ./MODEL--tuned, then -2, ...")
     ] = None,
     set_: Changes = None,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Measure every candidate at the output; else one, and the others by it.")
+        bool,
+        typer.Option("--exact", help="Measure every candidate at the output; default: estimate most."),
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Compile and score the choice, and one scheme for all beside it.")
+        bool,
+        typer.Option("--check/--no-check", help="Compile and score the choice, and the best single scheme."),
     ] = True,
     trust_remote_code: TrustRemoteCode = False,
     allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> Answer:
-    """Choose a format for every layer within a budget; write the recipe."""
+    """Choose a format for every layer within a budget; write a recipe."""
     from quantkit.measurement.rows import read_rows
     from quantkit.report.kit.tree import Code
     from quantkit.report.tune import document
@@ -84,12 +86,12 @@ def tune(
         tuned = search.tune(question, progress)
     taken = [decision.as_dict() for decision in tuned.decisions]
     error = None
-    limit, found = allowed.kl, tuned.front["chosen"]["measured"]
-    if limit is not None and found is not None and found > limit:
+    limit, measured = allowed.kl, tuned.front["chosen"]["measured"]
+    if limit is not None and measured is not None and measured > limit:
         error = GateError(
             "budget-missed",
             "--budget",
-            f"KL {found:.4g} measured",
+            f"KL {measured:.4g} measured",
             f"at most {limit:g}",
             "allow more, or add candidates (--formats, --scheme)",
         )
@@ -98,10 +100,9 @@ def tune(
 
 
 def _scheme(text: str) -> dict[str, Any]:
-    """A candidate's fields."""
     from quantkit.content import parse_yaml
 
-    found = parse_yaml(text, where="--scheme")
-    if not isinstance(found, dict):
-        raise InputError("usage", "--scheme", text, "a YAML mapping", "'{format: int4, group: 32}'")
-    return found
+    fields = parse_yaml(text, where="--scheme")
+    if not isinstance(fields, dict):
+        raise InputError("usage", "--scheme", text, "a scheme is a YAML mapping", "'{format: int4, group: 32}'")
+    return fields

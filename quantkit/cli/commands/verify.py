@@ -1,4 +1,4 @@
-"""`quantkit verify`: whether a bundle is what it was."""
+"""`quantkit verify`: check that a bundle is intact."""
 
 from __future__ import annotations
 
@@ -21,29 +21,28 @@ def verify(
     layers: Annotated[
         Path | None,
         typer.Option(
-            metavar="BUNDLE", help="Compare its TensorRT network with this float bundle's, layer by layer, instead."
+            metavar="BUNDLE", help="Instead, compare its TensorRT network with this float bundle's, layer by layer."
         ),
     ] = None,
-    inputs: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="With --layers, what a graph is fed with.")
-    ] = None,
+    inputs: Annotated[Path | None, typer.Option(metavar="FILE.npz", help="With --layers: inputs of a graph.")] = None,
     runtime: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With --layers, tensorrt_rtx or tensorrt: an engine as well.")
+        str | None,
+        typer.Option(metavar="NAME", help="With --layers: also compare an engine of tensorrt_rtx or tensorrt."),
     ] = None,
     expect: Annotated[
-        str | None, typer.Option(metavar="HASH", help="Of the seal, as it was announced; 16 digits at least.")
+        str | None, typer.Option(metavar="HASH", help="Expected hash of the seal; at least 16 digits.")
     ] = None,
     signer: Annotated[
         str | None,
-        typer.Option(metavar="FILE|IDENTITY", help="A public key (SSH, PEM), allowed_signers, or a Sigstore identity."),
+        typer.Option(metavar="FILE|IDENTITY", help="Public key (SSH, PEM), allowed_signers or Sigstore identity."),
     ] = None,
-    issuer: Annotated[str | None, typer.Option(metavar="URL", help="Who vouches for a Sigstore identity.")] = None,
+    issuer: Annotated[str | None, typer.Option(metavar="URL", help="Issuer of the Sigstore identity.")] = None,
     trust_remote_code: TrustRemoteCode = False,
     on: On = None,
     wheelhouse: Wheelhouse = None,
     as_json: Json = False,
 ) -> Answer:
-    """Check every file of a bundle, then load it again; here or on a device."""
+    """Check every file of a bundle and load it, here or on a device."""
     from quantkit.bundle import seal
     from quantkit.model.source import pretrained
     from quantkit.pipeline.reload import reload
@@ -52,19 +51,19 @@ def verify(
     demand_device(on, wheelhouse)
     opened = quantkit.load(bundle)
     if issuer is not None and signer is None:
-        raise InputError("usage", "--issuer", "without --signer", "it vouches for a signer")
+        raise InputError("usage", "--issuer", "without --signer", "an issuer belongs to a signer")
     if expect is not None:
         seal.demand(opened.path, expect)
     signed = None if signer is None else seal.demand_signer(opened.path, signer, issuer)
     for config in sorted(opened.path.glob("*/config.json")) if trust_remote_code else ():
         pretrained.trust(config.parent)
     if layers is not None and on is not None:
-        raise InputError("usage", "--on", "with --layers", "layers are compared on this machine")
+        raise InputError("usage", "--on", "with --layers", "layers are only compared on this machine")
     if layers is not None:
         return _layers(opened, quantkit.load(layers), inputs, runtime)
     if inputs is not None or runtime is not None:
-        said = "--inputs" if inputs is not None else "--runtime"
-        raise InputError("usage", said, "without --layers", "it says how layers are compared")
+        option = "--inputs" if inputs is not None else "--runtime"
+        raise InputError("usage", option, "without --layers", "this option belongs to --layers")
     with showing() as progress:
         progress.begin(f"verifying {bundle}")
         if on is not None:
@@ -72,13 +71,13 @@ def verify(
             from quantkit.devices.named import reach
 
             with reach(on, wheelhouse=wheelhouse) as device:
-                found, notes = verify_on(opened, device, progress)
+                checks, notes = verify_on(opened, device, progress)
         else:
-            found = opened.verify()
-            whole = all(check.ok for check in found)
+            checks = opened.verify()
+            whole = all(check.ok for check in checks)
             reloaded, notes = reload(opened) if whole else ([], ["not loaded: files differ"])
-            found = [*found, *reloaded]
-    failed = next((check for check in found if not check.ok), None)
+            checks = [*checks, *reloaded]
+    failed = next((check for check in checks if not check.ok), None)
     error = None
     if failed is not None:
         error = GateError(
@@ -96,26 +95,26 @@ def verify(
         "seal": sealed,
         "signed_by": signed,
         **({"device": on} if on is not None else {}),
-        "checks": [{**check.model_dump(mode="json"), "where": check.where} for check in found],
+        "checks": [{**check.model_dump(mode="json"), "where": check.where} for check in checks],
     }
     return Answer(
-        result, terminal.verified(opened.path, opened.manifest, found, notes, seals), warnings=notes, error=error
+        result, terminal.verified(opened.path, opened.manifest, checks, notes, seals), warnings=notes, error=error
     )
 
 
 def _there(on: str, failed: Check) -> str:
-    """What to do about a check that failed on a device."""
-    loads = failed.name.endswith(".loads")
-    return "its runtime there says why" if loads else f"quantkit device clean {on}, then again: it is carried anew"
+    """Return the remedy for a check that failed on a device."""
+    again = f"quantkit device clean {on}, then verify again"
+    return "read the error of its runtime" if failed.name.endswith(".loads") else again
 
 
 def _layers(bundle: Bundle, floats: Bundle, inputs: Path | None, runtime: str | None) -> Answer:
-    """Layer by layer, by Polygraphy."""
+    """Compare two bundles layer by layer, with Polygraphy."""
     from quantkit.pipeline.reload import compare_layers
     from quantkit.report.bundle.engine import layers
 
     with showing() as progress:
         progress.begin(f"comparing the layers of {bundle.path} and {floats.path}")
-        found, notes = compare_layers(bundle, floats, inputs=inputs, runtime=runtime)
-    result = {"bundle": str(bundle.path), "floats": str(floats.path), "layers": [each.as_dict() for each in found]}
-    return Answer(result, layers(found, notes), warnings=notes)
+        compared, notes = compare_layers(bundle, floats, inputs=inputs, runtime=runtime)
+    result = {"bundle": str(bundle.path), "floats": str(floats.path), "layers": [layer.as_dict() for layer in compared]}
+    return Answer(result, layers(compared, notes), warnings=notes)
