@@ -22,7 +22,7 @@ export GOMP_SPINCOUNT  ?= 0
 # byte code is kept: without it every worker rewrites and compiles every test file each time, which takes 10 seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo models nightly-demo test test-fast lint types floors pytest gallery bench gpu-bundle extras matrix fuzz zoo clean
+.PHONY: help venv demo models nightly-demo test test-all lint types floors pytest gallery bench gpu-bundle extras matrix fuzz zoo clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -56,12 +56,12 @@ nightly-demo: venv  ## a night of two recipes, and its page; the second run has 
 	$(BIN)/quantkit nightly run nightly-demo/nightly.yaml
 	$(BIN)/quantkit nightly page nightly-demo/nightly.yaml
 
-test: venv lint types floors pytest  ## everything that continuous integration runs
+test: venv lint types floors pytest  ## what continuous integration runs, 6 minutes on two cores: lint, types, floors, tests
 
-test-fast: venv  ## the tests without the slow ones
-	$(PYTEST) -m "not slow and not extras"
+test-all: venv lint types floors  ## the same with the thorough tests, 15 minutes: before a release, or a part is called done
+	$(PYTEST) -m "not extras"
 
-pytest: venv  ## all tests
+pytest: venv  ## the tests of `make test`
 	$(PYTEST)
 
 extras: venv  ## every extra by itself in an environment of its own: 10 environments, 10 minutes, 2 GB at a time

@@ -1,10 +1,10 @@
 """The examples of the README and of the guides in docs/, run as they stand.
 
-Compiles of the embedded model beyond the first are given `--dry-run`, the first sees 2 short sequences, tries few
-scales and is scored on 512 positions, and what needs a network is left out. Nothing is timed (a test is no place for
-that), so `measure` runs once, the times of `tax` are planted, and `doctor` looks once where it would 15 times.
-Everything else is executed to the letter, in a folder that holds a small model and a text under the names the README
-uses.
+The embedded model has two of its 30 blocks, and all in `make test-all`. Compiles of it beyond the first are given
+`--dry-run`, the first sees 2 short sequences, tries few scales and is scored on 512 positions, and what needs a network
+is left out. Nothing is timed (a test is no place for that), so `measure` runs once, the times of `tax` are planted, and
+`doctor` looks once where it would 15 times. Everything else is executed to the letter, in a folder that holds a small
+model and a text under the names the README uses.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ import networks
 import planted_ops
 import pytest
 import torch
+import transformers
 import zoo
 
 import quantkit
 from quantkit import cli, content, machine
 from quantkit.measurement import doctor
 from quantkit.measurement.operators import run as ops_run
+from quantkit.model.source import alias
 from quantkit.pipeline.blocks import tokens
-from quantkit.pipeline.request import takes_graph
+from quantkit.pipeline.request import DEFAULT_MODEL, takes_graph
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -46,12 +49,15 @@ COMMANDS = [
 ]
 
 
+# blocks of the embedded model -> the largest KL of the default recipe, in each runtime; with so few sequences the whole
+# model has 0.131 on a processor with AVX-512 VNNI, whose products sum in another order
+LARGEST_KL = {2: 0.05, 30: 0.14}
 FEW = ["calibration.samples=2", "calibration.tokens=128", "awq.grid=4"]
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
-    folder = tmp_path_factory.mktemp("readme")
+@pytest.fixture
+def place(tmp_path: Path, byte_tokenizer: Any) -> Path:
+    folder = tmp_path
     sizes = {"num_hidden_layers": 2, "intermediate_size": 128, "max_position_embeddings": 128}
     zoo.tiny("llama", vocab_size=len(byte_tokenizer), **sizes).save_pretrained(folder / "my-model")
     byte_tokenizer.save_pretrained(folder / "my-model")
@@ -83,11 +89,24 @@ def test_the_plan_from_python_says_what_the_command_line_says(capsys: pytest.Cap
         quantkit.plan_model("llama-3-9b")
 
 
-@pytest.mark.slow
+def cut(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    """Let the embedded model have this many blocks."""
+    whole = alias.ALIASES[DEFAULT_MODEL]
+
+    def convert(_: Path, folder: Path) -> None:
+        path = alias.materialize(whole)
+        shutil.copytree(path, folder, dirs_exist_ok=True)
+        transformers.AutoModelForCausalLM.from_pretrained(path, num_hidden_layers=blocks).save_pretrained(folder)
+
+    monkeypatch.setitem(alias.ALIASES, DEFAULT_MODEL, replace(whole, name=f"cut-{blocks}", convert=convert))
+
+
+@pytest.mark.parametrize("blocks", [2, pytest.param(30, marks=pytest.mark.thorough)])
 def test_the_examples_run(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], one_thread: None
+    blocks: int, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], one_thread: None
 ) -> None:
     monkeypatch.chdir(place)
+    cut(monkeypatch, blocks)
     monkeypatch.setattr(tokens, "SCORED", 512)
     measured = doctor.ceilings.measured
     monkeypatch.setattr(machine, "last_level_cache", lambda: 1 << 20)
@@ -104,8 +123,7 @@ def test_the_examples_run(
     assert "accuracy.kl" in shown
     assert (place / "smollm2-135m--awq-int4" / "manifest.json").is_file()
     kl = {row["runtime"]: row["value"] for row in space["bundle"].measurements if row["name"] == "accuracy.kl"}
-    # with so few sequences 0.131 on a processor with AVX-512 VNNI, whose products sum in another order
-    assert max(kl.values()) < 0.14, "the default recipe is as good as it is said to be, in each runtime"
+    assert max(kl.values()) < LARGEST_KL[blocks], "the default recipe is as good as it is said to be, in each runtime"
     assert set(kl) == {"torch", "onnxruntime"}
     with torch.no_grad():
         logits = space["model"](input_ids=torch.arange(8)[None]).logits
@@ -140,5 +158,5 @@ def test_the_examples_run(
         # four bits are worse than the float model, within what the recipe allows: `compare` agrees with `compile`
         assert code == 0, (command, captured.err)
         assert command[0] != "tax" or (place / "tax.html").is_file()
-        if command[0] == "generate":
+        if command[0] == "generate" and blocks == 30:
             assert "Paris" in captured.out

@@ -16,7 +16,6 @@ BLOCKS = re.findall(r"```(python|bash)\n(.*?)```", TEXT, re.DOTALL)
 TIMED = {"compile", "measure"}
 
 
-@pytest.mark.slow
 def test_every_block_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], one_thread: None
 ) -> None:

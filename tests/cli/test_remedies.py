@@ -149,7 +149,6 @@ def test_a_folder_of_a_gguf_file_names_it(quantkit: Command, tmp_path: Path, mon
     refused(quantkit, *shlex.split(instead), code="gguf-damaged")
 
 
-@pytest.mark.slow
 def test_whisper_s_encoder_goes_in_as_the_error_says(
     quantkit: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
 ) -> None:

@@ -271,7 +271,6 @@ def as_here(line: str, folder: Path) -> list[str]:
     return words
 
 
-@pytest.mark.slow
 def test_the_commands_run(
     place: tuple[Path, list[tuple[str, dict[str, Any]]]], capfd: pytest.CaptureFixture[str]
 ) -> None:

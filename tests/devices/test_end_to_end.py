@@ -35,7 +35,6 @@ from quantkit.nightly.store import Store
 from quantkit.pipeline import Request, compile_model
 from quantkit.recipe import Recipe
 
-pytestmark = pytest.mark.slow
 CHANGES = {"vocab_size": 258, "num_hidden_layers": 1}
 RECIPE: dict[str, Any] = {
     "schema": 1,

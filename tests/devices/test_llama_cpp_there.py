@@ -18,7 +18,6 @@ from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not machine.has("llama_cpp"), reason="llama-cpp-python compiles for minutes"),
 ]
 RECIPE = Recipe.from_dict(

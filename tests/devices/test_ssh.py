@@ -93,7 +93,6 @@ def heard(link: Link, turn: int, folder: Path, cut: Callable[[], None]) -> None:
     assert seen == numbered(CUTS)
 
 
-@pytest.mark.slow
 def test_cut_20_times_in_each_phase_every_answer_comes_once(devices: Loopback, linked: Links, tmp_path: Path) -> None:
     """All phases side by side, each by a wire of its own; that no process is left there, `linked` looks."""
 

@@ -183,7 +183,6 @@ def test_text_needs_every_weight_as_a_float_there(home: Path, bundle: Bundle, mo
     assert files + 4 * weights < need < 1.2 * (files + 4 * weights) < 1.2 * more
 
 
-@pytest.mark.slow
 def test_by_the_command_over_a_real_sshd(
     home: Path, bundle: Bundle, told: Told, devices: Loopback, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -302,7 +302,6 @@ def test_half_precision_sources_are_float32_in_the_file(tmp_path: Path, dtype: t
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], exact)
 
 
-@pytest.mark.slow
 def test_two_exports_are_the_same_bytes(tmp_path: Path, small: Any) -> None:
     """In another process, traced anew, where strings hash otherwise."""
     import os

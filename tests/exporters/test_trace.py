@@ -256,7 +256,6 @@ def test_the_second_block_has_its_own_cache_and_names(traced: tuple[nn.Module, A
     assert attentions[0].inputs[3] is attentions[1].inputs[3]
 
 
-@pytest.mark.slow
 def test_weights_that_a_block_computes_with_before_it_sees_anything(tmp_path: Path) -> None:
     """Nemotron's norms add 1 to their weights: a node that depends on no input, and differs from block to block."""
     model = architecture("Nemotron", **LLAMA)
@@ -279,7 +278,6 @@ def test_an_encoder_without_token_types_that_ends_with_a_traced_block(tmp_path: 
     assert relative(found[mask.numpy() == 1], wanted[mask.numpy() == 1]) < LIMIT
 
 
-@pytest.mark.slow
 def test_heads_that_onnxruntime_does_not_rotate_are_rotated_outside_attention(tmp_path: Path) -> None:
     """It takes heads of a multiple of 8 features, and rotates those of a multiple of 16."""
     model = architecture("Llama", **{**LLAMA, "head_dim": 24})

@@ -136,7 +136,6 @@ def served() -> list[str]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", served())
 def test_so_are_those_of_every_shipped_recipe(name: str, compiled: Made) -> None:
     recipe = Recipe.load(name, ["calibration.samples=2", "calibration.tokens=32"])

@@ -61,7 +61,6 @@ def test_a_clock_that_goes_backwards_hides_no_change(tmp_path: Path, monkeypatch
     assert file_sha256(path) != before
 
 
-@pytest.mark.slow
 def test_memory_that_ends_is_said_and_resumed(tmp_path: Path, byte_tokenizer: Any) -> None:
     import zoo
 

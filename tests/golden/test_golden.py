@@ -15,7 +15,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("contents")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", contents.COMPILES)
 def test_the_same_bytes_come_out(name: str, folder: Path, one_thread: None) -> None:
     known = goldens()["contents"].get(contents.here())

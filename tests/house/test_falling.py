@@ -21,7 +21,6 @@ def test_there_is_no_more_of_it(name: str) -> None:
     assert len(listed) <= LIMITS[name], f"cd tests && python -m house.falling {name}"
 
 
-@pytest.mark.slow
 def test_a_compile_climbs_no_more_and_comes_to_work_as_soon() -> None:
     more = {name: count for name, count in walk().items() if count > LIMITS[name]}
     assert not more, "cd tests && python -m house.walk"

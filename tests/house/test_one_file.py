@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import yaml
 import zoo
 
@@ -362,7 +361,6 @@ RUNTIME = Toy()
 }
 
 
-@pytest.mark.slow
 def test_one_file_adds_one_thing(tmp_path: Path, byte_tokenizer: Any) -> None:
     package = _house(tmp_path, byte_tokenizer, PLUG_INS)
     target = yaml.safe_load((PACKAGE.parent / "export" / "cpu-x86.yaml").read_text(encoding="utf-8"))

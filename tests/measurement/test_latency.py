@@ -314,7 +314,6 @@ class Moody(World):
         return run
 
 
-@pytest.mark.slow
 def test_runs_agree_within_their_printed_intervals():
     plan = TimingPlan(batches=(1, 8), contexts=(128,), prefills=(64,), seconds=120)
     runs = []

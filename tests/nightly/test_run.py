@@ -207,7 +207,6 @@ def _committed(home: Path) -> int:
     return len(store_of(home).results()) if (home / "store" / FILE).exists() else 0
 
 
-@pytest.mark.slow
 def test_killed_for_real_it_goes_on_with_what_is_missing(home: Path) -> None:
     write(home, batches=[1, 8])
     (home / "seconds").write_text("0.3")
@@ -225,7 +224,6 @@ def test_killed_for_real_it_goes_on_with_what_is_missing(home: Path) -> None:
     assert len(store.nights()) == 1 and len(store.results()) == 4 and not store.warnings
 
 
-@pytest.mark.slow
 def test_two_at_once_share_a_night(home: Path) -> None:
     write(home, batches=[1, 8])
     with pytest.raises(Stopped):

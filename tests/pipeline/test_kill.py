@@ -45,7 +45,6 @@ def killed(
     assert not out.exists()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starts children by forking after imports")
 def test_two_kills_then_resume_ends_with_the_undisturbed_content(model: Path, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "killed"
@@ -69,7 +68,6 @@ def test_two_kills_then_resume_ends_with_the_undisturbed_content(model: Path, tm
     assert not [check for check in resumed.verify() if not check.ok]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starts children by forking after imports")
 def test_a_graph_killed_twice_and_resumed_ends_with_the_undisturbed_content(tmp_path: Path) -> None:
     file, whole, out = tmp_path / "graph.onnx", tmp_path / "whole", tmp_path / "killed"

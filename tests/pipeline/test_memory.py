@@ -26,7 +26,6 @@ BLOCK = 4 * (4 * 384 * 384 + 3 * 384 * 768)
 FEW, MANY = 2, 6
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_peak_memory_does_not_grow_with_the_number_of_layers(
     tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase

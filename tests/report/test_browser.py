@@ -17,7 +17,6 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 TALL = 14_710
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_on_a_telephone_folded_and_in_the_dark(tmp_path: Path) -> None:
     from playwright.sync_api import sync_playwright

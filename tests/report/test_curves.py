@@ -156,7 +156,6 @@ def test_one_picture_shows_all_by_batch() -> None:
     assert all_devices(manifest, rows, []) == [] and all_devices(manifest, [], devices[:1]) == []
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_tabs_in_a_browser(tmp_path: Path) -> None:
     from playwright.sync_api import sync_playwright
