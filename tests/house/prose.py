@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # written for one reader once, or generated from records
 _NO_GUIDES = {"CHANGELOG.md", "PENDING.md", "SETTLED.md", "matrix.md", "models.md"}
-LONGEST_SENTENCE, LONGEST_PARAGRAPH = 40, 110
+LONGEST_SENTENCE, LONGEST_PARAGRAPH = 35, 90
 _CLAUSE = re.compile(r"[^\w(]*(what|whatever|who|whoever|whose|whether|of (?:what|whom|which))\b[^?]*$", re.I)
 # a full stop ends a sentence before a capital, a figure, code, or a name that is written small
 _STOP = re.compile(r"(?<=[.!?])(?:\*\*|\))?\s+(?=[\W_]*(?:[A-Z0-9`]|quantkit|transformers|torch|vLLM|llama|onnx))")
@@ -26,7 +26,10 @@ _LINK = re.compile(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^)]*\)")
 @cache
 def pages() -> list[Path]:
     """List the documents that people read."""
-    found = [*ROOT.glob("*.md"), *(path for name in _FOLDERS for path in sorted((ROOT / name).rglob("*.md")))]
+    found = [
+        *ROOT.glob("*.md"),
+        *(path for name in (*_FOLDERS, "quantkit") for path in sorted((ROOT / name).rglob("*.md"))),
+    ]
     return [path for path in found if path.name not in _NO_GUIDES]
 
 
@@ -55,7 +58,7 @@ def _listed(text: str, path: Path) -> str:
 
 
 def long_sentences() -> list[str]:
-    """List sentences of more than 40 words."""
+    """List sentences of more than 35 words."""
     return [
         _listed(sentence, path)
         for path in pages()
@@ -66,7 +69,7 @@ def long_sentences() -> list[str]:
 
 
 def long_paragraphs() -> list[str]:
-    """List paragraphs of more than 110 words."""
+    """List paragraphs of more than 90 words."""
     return [
         _listed(paragraph, path)
         for path in pages()
