@@ -1,4 +1,4 @@
-"""Runtimes, one a folder: load a bundle, run it, say what was used."""
+"""Runtimes: each loads a bundle, runs it, and reports its settings. One folder for one runtime."""
 
 from __future__ import annotations
 
@@ -20,92 +20,95 @@ if TYPE_CHECKING:
 
 
 class Scored(Protocol):
-    """A model that is open in a runtime, as accuracy is measured on it."""
+    """Interface of an open model whose accuracy is measured."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Settings of the runtime, for rows."""
+        """Settings of the runtime, for rows of measurements."""
 
     @property
     def where(self) -> Mapping[str, str]:
-        """The device that it runs on, for rows."""
+        """Device of the model, for rows of measurements."""
 
     @property
     def ways(self) -> Mapping[str, float]:
-        """Bytes of weights that each way of multiplying reads; empty of a model with one."""
+        """Way of multiplying -> bytes of weights that it reads; empty for a model with one way."""
 
     @property
     def prompt_rows(self) -> int:
-        """Rows from which on a model with several ways goes that of prompts; 0 of others."""
+        """Smallest number of rows for which a model with two ways takes that of prompts; 0 for other models."""
 
     @property
     def together(self) -> int | None:
-        """Texts of one length that are encoded at once; None: all."""
+        """Number of texts of one length that are encoded at once; None: all."""
 
     @property
     def headed(self) -> bool:
-        """Whether it is an encoder that gives logits besides its last hidden states."""
+        """True for an encoder with logits besides its last hidden states."""
 
     def scores(self, ids: Tensor, at_once: int | None = None) -> Scores:
-        """Logits of a decoder for ids [n, T]; it is asked for the positions of a sequence in their order.
+        """Return a function for a decoder's logits of ids [n, T]; positions of a sequence must be requested in order.
 
         Args:
-            at_once: tokens that are fed at a time, at most; None: as many as fit.
+            at_once: largest number of tokens in one run; None: as many as fit.
         """
 
     def encode(self, ids: NDArray[Any], mask: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Last hidden states [B, S, width] of an encoder for ids [B, S]."""
+        """Return the last hidden states [B, S, width] of an encoder for ids [B, S]."""
 
     def logits(self, ids: NDArray[Any], mask: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Logits of a headed encoder for ids [B, S]: of texts [B, N], of tokens [B, S, N], of spans [B, S, 2]."""
+        """Return the logits of an encoder's head for ids [B, S]: of texts [B, N], tokens [B, S, N], spans [B, S, 2]."""
 
 
 class Session(Scored, Protocol):
-    """The same of a model that is timed, too. What does not fit is an InputError: `out-of-memory` for this machine,
-    `prompt-too-long` for this model, `shape-unsupported` for this engine."""
+    """Interface of an open model that is also timed.
+
+    Shapes that do not fit raise InputError: `out-of-memory` on this machine, `prompt-too-long` for this model,
+    `shape-unsupported` for this engine.
+    """
 
     @property
     def decoder(self) -> bool:
-        """Whether it has a cache and gives logits."""
+        """True if it has a cache and returns logits."""
 
     @property
     def context(self) -> int:
-        """The most tokens that a sequence can have."""
+        """Longest sequence in tokens."""
 
     def decode(self, batch: int, context: int) -> Callable[[], object]:
-        """One prepared decode step with `context` tokens in the cache; each call repeats the same step."""
+        """Prepare one decode step with `context` tokens in the cache; every call repeats this step."""
 
     def prefill(self, batch: int, tokens: int) -> Callable[[], object]:
-        """One prepared prefill of `tokens` tokens a sequence; each call repeats it."""
+        """Prepare one prefill of `tokens` tokens a sequence; every call repeats it."""
 
     def work(self) -> Mapping[str, Any]:
-        """What a step moves and computes, under the names of `StepCost`; `weight_bytes` at least."""
+        """Return the bytes and operations of a step, under the names of `StepCost`; at least `weight_bytes`."""
 
 
 class Graph(Protocol):
-    """A graph that is no transformer, open in a runtime."""
+    """Interface of an open graph that is no transformer."""
 
     batch: int | None
 
     def __call__(self, feed: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-        """The outputs by their names. Raises InputError `shape-unsupported`."""
+        """Run the graph and return its outputs by name. Raises InputError `shape-unsupported`."""
 
 
 class Runtime(Protocol):
-    """One runtime; it inherits what it does not declare.
+    """Interface of one runtime, with defaults.
 
     Attributes:
-        name: as in targets and on the command line; the folder's name.
-        engines: whether it runs engines, each built for one kind of GPU.
-        floats: the runtime that runs the float model which its times are set against; None: `measure` does not time it
-            on a processor.
-        packages: what pip calls the libraries that it needs on a device, beside what all that runs there needs.
-        installed: what pip calls those that have to be there already, because gigabytes are not carried.
-        imports: what Python calls the libraries that it needs.
-        extra: of quantkit, that brings them.
-        graph: the file of a graph that is no transformer, in the folder that it reads; "" of one that runs none.
-        cache: the format of keys and values on a processor.
-        order: of the runtimes that a verdict may rest on, the lowest one's times come first.
+        name: name in targets and on the command line; the name of the folder.
+        engines: whether it runs engines, which are built for one kind of GPU.
+        floats: runtime that runs the float model for the comparison of times; None: `measure` does not time it on a
+            CPU.
+        packages: pip names of the libraries that it needs on a device, besides those that every runtime needs there.
+        installed: pip names of libraries that must be on the device already, because they take gigabytes.
+        imports: import names of the libraries that it needs.
+        extra: extra of quantkit that installs them.
+        graph: file name of a graph that is no transformer, in the runtime's folder; "" if it runs none.
+        cache: format of keys and values on a CPU.
+        order: rank among the runtimes of a verdict; times of the lowest come first.
     """
 
     name: str
@@ -120,51 +123,50 @@ class Runtime(Protocol):
     order: int = 9
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
-        """Why nothing can be run in it on this machine; None where it can.
+        """Return the reason why it cannot run on this machine; None if it can.
 
         Args:
-            folder: of a bundle, or of one that is being built: then of what this bundle has for it.
+            folder: folder of a bundle, finished or being built; the answer is then for this bundle.
         """
         return None
 
     def demand(self, folder: Path | None = None) -> None:
-        """Raises InputError `runtime-not-here`, with what `why_not_here` says."""
+        """Raise InputError `runtime-not-here` with the reason from `why_not_here`."""
         if why := self.why_not_here(folder):
-            rule, remedy = "it runs on this machine", "install what it needs, or use another machine"
+            rule, remedy = "the runtime works on this machine", "install the missing library, or use another machine"
             if self.floats not in (None, self.name):
                 remedy = f"use the runtime `{self.floats}`, which reads the same file"
             raise InputError("runtime-not-here", self.name, why, rule, remedy)
 
     def folder(self, bundle: Bundle) -> Path:
-        """The folder of a bundle that it reads. Raises InputError, `bundle-without-...`."""
+        """Return the folder of a bundle for this runtime. Raises InputError `bundle-without-...`."""
         ...
 
     def checked(self, bundle: Bundle) -> Path:
-        """The same, once its files are found to be what the manifest says. Raises InputError, `hash-mismatch` too."""
+        """Return `folder` after comparing its files with the manifest. Raises InputError, also `hash-mismatch`."""
         folder = self.folder(bundle)
         bundle.demand_intact(f"{folder.name}/")
         return folder
 
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> Scored:
-        """What scores a bundle, or the folder of one that is being built.
+        """Open a bundle, finished or being built, to measure its accuracy.
 
         Args:
-            path: of it.
-            threads: to compute with, where the runtime takes a number.
-            built: of one that is being built, the hashes of what may be executed, by their paths in it; None: the
-                manifest says.
+            path: folder of the bundle.
+            threads: threads for computing, if the runtime takes a number.
+            built: path in a bundle being built -> hash of a file that may be executed; None: the manifest lists them.
 
         Raises:
-            InputError: as `load`; `not-a-bundle`.
+            InputError: those of `load`; `not-a-bundle`.
         """
         ...
 
     def opens(self, folder: Path, threads: int | None = None) -> Session:
-        """What is timed: the model of the folder that it reads. Raises InputError, of a runtime that times nothing."""
+        """Open the model in its folder for timing. Raises InputError if the runtime is not timed."""
         raise self._not_timed(folder)
 
     def opens_graph(self, file: Path, threads: int | None = None) -> Graph:
-        """The graph of a file, which is no transformer. Raises InputError, of a runtime that runs none."""
+        """Open a graph other than a transformer. Raises InputError if the runtime runs none."""
         raise self._not_timed(file)
 
     def _not_timed(self, path: Path) -> InputError:
@@ -172,20 +174,20 @@ class Runtime(Protocol):
         return InputError("runtime-unsupported", str(path), self.name, rule, remedy)
 
     def context(self, folder: Path) -> int:
-        """Count the tokens of the longest sequence, for the model in a folder; by default as `config.json` says."""
+        """Return the longest sequence in tokens of the model in a folder; by default from `config.json`."""
         from quantkit.model.structure.kinds import positions
 
         return positions(json.loads(limits.read(folder / "config.json"))) or 4096
 
     def load(self, bundle: Bundle) -> Any:
-        """The model of a bundle as the runtime's library runs it; settings are each runtime's own."""
+        """Load the model of a bundle as an object of the runtime's library; settings depend on the runtime."""
         ...
 
     def tokenizer(self, bundle: Bundle) -> TextTokens:
-        """Text to token ids and back; by default by the files in the folder that it reads.
+        """Return the tokenizer of a bundle; by default from the files in the runtime's folder.
 
         Raises:
-            MissingDependency: tokenizers. InputError: `no-tokenizer`, and of `folder`.
+            MissingDependency: tokenizers. InputError: `no-tokenizer`, and those of `folder`.
         """
         from quantkit.runtimes.text import Tokenizer
 
@@ -204,19 +206,19 @@ class Runtime(Protocol):
         """Continue a prompt.
 
         Args:
-            bundle: a decoder's.
-            prompt: text.
-            new_tokens: at most.
-            sample: draw from the distribution instead of taking the most likely token.
-            seed: of the drawing.
-            chat: wrap the prompt in the model's chat template.
+            bundle: bundle of a decoder.
+            prompt: text to continue.
+            new_tokens: largest number of new tokens.
+            sample: whether to draw from the distribution instead of taking the most likely token.
+            seed: seed for drawing.
+            chat: whether to put the prompt into the model's chat template.
 
         Returns:
-            `text`, `tokens` (how many), `seconds`; of runtimes with a step of their own `first_token_s` and
-            `tokens_per_s` of the steps after it, and `notes`, where a user has to know something of the runtime.
+            `text`, `tokens` (their number), `seconds`. Runtimes with a decode step also return `first_token_s`,
+            `tokens_per_s` of the later steps, and `notes`: facts about the runtime that the user should know.
 
         Raises:
-            InputError: of `load`; `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
+            InputError: those of `load`; `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
         """
         from quantkit.runtimes.generate import generated
 
@@ -233,12 +235,12 @@ class Runtime(Protocol):
 
 
 class FileRuntime(Runtime):
-    """A runtime that reads one file of a bundle, beside which its tokenizer lies.
+    """A runtime that reads one file of a bundle, with the tokenizer in the same folder.
 
     Attributes:
-        file: `onnx/model.onnx`.
-        absent: the code and the rule of the error where a bundle has none.
-        model: the class of what it runs.
+        file: path of the file: `onnx/model.onnx`.
+        absent: code and rule of the error for a bundle without the file.
+        model: class of the open model.
     """
 
     file: str
@@ -249,20 +251,20 @@ class FileRuntime(Runtime):
         """Find the folder with the file. Raises InputError `bundle-without-...`."""
         path = bundle.path / self.file
         if not path.is_file():
-            (code, rule), remedy = self.absent, f"quantkit export BUNDLE --to {path.parent.name}"
+            (code, rule), remedy = self.absent, f"quantkit export {bundle.path} --to {path.parent.name}"
             raise InputError(code, str(bundle.path), f"no {self.file}", rule, remedy)
         return path.parent
 
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> Any:
-        """See `Runtime`; `built` is for what is executable."""
+        """Open as `Runtime.open` does; `built` is not needed, because nothing is executed."""
         return self.opens((path / self.file).parent, threads)
 
     def opens(self, folder: Path, threads: int | None = None) -> Any:
-        """See `Runtime`. Raises as `load`, but for what a manifest says."""
+        """Open as `Runtime.opens` does. Raises as `load`, except for errors of the manifest."""
         return type(self).model(folder, threads=threads)
 
     def load(self, bundle: Bundle, **settings: Any) -> Any:
-        """Load the model; its files are checked against the manifest first.
+        """Load the model after comparing its files with the manifest.
 
         Raises:
             MissingDependency: the library.
@@ -276,10 +278,10 @@ load_runtime = _RUNTIMES.load
 
 
 def timed(besides: Collection[str] = ()) -> list[str]:
-    """The runtimes that a verdict may rest on, in their order.
+    """List the runtimes for verdicts, in their order.
 
     Args:
-        besides: names that rows have: those of them that installed packages offer count too.
+        besides: names in rows of measurements; plug-ins among them are added.
     """
     names = {*_RUNTIMES.shipped(), *(name for name in besides if name in _RUNTIMES)}
     loaded = [load_runtime(name) for name in sorted(names)]
@@ -287,10 +289,10 @@ def timed(besides: Collection[str] = ()) -> list[str]:
 
 
 def of_graphs() -> list[str]:
-    """Name the runtimes for graphs other than transformers, in their order."""
+    """List the runtimes for graphs other than transformers, in their order."""
     return [name for name in timed() if load_runtime(name).graph]
 
 
 def of_one_file(name: str) -> list[str]:
-    """The runtimes that read the same file as one of them, which comes first."""
+    """List the runtimes of the same file as this one, which comes first."""
     return [other for other in timed() if load_runtime(other).floats == name]

@@ -1,14 +1,14 @@
-"""Work in a process of its own: its threads and memory are not those of whoever asks, and it may be ended.
+"""Run work in a child process with its own threads and memory, which can be killed.
 
-The child is told a function and a job, as JSON, and answers in lines:
+The child receives a function and a job, as JSON, and answers in lines:
 
     row {...}      a result
     at 0.5 words   its progress
-    note "..."     something worth a line
-    error {...}    what it met
+    note "..."     a message for the user
+    error {...}    the error that ended it
 
-Whatever else prints goes to its standard error. It leads a group of processes, so that what it starts ends with it, and
-all of them end when whoever started it does: its standard input, which stays open until then, comes to its end.
+Other output goes to its standard error. The child leads a process group, so that its own children end with it. All of
+them end when the parent does: the child then reaches the end of its standard input.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from quantkit import machine
 from quantkit.errors import GateError, Inconclusive, InputError, QuantkitError, Stopped
 
 Report = Callable[[float, str], None]
-# seconds that a child has to put away what it is at
+# seconds for a child to clean up before it is killed
 _GRACE = 20.0
-# between two looks whether it is to end
+# seconds between two checks of `over`
 _LOOK = 0.5
 
 
 class Caller:
-    """Whoever started the child, as the child's work speaks to it."""
+    """The parent, as the work in the child talks to it."""
 
     def __init__(self, answers: TextIO) -> None:
         self._answers = answers
 
     def row(self, data: Any) -> None:
-        """A result, of what JSON has."""
+        """Send a result, as JSON can hold it."""
         self._say(f"row {json.dumps(data, allow_nan=False)}")
 
     def at(self, share: float, words: str) -> None:
-        """How much is done, 0 to 1, and what is being done."""
+        """Report the share done, 0 to 1, and the current work."""
         self._say(f"at {share} {words}")
 
     def note(self, line: str) -> None:
-        """Something worth a line."""
+        """Send a message for the user."""
         self._say(f"note {json.dumps(line)}")
 
     def error(self, problem: QuantkitError) -> None:
-        """What ended the work."""
+        """Send the error, the last line of the work."""
         self._say(f"error {json.dumps({**problem.as_dict(), 'exit': problem.exit})}")
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+        with contextlib.suppress(BrokenPipeError):  # the parent has closed the pipe
             self._answers.write(f"{line}\n")
             self._answers.flush()
 
@@ -82,37 +82,37 @@ def run(
     shown: bool = False,
     over: threading.Event | None = None,
 ) -> list[Any]:
-    """The rows that a function gives in a child process.
+    """Run a function in a child process and return its rows.
 
     Args:
-        work: a function of a module, called in the child with the job and its `Caller`.
-        job: for `work`, of what JSON has.
-        progress: told what the child says of its progress.
-        remedy: what to try if it ends without a word, or too late.
-        where: of an error that the child does not tell itself.
-        died: the code of the error if it ends without a word.
-        environment: added to this process's.
-        seconds: after which it is ended.
-        note: told the child's notes.
-        row: told each row as it comes: what a child has given before it dies is not lost.
-        shown: whether its standard error is this process's; else the last line of it stands in the error.
-        over: ends it once it is set, whether it says a word or not.
+        work: function of a module, called in the child with the job and its `Caller`.
+        job: argument of `work`, as JSON can hold it.
+        progress: callback for the child's progress.
+        remedy: remedy in the error if the child dies or is too slow.
+        where: place in an error that the child does not send itself.
+        died: code of the error if the child dies without sending one.
+        environment: variables added to this process's.
+        seconds: time after which the child is killed.
+        note: callback for the child's notes.
+        row: callback for every row as it arrives: rows before a crash are not lost.
+        shown: whether its standard error is this process's; else its last line is part of the error.
+        over: event that ends the child when it is set.
 
     Raises:
-        InputError: what the child met, `out-of-memory`, `timeout`, or `died`.
-        GateError, Inconclusive, Stopped: what the child met; `interrupted` by `over`.
+        InputError: the child's error, `out-of-memory`, `timeout`, or `died`.
+        GateError, Inconclusive, Stopped: the child's error; `interrupted` by `over`.
     """
-    # not `-m`, and this process's path last: a file of the current folder that is called like a package would be run
-    path = [str(Path(__file__).parents[2]), *(each for each in sys.path if Path(each).is_absolute())]
+    # no `-m`, and this process's path last: else a file in the current folder with a package's name would be run
+    path = [str(Path(__file__).parents[2]), *(entry for entry in sys.path if Path(entry).is_absolute())]
     function = f"{work.__module__}:{work.__qualname__}"
     program = f"import sys; sys.path += {path!r}; from {__name__} import main; main({function!r}, {where!r})"
     late = threading.Event()
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(  # noqa: S603 (our own module)
             machine.python("-c", program),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=None if shown else said,
+            stderr=None if shown else errors,
             encoding="utf-8",
             env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **(environment or {})},
             start_new_session=True,
@@ -133,10 +133,10 @@ def run(
                 threading.Thread(target=watch, daemon=True).start()
             if seconds is not None:
                 timer.start()
-            found = _heard(process, job, progress, note, where, row)
+            rows = _heard(process, job, progress, note, where, row)
             ended = process.wait()
         except QuantkitError:
-            if not late.is_set():  # else it met its own end
+            if not late.is_set():  # otherwise the timeout below is the error
                 raise
         finally:
             timer.cancel()
@@ -145,8 +145,8 @@ def run(
                 assert stream is not None
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
-        said.seek(0)
-        last = next((line.strip() for line in reversed(said.read().splitlines()) if line.strip()), "")
+        errors.seek(0)
+        last = next((line.strip() for line in reversed(errors.read().splitlines()) if line.strip()), "")
     if over is not None and over.is_set() and ended != 0:
         raise Stopped("interrupted", where)
     if late.is_set():
@@ -157,9 +157,9 @@ def run(
             with contextlib.suppress(ValueError):
                 how = f"was ended by {signal.Signals(-ended).name}"
         value = f"its process {how}{f': {last[:200]}' if last else ''}"
-        rule = "it ends by itself; SIGKILL is often too little memory"
+        rule = "it ends with exit code 0; SIGKILL often means too little memory"
         raise InputError(died, where, value, rule, remedy)
-    return found
+    return rows
 
 
 def _heard(
@@ -170,9 +170,8 @@ def _heard(
     where: str,
     row: Callable[[Any], None] | None,
 ) -> list[Any]:
-    """The rows of all lines until its output ends. Raises what the child met."""
     assert process.stdin is not None and process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended already, and says why
+    with contextlib.suppress(BrokenPipeError):  # it has already ended with an error
         process.stdin.write(f"{json.dumps(job)}\n")
         process.stdin.flush()
     return heard(process.stdout, progress, note, where, row)
@@ -185,27 +184,27 @@ def heard(
     where: str = "child",
     row: Callable[[Any], None] | None = None,
 ) -> list[Any]:
-    """The rows of the lines in which a child, here or on a device, answers.
+    """Parse the lines of a child, here or on a device, and return its rows.
 
     Raises:
-        InputError: `answer-invalid`, a line is not as the protocol says; what the child met.
-        GateError, Inconclusive, Stopped: what the child met.
+        InputError: `answer-invalid`, a line does not follow the protocol; the child's error.
+        GateError, Inconclusive, Stopped: the child's error.
     """
-    found = []
+    rows = []
     for line in lines:
         kind, _, rest = line.rstrip("\n").partition(" ")
         try:
             answer: Any = None
             if kind == "at":
                 share, _, answer = rest.partition(" ")
-                done = min(max(float(share), 0.0), 1.0)  # of no number, 0
+                done = min(max(float(share), 0.0), 1.0)  # NaN becomes 0
             elif kind in ("row", "note", "error"):
                 answer = json.loads(rest)
             if kind == "note" and not isinstance(answer, str):
                 raise ValueError("a note is a text")
             if kind == "error":
                 code = answer.pop("exit", 2)
-                kinds = {each.exit: each for each in (GateError, Inconclusive, Stopped)}
+                kinds = {kind.exit: kind for kind in (GateError, Inconclusive, Stopped)}
                 answer = kinds.get(code, InputError)(**{str(name): str(text) for name, text in answer.items()})
         except (ValueError, TypeError, AttributeError, RecursionError) as problem:
             rule = f"a line of `row`, `at`, `note` or `error`, and JSON ({problem})"
@@ -214,18 +213,18 @@ def heard(
         if kind == "error":
             raise answer
         if kind == "row":
-            found.append(answer)
+            rows.append(answer)
             if row is not None:
                 row(answer)
         elif kind == "at" and progress is not None:
             progress(done, answer)
         elif kind == "note" and note is not None:
             note(answer)
-    return found
+    return rows
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """It and what it started."""
+    """Kill the process group."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -236,11 +235,11 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def main(function: str, where: str) -> None:
-    """What the child does."""
+    """Run the work in the child process."""
     from quantkit.model.device import is_out_of_memory, out_of_memory
 
     caller = Caller(os.fdopen(os.dup(1), "w", encoding="utf-8"))
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     module, _, name = function.partition(":")
@@ -255,13 +254,13 @@ def main(function: str, where: str) -> None:
         if not is_out_of_memory(problem):
             raise
         met = out_of_memory(where, problem)
-    # its last words are not broken off: whoever hears them ends it, as it does itself
+    # finish writing the error: the parent kills this process after reading it
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     caller.error(met)
 
 
 def _end_with_parent() -> None:
-    """Nothing is left running that would disturb the times of whoever comes next."""
+    """Kill the process group when the parent ends: a process left over would disturb later timings."""
     while os.read(0, 4096):
         pass
     os.killpg(0, signal.SIGKILL)

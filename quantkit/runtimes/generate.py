@@ -1,4 +1,4 @@
-"""Text from a model with a cache, in whichever runtime: prompt in, token after token out; without transformers."""
+"""Generate text with a model that has a cache, in any runtime, without transformers."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array = NDArray[Any]
-# logits [P, V] of consecutive positions of a sequence of those that are scored, by its number
+# (number of a scored sequence, its consecutive positions) -> logits [P, V]
 Scores = Callable[[int, slice], "Tensor"]
 
 
 class Decoder(Protocol):
-    """A loaded model: `onnxruntime.session.OnnxModel`, `tensorrt.decode.EngineModel`."""
+    """Interface of a loaded decoder: `onnxruntime.session.OnnxModel`, `tensorrt.decode.EngineModel`."""
 
     def state(self, batch: int, capacity: int) -> Any:
-        """Room for `batch` sequences of up to `capacity` tokens."""
+        """Make room for `batch` sequences of up to `capacity` tokens."""
         ...
 
     def run(self, state: Any, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
-        """Logits [B, S or keep, vocabulary] of tokens [B, S] that follow those of a state."""
+        """Return logits [B, S or keep, vocabulary] of tokens [B, S], which continue the sequences of a state."""
         ...
 
 
 class TextTokens(Protocol):
-    """A tokenizer: `text.Tokenizer` of files beside a model, `llama_cpp.library.Vocabulary` of a GGUF."""
+    """Interface of a tokenizer: `text.Tokenizer` (files beside a model), `llama_cpp.library.Vocabulary` (GGUF)."""
 
     @property
     def generation(self) -> Mapping[str, Any]:
-        """How the model's makers sample."""
+        """Sampling settings recommended by the model's makers."""
 
     @property
     def ends(self) -> set[int]:
-        """The tokens that end a text."""
+        """Tokens for the end of a text."""
 
     def encode(self, text: str, /, *, special: bool = True) -> list[int]:
-        """Token ids."""
+        """Return the token ids of a text."""
         ...
 
     def decode(self, ids: Sequence[int], /) -> str:
-        """Text, without special tokens."""
+        """Return the text of tokens, without special tokens."""
         ...
 
     def chat(self, prompt: str, /) -> str:
-        """One message of a user in the model's chat template."""
+        """Put a user's message into the model's chat template."""
         ...
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; the model's own generation_config.json gives what is not said."""
+    """Rule for choosing the next token; values that are not set come from the model's generation_config.json."""
 
     sample: bool = False
     temperature: float = 1.0
@@ -71,7 +71,7 @@ class Sampling:
     generator: np.random.Generator = field(default_factory=np.random.default_rng)
 
     def choose(self, logits: Array) -> Array:
-        """[B, V] -> [B]."""
+        """Choose a token for every sequence: logits [B, V] -> ids [B]."""
         if not self.sample:
             return np.asarray(logits.argmax(axis=-1))
         return np.array([self._draw(row) for row in logits.astype(np.float64)])
@@ -81,32 +81,32 @@ class Sampling:
         shifted = (logits[order] - logits[order[0]]) / max(self.temperature, 1e-6)
         chances = np.exp(shifted)
         chances /= chances.sum()
-        # the fewest tokens that together have top_p; the first always
+        # the fewest tokens whose probabilities sum to top_p, and at least one
         kept = np.searchsorted(np.cumsum(chances), self.top_p) + 1
         chances = chances[:kept] / chances[:kept].sum()
         return int(order[self.generator.choice(len(chances), p=chances)])
 
 
 def demand_decoder(bundle: Bundle) -> None:
-    """Refuse a bundle that makes no text. Raises InputError `not-a-decoder`."""
+    """Refuse a bundle without a decoder. Raises InputError `not-a-decoder`."""
     kind = bundle.manifest.model.kind
     if kind != "decoder":
         raise InputError("not-a-decoder", str(bundle.path), one(kind), "only decoders generate text")
 
 
 def demand_tokens(count: int) -> None:
-    """Refuse a prompt without any. Raises InputError `prompt-empty`."""
+    """Refuse a prompt without tokens. Raises InputError `prompt-empty`."""
     if not count:
-        raise InputError("prompt-empty", "--prompt", "no token", "a prompt has at least one token")
+        raise InputError("prompt-empty", "--prompt", "no token", "a prompt needs at least one token")
 
 
 def no_cache(where: str) -> InputError:
-    """The refusal of a step of what is an encoder."""
+    """Make the error for a decode step of an encoder."""
     return InputError("not-a-decoder", where, "an encoder", "only decoders have a cache")
 
 
 def too_long(where: str, tokens: int, rule: str, remedy: str = "") -> InputError:
-    """The refusal of more tokens than there is room for."""
+    """Make the error for more tokens than fit."""
     return InputError("prompt-too-long", where, f"{tokens} tokens", rule, remedy)
 
 
@@ -121,15 +121,15 @@ def generated(
     seed: int,
     chat: bool,
 ) -> dict[str, Any]:
-    """Continue a prompt; see `runtimes.torch` for the arguments.
+    """Continue a prompt; the other arguments are those of `Runtime.generate`.
 
     Args:
-        words: the tokenizer.
-        load: the model, once the prompt is found to be one.
+        words: function that returns the tokenizer.
+        load: function that returns the model, called after the prompt is checked.
 
     Returns:
-        `text`, `tokens` (how many), `seconds`, `first_token_s` and `tokens_per_s` of the steps after it; `notes`, where
-        a user has to know something of the runtime.
+        `text`, `tokens` (their number), `seconds`, `first_token_s`, `tokens_per_s` of later steps, `notes`: facts
+        about the runtime that the user should know.
 
     Raises:
         InputError: `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
@@ -168,7 +168,7 @@ def generated(
 def stream(
     model: Decoder, ids: Array, new_tokens: int, sampling: Sampling, mask: Array | None = None
 ) -> Iterator[Array]:
-    """Token after token [B] for prompts [B, S], padded on the left where `mask` is 0."""
+    """Yield the next tokens [B], one step after another, for prompts [B, S], padded on the left where `mask` is 0."""
     state = model.state(ids.shape[0], ids.shape[1] + new_tokens)
     logits = model.run(state, ids, mask, keep=1)[:, -1]
     for number in range(new_tokens):
@@ -179,10 +179,10 @@ def stream(
 
 
 def fed(model: Decoder, ids: Tensor, at_once: int | None = None) -> Scores:
-    """Logits of a model with a cache for ids [n, T]: each part of a sequence goes on where the last one ended.
+    """Return the scores of a model with a cache for ids [n, T]; parts of a sequence continue in the cache.
 
     Args:
-        at_once: tokens that are fed at a time, at most; None: a whole part.
+        at_once: largest number of tokens in one run; None: a whole part.
     """
     import torch
 
@@ -200,14 +200,14 @@ def fed(model: Decoder, ids: Tensor, at_once: int | None = None) -> Scores:
 
 
 class FileModel:
-    """What the models of files in all runtimes have in common; see `runtimes.Session`.
+    """Common part of models that a runtime reads from a file; see `runtimes.Session`.
 
     Attributes:
-        place: of the file, for errors.
-        meta: what an exporter of ours has noted in it.
-        cache_bytes: of one token of one sequence, all layers.
-        features: numbers that come out for a position: logits, or an encoder's last hidden state.
-        accuracy_level: of quantized products: 4 rounds activations to int8, 0 computes in float32.
+        place: path of the file, for errors.
+        meta: metadata that our exporter wrote into it.
+        cache_bytes: bytes of cache for one token of one sequence, all layers.
+        features: size of the output at a position: logits, or an encoder's last hidden state.
+        accuracy_level: precision of quantized products: 4 rounds activations to int8, 0 computes in float32.
     """
 
     ways: Mapping[str, float] = MappingProxyType({})
@@ -221,21 +221,21 @@ class FileModel:
 
     @property
     def where(self) -> dict[str, str]:
-        """The processor, for rows."""
+        """Name of the CPU, for rows of measurements."""
         return machine.device()
 
     def scores(self: Any, ids: Tensor, at_once: int | None = None) -> Scores:
-        """See `runtimes.Scored`."""
+        """Return scores as `runtimes.Scored.scores` does."""
         return fed(self, ids, at_once)
 
     def demand_positions(self, tokens: int) -> None:
-        """Refuse more tokens than a sequence can have. Raises InputError `prompt-too-long`."""
+        """Refuse sequences longer than the model's context. Raises InputError `prompt-too-long`."""
         if tokens > self.context:
             remedy = "shorten the prompt, or ask for fewer new tokens"
             raise too_long(str(self.place), tokens, f"the context holds {self.context}", remedy)
 
     def demand_room(self, batch: int, tokens: int, need: float) -> None:
-        """Refuse what would not fit into memory. Raises InputError `out-of-memory`."""
+        """Refuse shapes beyond the free memory. Raises InputError `out-of-memory`."""
         free = machine.memory_available()
         if need > 0.9 * free:
             where, value, rule = (
@@ -247,7 +247,7 @@ class FileModel:
             raise InputError("out-of-memory", where, value, rule, remedy)
 
     def work(self) -> dict[str, Any]:
-        """See `runtimes.Session`: what the exporter noted in the file."""
+        """Return the figures of `runtimes.Session.work`, which the exporter wrote into the file."""
 
         def noted(name: str) -> float:
             return float(self.meta.get(f"quantkit.{name}", 0))

@@ -13,28 +13,28 @@ from quantkit.runtimes.onnxruntime.session import OnnxModel
 
 
 class QuantkitCpu(OnnxRuntime):
-    """See the module; what loads raises, besides, `runtime-not-here`, `kernels-not-compiled`, `nothing-to-multiply`."""
+    """ONNX Runtime with our operators; loading also raises `kernels-not-compiled` and `nothing-to-multiply`."""
 
     name = "quantkit_cpu"
     packages, order = ("onnx",), 1
     graph = ""
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
-        """The processor, or no compiler."""
+        """Return the reason: an unsuitable CPU, or no compiler."""
         missing = [name for name in ("onnxruntime", "onnx") if not machine.has(name)]
         return f"{missing[0]} is not installed" if missing else why_not()
 
     def open(self, path: Path, threads: int | None = None, **how: Any) -> OnnxModel:
-        """See `Runtime`."""
+        """Open as `Runtime.open` does."""
         self.demand()
         return self.opens((path / self.file).parent, threads)
 
     def opens(self, folder: Path, threads: int | None = None) -> OnnxModel:
-        """See `Runtime`."""
+        """Open as `Runtime.opens` does."""
         return OnnxModel(folder, threads=threads, own=True)
 
     def load(self, bundle: Bundle, **settings: Any) -> OnnxModel:
-        """See `FileRuntime`."""
+        """Load as `FileRuntime.load` does."""
         self.demand()
         return OnnxModel(self.checked(bundle), own=True, **settings)
 

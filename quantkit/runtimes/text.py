@@ -1,4 +1,4 @@
-"""Text to token ids and back by the files beside a model, without transformers."""
+"""Tokenize text with the files beside a model, without transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quantkit.errors import InputError, MissingDependency, reading
 
 
 class Tokenizer:
-    """A folder's tokenizer.json and what stands beside it, without transformers.
+    """Tokenizer from a folder's tokenizer.json and the files beside it.
 
     Raises:
         MissingDependency: tokenizers.
@@ -42,22 +42,22 @@ class Tokenizer:
         self.ends = set(ends if isinstance(ends, list) else [ends]) - {None}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids."""
+        """Return the token ids of a text."""
         with reading(self._damaged):
-            found: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
-        return found
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text, without special tokens."""
+        """Return the text of tokens, without special tokens."""
         with reading(self._damaged):
-            found: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        return found
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
 
-    def _damaged(self, said: str) -> InputError:
-        return InputError("no-tokenizer", self._where, said, "a tokenizer.json of tokenizers")
+    def _damaged(self, problem: str) -> InputError:
+        return InputError("no-tokenizer", self._where, problem, "the tokenizers library reads tokenizer.json")
 
     def chat(self, prompt: str) -> str:
-        """One message of a user in the model's chat template.
+        """Put a user's message into the model's chat template.
 
         Raises:
             InputError: `no-chat-template`.
@@ -66,9 +66,9 @@ class Tokenizer:
         if self._template.is_file():
             with reading(_no_template):
                 template = limits.read(self._template).decode("utf-8")
-        if isinstance(template, list):  # several, by name
+        if isinstance(template, list):  # several templates, by name
             named = (x for x in template if isinstance(x, dict) and x.get("name") == "default")
-            template = next((each.get("template") for each in named), None)
+            template = next((entry.get("template") for entry in named), None)
         tokens = {
             name: value.get("content") if isinstance(value, dict) else value
             for name, value in self.config.items()
@@ -78,10 +78,10 @@ class Tokenizer:
 
 
 def rendered(template: Any, prompt: str, tokens: Mapping[str, Any]) -> str:
-    """One message of a user in a chat template, rendered in Jinja's sandbox (CVE-2024-34359).
+    """Render a user's message in a chat template, in Jinja's sandbox (CVE-2024-34359).
 
     Args:
-        template: text; anything else is none.
+        template: text of the template; any other type counts as none.
         tokens: special tokens by the names that templates use: `bos_token`.
 
     Raises:
@@ -91,14 +91,14 @@ def rendered(template: Any, prompt: str, tokens: Mapping[str, Any]) -> str:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     if not isinstance(template, str):
-        raise InputError("no-chat-template", where="--chat", value="the model has none", remedy="leave --chat out")
+        raise InputError("no-chat-template", where="--chat", value="the model has none", remedy="leave out --chat")
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = refuse
-    # as transformers has it: some templates write the date of the day
+    # as transformers defines it: some templates write today's date
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     with reading(_no_template), limits.guarded("--chat"):
         return environment.from_string(template).render(
@@ -106,14 +106,14 @@ def rendered(template: Any, prompt: str, tokens: Mapping[str, Any]) -> str:
         )
 
 
-def _no_template(said: str) -> InputError:
-    return InputError("no-chat-template", where="--chat", value=said, remedy="leave --chat out")
+def _no_template(problem: str) -> InputError:
+    return InputError("no-chat-template", where="--chat", value=problem, remedy="leave out --chat")
 
 
 def json_or_empty(path: Path) -> dict[str, Any]:
-    """The object in a file; {} where there is none."""
+    """Read the JSON object in a file; {} if there is none."""
     try:
-        found = json.loads(limits.read(path))
+        content = json.loads(limits.read(path))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -322,7 +322,7 @@ def test_the_profiler_names_provider_and_kernels(small: Small, tmp_path: Path, m
 def test_there_is_no_profile_without_asking_or_running(small: Small, loaded: OnnxModel) -> None:
     with pytest.raises(InputError, match=r"not-profiled.*without `profile`"):
         loaded.used()
-    with pytest.raises(InputError, match=r"not-profiled.*nothing was run"):
+    with pytest.raises(InputError, match=r"not-profiled.*no run since"):
         OnnxModel(small.onnx, threads=1, profile=True).used()
 
 
@@ -476,7 +476,7 @@ def test_a_bundle_without_onnx_says_how_to_get_it(tmp_path: Path) -> None:
         with pytest.raises(InputError) as caught:
             use()
         assert caught.value.code == "bundle-without-onnx"
-        assert "quantkit export BUNDLE --to onnx" in caught.value.remedy
+        assert f"quantkit export {bundle.path} --to onnx" in caught.value.remedy
 
 
 def test_no_tokenizer(own: Path) -> None:

@@ -234,7 +234,7 @@ def test_a_driver_that_is_too_old_can_be_updated(own: Path) -> None:
     (own / "engine" / "sm89.engine").write_bytes(b"old")
     with pytest.raises(InputError, match="old cuda driver") as caught:
         runtime().load(small_onnx.bundle(own))
-    assert str(caught.value.remedy).startswith("update the driver, or build it anew")
+    assert str(caught.value.remedy).startswith("update the driver, or build it again")
 
 
 @pytest.mark.parametrize(("data", "words"), [(b"foreign", "unsupported cc"), (b"{", "magicTag")])

@@ -1,4 +1,6 @@
-"""llama.cpp on the CPU: runs a bundle's `gguf/model.gguf` as its own programs do. Needs llama-cpp-python; no torch."""
+"""llama.cpp on the CPU: runs a bundle's `gguf/model.gguf` as llama.cpp's own programs do. Needs llama-cpp-python; no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,18 @@ if TYPE_CHECKING:
     from quantkit.runtimes.generate import TextTokens
     from quantkit.runtimes.text import Tokenizer
 
-# tokens that end a text, which llama.cpp knows by their names too (llama-vocab.cpp, `special_eog_ids`)
+# tokens that end a text, which llama.cpp also recognizes by name (llama-vocab.cpp, `special_eog_ids`)
 _ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
     *("<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "<|end_of_text|>", "<end_of_utterance>"),
-    # parts of a repository that begin where code was to be filled in
+    # tokens for code completion over a repository; they end a text too
     *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
     *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
 )
 
 
 class LlamaCpp(FileRuntime):
-    """See the module."""
+    """Runtime `llama_cpp`."""
 
     name = floats = "llama_cpp"
     imports, extra, order, cache = ("llama_cpp",), "gguf", 2, "float16"
@@ -39,13 +41,13 @@ class LlamaCpp(FileRuntime):
     model = LlamaModel
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
-        """See `Runtime`."""
+        """Return the reason as `Runtime.why_not_here` does."""
         if machine.has("llama_cpp"):
             return None
         return "llama-cpp-python is not installed: pip install 'quantkit[gguf]' (it compiles for minutes)"
 
     def context(self, folder: Path) -> int:
-        """Read it from the file; llama.cpp need not be here: a device may have it.
+        """Read it from the file, also without llama.cpp: only a device may have it.
 
         Raises:
             InputError: `gguf-damaged`. MissingDependency: the `gguf` package.
@@ -56,13 +58,13 @@ class LlamaCpp(FileRuntime):
         return int(stated.get(f"{stated.get('general.architecture')}.context_length", 4096))
 
     def tokenizer(self, bundle: Bundle) -> TextTokens:
-        """Read it as llama.cpp does, or as we do where it is a device that has llama.cpp."""
+        """Return llama.cpp's tokenizer, or ours if only a device has llama.cpp."""
         path = self.folder(bundle) / MODEL
         return words_of(path) if self.why_not_here() else Vocabulary(path)
 
 
 def words_of(path: Path) -> Tokenizer:
-    """Read the tokenizer and the chat template of a file, where llama.cpp is not installed.
+    """Read the tokenizer and the chat template of a file without llama.cpp.
 
     Raises:
         MissingDependency: tokenizers or gguf. InputError: `gguf-damaged`, `gguf-tokenizer`.

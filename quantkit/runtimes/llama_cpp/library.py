@@ -1,4 +1,4 @@
-"""llama.cpp through its C interface (`llama.h`, by llama-cpp-python): a file opened, and its tokenizer."""
+"""Open a GGUF file, and its tokenizer, through llama.cpp's C interface (`llama.h`, from llama-cpp-python)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.runtimes import text
 
 _TEMPLATE = "tokenizer.chat_template"
-# how the makers of a model sample: their name -> ours
+# sampling settings of a model's makers: name in the file -> name here
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p"}
-# how threads wait for one another, read once when the OpenMP library is loaded: how often one looks before it sleeps
+# how often a waiting thread polls before it sleeps; OpenMP reads it once, when it is loaded
 _WAITS = {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": "10000"}
 
 
 class LlamaLibrary:
-    """The library, which says what it does to `said` instead of to the screen."""
+    """The library; its messages go to `said` instead of the screen."""
 
     def __init__(self) -> None:
         try:
@@ -35,23 +35,23 @@ class LlamaLibrary:
 
         @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
         def hear(level: int, line: bytes, _: object) -> None:
-            if level >= 3:  # GGML_LOG_LEVEL_WARN and graver
+            if level >= 3:  # GGML_LOG_LEVEL_WARN and above
                 self.said.append(line.decode(errors="replace").strip())
                 del self.said[:-20]
 
-        self._hear = hear  # the library keeps a pointer alone
+        self._hear = hear  # the library keeps only a pointer
         llama_cpp.llama_log_set(hear, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
 
     @property
     def features(self) -> str:
-        """The instruction sets that it was compiled for and found here: `AVX2 = 1 | FMA = 1 ...`."""
+        """Instruction sets of its build that this CPU has: `AVX2 = 1 | FMA = 1 ...`."""
         return str(self.api.llama_print_system_info().decode())
 
 
 @contextmanager
 def _waiting_shortly() -> Iterator[None]:
-    """Threads wait awake, but not for long, whatever quantkit asks of OpenMP besides."""
+    """Make OpenMP threads poll for a short time, independent of other settings for OpenMP."""
     before = {name: os.environ.pop(name, None) for name in _WAITS}
     os.environ.update({name: value for name, value in _WAITS.items() if value is not None})
     try:
@@ -65,16 +65,16 @@ def _waiting_shortly() -> Iterator[None]:
 
 @cache
 def library() -> LlamaLibrary:
-    """The library, loaded once. Raises MissingDependency."""
+    """Load the library once. Raises MissingDependency."""
     return LlamaLibrary()
 
 
 class Loaded:
-    """A file that llama.cpp has loaded, freed with this object.
+    """A file loaded by llama.cpp, freed with this object.
 
     Args:
-        path: of it.
-        words: only its tokenizer.
+        path: path of the file.
+        words: whether to load only its tokenizer.
 
     Raises:
         MissingDependency: llama-cpp-python. InputError: `gguf-unreadable`.
@@ -90,23 +90,23 @@ class Loaded:
         self.model: Any = self.api.llama_model_load_from_file(str(path).encode(), settings) if path.is_file() else None
         if not self.model:
             raise self.refused("it does not load")
-        # at the interpreter's end too, while the library is still there
+        # also at the interpreter's exit, while the library is still loaded
         weakref.finalize(self, self.api.llama_model_free, self.model)
         self.vocabulary: Any = self.api.llama_model_get_vocab(self.model)
 
     def refused(self, value: str) -> InputError:
-        """`gguf-unreadable`, with what the library said first."""
-        said = next((line for line in self._library.said if "error" in line or "unknown" in line), "")
+        """Make the error `gguf-unreadable` with the library's first message."""
+        message = next((line for line in self._library.said if "error" in line or "unknown" in line), "")
         return InputError(
             "gguf-unreadable",
             str(self.path),
-            f"{value}{f': {said[:200]}' if said else ''}" if self.path.is_file() else "no such file",
+            f"{value}{f': {message[:200]}' if message else ''}" if self.path.is_file() else "no such file",
             "llama.cpp loads it",
-            "`quantkit verify` says whether the file differs; else update llama-cpp-python, or export again",
+            "`quantkit verify` shows whether the file has changed; else update llama-cpp-python, or export again",
         )
 
     def said(self, key: str) -> str | None:
-        """A field of the file's metadata, as text."""
+        """Read a field of the file's metadata as text."""
         length = self.api.llama_model_meta_val_str(self.model, key.encode(), ctypes.create_string_buffer(1), 1)
         if length < 0:
             return None
@@ -116,10 +116,10 @@ class Loaded:
 
 
 class Vocabulary:
-    """A file's tokenizer and chat template, as llama.cpp reads them.
+    """Tokenizer and chat template of a file, as llama.cpp reads them.
 
     Args:
-        path: of the file. Raises as `Loaded`.
+        path: path of the file. Raises as `Loaded`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,7 +127,7 @@ class Vocabulary:
         self._api, self._words = self._loaded.api, self._loaded.vocabulary
 
     def encode(self, written: str, *, special: bool = True) -> list[int]:
-        """Token ids; special tokens in the text are taken as such."""
+        """Return the token ids of a text; names of special tokens in the text become special tokens."""
         raw = written.encode()
         room = (self._api.llama_token * (len(raw) + 8))()
         count = self._api.llama_tokenize(self._words, raw, len(raw), room, len(room), special, True)
@@ -136,19 +136,19 @@ class Vocabulary:
         return list(room[:count])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text, without special tokens."""
+        """Return the text of tokens, without special tokens."""
         if not ids:
             return ""
-        given = (self._api.llama_token * len(ids))(*ids)
+        tokens = (self._api.llama_token * len(ids))(*ids)
         room = ctypes.create_string_buffer(64 * len(ids) + 64)
-        count = self._api.llama_detokenize(self._words, given, len(ids), room, len(room), True, False)
-        if count < 0:  # so much room it needs
+        count = self._api.llama_detokenize(self._words, tokens, len(ids), room, len(room), True, False)
+        if count < 0:  # minus the size that it needs
             room = ctypes.create_string_buffer(-count)
-            count = self._api.llama_detokenize(self._words, given, len(ids), room, len(room), True, False)
+            count = self._api.llama_detokenize(self._words, tokens, len(ids), room, len(room), True, False)
         return room.raw[: max(count, 0)].decode(errors="replace")
 
     def chat(self, prompt: str) -> str:
-        """One message of a user in the file's chat template.
+        """Put a user's message into the file's chat template.
 
         Raises:
             InputError: `no-chat-template`.
@@ -164,12 +164,12 @@ class Vocabulary:
 
     @cached_property
     def ends(self) -> set[int]:
-        """The tokens that end a text."""
+        """Tokens for the end of a text."""
         count = self._api.llama_vocab_n_tokens(self._words)
         return {number for number in range(count) if self._api.llama_vocab_is_eog(self._words, number)}
 
     @cached_property
     def generation(self) -> dict[str, Any]:
-        """How the model's makers sample."""
-        found = {ours: self._loaded.said(f"general.sampling.{theirs}") for theirs, ours in SAMPLING.items()}
-        return {key: float(value) for key, value in found.items() if value is not None}
+        """Sampling settings recommended by the model's makers."""
+        settings = {ours: self._loaded.said(f"general.sampling.{theirs}") for theirs, ours in SAMPLING.items()}
+        return {key: float(value) for key, value in settings.items() if value is not None}

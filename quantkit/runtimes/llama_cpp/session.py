@@ -1,7 +1,7 @@
-"""A GGUF file in llama.cpp: prompts, and steps with the cache.
+"""Run a GGUF file in llama.cpp: prompts, and decode steps with the cache.
 
-A state is a context of llama.cpp with a cache for each sequence. Its products round activations to 8 bits a block of 32
-(256 for K types), unless a weight is in floats; the cache is float16, as its programs have it by default.
+A state is a context of llama.cpp with a cache for every sequence. Its products round activations to 8 bits in blocks of
+32 (256 for K types), unless a weight is in floats. The cache is float16, the default of llama.cpp's programs.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from quantkit.runtimes.llama_cpp.library import Loaded
 
 Array = NDArray[Any]
 FOLDER, MODEL = "gguf", "model.gguf"
-# tokens that go through the layers at once, llama.cpp's default
+# tokens in one pass through the layers, llama.cpp's default
 _UBATCH = 512
-# of a file: its table and its head, types that are floats; bytes of a number of its cache
+# names of the embedding table and the head; types in floats; bytes of one number of the cache
 _TABLE, _HEAD, _FLOATS = "token_embd.weight", "output.weight", {"F32", "F16", "BF16"}
 _CACHE_BYTES = 2.0
 
 
 @dataclass
 class LlamaState:
-    """The caches of some sequences.
+    """Caches of some sequences.
 
     Args:
-        context: llama.cpp's.
-        capacity: tokens that fit into each.
-        lengths: tokens that each has.
+        context: context of llama.cpp.
+        capacity: tokens that fit into a sequence.
+        lengths: tokens in every sequence.
     """
 
     model: LlamaModel
@@ -48,16 +48,16 @@ class LlamaState:
     lengths: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Frees them with this object."""
+        """Free the context with this object."""
         weakref.finalize(self, self.model.loaded.api.llama_free, self.context)
 
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """What attention looks at and keeps, and what comes out.
+    """Sizes of attention, its cache and the output.
 
     Args:
-        layers, heads: of queries, kv_heads: of keys and values, head_dim: numbers of each.
+        layers, heads, kv_heads, head_dim: numbers of layers, of query heads, of key-value heads, of features of a head.
         vocabulary: logits of a position.
     """
 
@@ -72,9 +72,9 @@ class LlamaModel(FileModel):
     """A model in llama.cpp.
 
     Args:
-        folder: with `model.gguf`, or a file.
-        threads: None is the machine's cores.
-        cache: type of keys and values: float16, as llama.cpp has it by default, or float32.
+        folder: folder with `model.gguf`, or a file.
+        threads: number of threads; None: the machine's cores.
+        cache: type of keys and values: float16, llama.cpp's default, or float32.
 
     Raises:
         MissingDependency: llama-cpp-python. InputError: `gguf-unreadable`.
@@ -89,7 +89,7 @@ class LlamaModel(FileModel):
         self.api = self.loaded.api
         room = ctypes.create_string_buffer(128)
         self.api.llama_model_desc(self.loaded.model, room, 128)
-        # what llama.cpp calls the file: `Q4_K - Medium`
+        # llama.cpp's name for the types of the file: `Q4_K - Medium`
         self.file_type = room.value.decode(errors="replace")
         self.vocabulary = self.features = int(self.api.llama_vocab_n_tokens(self.loaded.vocabulary))
         self.context = int(self.api.llama_model_n_ctx_train(self.loaded.model))
@@ -97,12 +97,12 @@ class LlamaModel(FileModel):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """For rows."""
+        """Settings of the runtime, for rows of measurements."""
         return {"threads": self.threads, "cache": self.cache, "file_type": self.file_type}
 
     @cached_property
     def sizes(self) -> AttentionSizes:
-        """As the file's metadata has them."""
+        """Sizes in the file's metadata."""
         api, model = self.api, self.loaded.model
         layers, heads = api.llama_model_n_layer(model), api.llama_model_n_head(model)
         stated = self.loaded.said(f"{self.loaded.said('general.architecture')}.attention.key_length")
@@ -110,11 +110,11 @@ class LlamaModel(FileModel):
         return AttentionSizes(layers, heads, api.llama_model_n_head_kv(model), width, self.vocabulary)
 
     def work(self) -> dict[str, Any]:
-        """See `runtimes.Session`. Raises MissingDependency: gguf."""
+        """Return the figures of `runtimes.Session.work`. Raises MissingDependency: gguf."""
         return work_of_file(self.path, self.sizes)
 
     def state(self, batch: int, capacity: int) -> LlamaState:
-        """Room for `batch` sequences of up to `capacity` tokens.
+        """Make room for `batch` sequences of up to `capacity` tokens.
 
         Raises:
             InputError: `prompt-too-long` beyond the context, `out-of-memory`.
@@ -128,15 +128,15 @@ class LlamaModel(FileModel):
         settings.no_perf = True
         if self.cache == "float32":
             settings.type_k = settings.type_v = 0  # GGML_TYPE_F32
-        found = self.api.llama_init_from_model(self.loaded.model, settings)
-        if not found:
+        context = self.api.llama_init_from_model(self.loaded.model, settings)
+        if not context:
             where, value = f"batch {batch}, {capacity} tokens", "llama.cpp makes no context of it"
             remedy = "use a smaller batch or a shorter context"
             raise InputError("out-of-memory", where=where, value=value, remedy=remedy)
-        return LlamaState(self, found, capacity, [0] * batch)
+        return LlamaState(self, context, capacity, [0] * batch)
 
     def run(self, state: LlamaState, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
-        """Feed tokens to the sequences of a state; see `OnnxModel.run`.
+        """Feed tokens to the sequences of a state; arguments as in `OnnxModel.run`.
 
         Returns:
             logits [B, S or keep, vocabulary], float32; zeros where ids are padding.
@@ -146,16 +146,16 @@ class LlamaModel(FileModel):
         """
         rows, columns = ids.shape
         kept = min(keep or columns, columns)
-        found = np.zeros((rows, kept, self.vocabulary), np.float32)
+        logits = np.zeros((rows, kept, self.vocabulary), np.float32)
         limit = max(1, min(state.capacity, 2048))
         for start in range(0, columns, limit):
-            self._piece(state, ids, mask, range(start, min(start + limit, columns)), columns - kept, found)
-        return found
+            self._piece(state, ids, mask, range(start, min(start + limit, columns)), columns - kept, logits)
+        return logits
 
     def _piece(
-        self, state: LlamaState, ids: Array, mask: Array | None, places: range, first: int, found: Array
+        self, state: LlamaState, ids: Array, mask: Array | None, places: range, first: int, logits: Array
     ) -> None:
-        """Some columns of all rows, in one batch; logits of columns from `first` on go into `found`."""
+        """Run some columns of all rows in one batch, and write the logits of columns from `first` on into `logits`."""
         tokens = [(row, place) for row in range(len(ids)) for place in places if mask is None or mask[row, place]]
         batch = self.api.llama_batch_init(max(len(tokens), 1), 0, 1)
         try:
@@ -177,12 +177,12 @@ class LlamaModel(FileModel):
                 raise InputError("gguf-unreadable", str(self.path), value, "0 is fine")
             for number, row, place in wanted:
                 logits = self.api.llama_get_logits_ith(state.context, number)
-                found[row, place - first] = np.ctypeslib.as_array(logits, (self.vocabulary,))
+                logits[row, place - first] = np.ctypeslib.as_array(logits, (self.vocabulary,))
         finally:
             self.api.llama_batch_free(batch)
 
     def cut(self, state: LlamaState, length: int) -> None:
-        """Forget what lies behind `length` tokens of each sequence."""
+        """Drop the tokens after the first `length` of every sequence."""
         memory = self.api.llama_get_memory(state.context)
         for row in range(len(state.lengths)):
             if not self.api.llama_memory_seq_rm(memory, row, length, -1):
@@ -190,17 +190,17 @@ class LlamaModel(FileModel):
             state.lengths[row] = length
 
     def logits(self, ids: Array, mask: Array | None = None) -> Array:
-        """Of encoders alone. Raises as `encode`."""
+        """Raise as `encode` does: no file here holds an encoder."""
         return self.encode(ids, mask)
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
-        """Of encoders alone, which no file here holds. Raises InputError `not-an-encoder`."""
+        """Raise InputError `not-an-encoder`: no file here holds an encoder."""
         raise InputError("not-an-encoder", str(self.path), "a decoder", "it gives logits")
 
-    # --- what latency is measured on ----------------------------------------------------------------------------------
+    # --- steps for measuring latency ----------------------------------------------------------------------------------
 
     def decode(self, batch: int, context: int) -> Callable[[], None]:
-        """One decode step with `context` tokens in the cache, ready to be repeated.
+        """Prepare one decode step with `context` tokens in the cache, for repeated calls.
 
         Raises:
             InputError: `prompt-too-long`, `out-of-memory`.
@@ -218,7 +218,7 @@ class LlamaModel(FileModel):
         return step
 
     def prefill(self, batch: int, tokens: int) -> Callable[[], None]:
-        """A prompt of `tokens` for each sequence, up to the first logits, ready to be repeated.
+        """Prepare a prefill of `tokens` for every sequence, up to the first logits, for repeated calls.
 
         Raises:
             InputError: `prompt-too-long`, `out-of-memory`.
@@ -234,13 +234,13 @@ class LlamaModel(FileModel):
 
 
 def work_of_file(path: Path, sizes: AttentionSizes) -> dict[str, Any]:
-    """Give what a step of a GGUF file must move and compute, from its tensors, without loading them.
+    """Compute the bytes and operations of a step from the tensors of a GGUF file, without loading them.
 
-    llama.cpp rounds the inputs of a product to 8 bits where the weight has codes, so such a file computes in integers;
+    llama.cpp rounds the inputs of a product to 8 bits if the weight has codes, so such a file computes in integers;
     keys and values are kept in float16.
 
     Args:
-        sizes: of attention.
+        sizes: sizes of attention.
 
     Raises:
         MissingDependency: gguf.
@@ -250,7 +250,7 @@ def work_of_file(path: Path, sizes: AttentionSizes) -> dict[str, Any]:
     from quantkit.model.source.gguf import demand_lengths
 
     read: dict[str, float] = {}
-    products: dict[str, int] = {}  # matrices: elements
+    products: dict[str, int] = {}  # type of a matrix -> elements
     floats = set()
     for name, (shape, number) in demand_lengths(path).items():
         kind, elements = gguf.GGMLQuantizationType(number), math.prod(shape)
@@ -259,7 +259,7 @@ def work_of_file(path: Path, sizes: AttentionSizes) -> dict[str, Any]:
         if len(shape) > 1:
             products[name] = elements
             floats |= {name} if kind.name in _FLOATS else set()
-    if _HEAD in read:  # of a table of its own a token reads one row
+    if _HEAD in read:  # a table apart from the head: a token reads one row
         del read[_TABLE], products[_TABLE]
     head_flops = 2.0 * products.get(_HEAD, products.get(_TABLE, 0))
     inside = sum(elements for name, elements in products.items() if name not in (_HEAD, _TABLE))

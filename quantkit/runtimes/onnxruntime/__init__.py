@@ -9,7 +9,7 @@ from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, OnnxGraph, Onnx
 
 
 class OnnxRuntime(FileRuntime):
-    """See the module."""
+    """Runtime `onnxruntime`."""
 
     name = floats = "onnxruntime"
     imports, extra, order = ("onnxruntime",), "onnx", 0
@@ -18,7 +18,7 @@ class OnnxRuntime(FileRuntime):
     model = OnnxModel
 
     def opens_graph(self, file: Path, threads: int | None = None) -> OnnxGraph:
-        """See `Runtime`. Raises as `open_graph`."""
+        """Open as `Runtime.opens_graph` does. Raises as `open_graph`."""
         return OnnxGraph(file, threads)
 
 

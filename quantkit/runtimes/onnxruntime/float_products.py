@@ -1,15 +1,14 @@
-"""An ONNX graph with its products in float32: weights as they are stored, inputs as they come.
+"""Change an ONNX graph so that its products are in float32: weights as stored, inputs not rounded.
 
-What is compared with it, or with its numbers, is then exact but for the order of sums: rounding hides no wrong nibble.
+A comparison with it, or with its numbers, is then exact except for the order of sums: no rounding hides a wrong nibble.
 
     MatMulNBits                                       accuracy level 0
     QuantizeLinear, DequantizeLinear of an input      left out
-    an integer product of an input that is quantized, and its scales where they follow
+    an integer product with a quantized input, and the multiplication by scales after it
                                                       DequantizeLinear of the weight, MatMul, Add of its bias
 
-A graph that multiplies in two ways, by the number of rows (`exporters/onnx/integers.py`): each by itself.
-
-Fewer rows than a limit go the way of `steps`, others that of `prompts`; head, embedding and norms are there once.
+A graph may multiply in two ways, chosen by the number of rows (`exporters/onnx/integers.py`): below a limit that of
+`steps`, else that of `prompts`. Each can be taken alone. Head, embedding and norms exist once.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ if TYPE_CHECKING:
     import onnx
 
 INTEGER = ("MatMulInteger", "MatMulIntegerToFloat")
-# the scale of 1 that stands for those of an input where they are multiplied in behind the product
+# scale of 1 in the place of the input's scales, if these are multiplied after the product
 LATER = "one.0"
-# where MatMulIntegerToFloat takes one
+# position of the bias among the inputs of MatMulIntegerToFloat
 BIAS = 6
 Way = Literal["steps", "prompts"]
 WAYS: tuple[Way, ...] = ("prompts", "steps")
 _BRANCHES: dict[Way, str] = {"steps": "then_branch", "prompts": "else_branch"}
-# in a graph's metadata: from so many rows on; bytes of weights that the way of steps, and that of prompts, reads
+# keys of a graph's metadata: rows from which on prompts' way is taken; bytes of weights that either way reads
 ROWS, STEP_BYTES, PROMPT_BYTES = "quantkit.prompt_rows", "quantkit.step_bytes", "quantkit.prompt_bytes"
 _QUANTIZES = ("QuantizeLinear", "DynamicQuantizeLinear")
-# what may stand between an input and its product, or a product and what it makes
+# operators that may be between an input and its product, or between a product and its result
 _BETWEEN = ("Reshape", "DequantizeLinear", "Cast")
 
 
 class Links:
-    """Who makes and who reads each value of a graph, by name."""
+    """Producers and consumers of every value of a graph, by name."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.maker = {name: node for node in graph.node for name in node.output}
@@ -47,7 +46,7 @@ class Links:
         self.constants = {tensor.name for tensor in graph.initializer}
 
     def source(self, product: Any) -> str:
-        """The float value that a product's input was before it was quantized."""
+        """Return the float value from which a product's input was quantized."""
         name: str = product.input[0]
         while (node := self.maker.get(name)) is not None and node.op_type in _BETWEEN:
             name = node.input[0]
@@ -58,14 +57,14 @@ class Links:
         return str(flat.input[0]) if flat is not None and flat.op_type == "Reshape" else name
 
     def weight(self, product: Any) -> str:
-        """The initializer with a product's weight."""
+        """Return the initializer of a product's weight."""
         name: str = product.input[1]
         while name not in self.constants:
             name = self.maker[name].input[0]
         return name
 
     def chain(self, product: Any) -> Iterator[Any]:
-        """An integer product, and what follows until its scales are multiplied in; a float product alone."""
+        """Yield an integer product and the nodes up to the multiplication by its scales; a float product alone."""
         yield product
         if product.op_type == "MatMulIntegerToFloat" and product.input[2] != LATER:
             return
@@ -75,7 +74,7 @@ class Links:
 
 
 def float_products(model: onnx.ModelProto) -> None:
-    """Change a graph, weights and all, to products in float32."""
+    """Change a graph with its weights to products in float32."""
     from onnx import helper
 
     graph = model.graph
@@ -90,15 +89,15 @@ def float_products(model: onnx.ModelProto) -> None:
             continue
         if node.op_type not in INTEGER:
             for place, name in enumerate(node.input):
-                made = links.maker.get(name)
-                if made is not None and made.op_type == "DequantizeLinear" and name not in links.constants:
-                    quantizes = links.maker.get(made.input[0])
+                maker = links.maker.get(name)
+                if maker is not None and maker.op_type == "DequantizeLinear" and name not in links.constants:
+                    quantizes = links.maker.get(maker.input[0])
                     if quantizes is not None and quantizes.op_type == "QuantizeLinear":
                         node.input[place] = quantizes.input[0]
             nodes.append(node)
             continue
         *_, last = chain = list(links.chain(node))
-        dropped |= {id(each) for each in chain}
+        dropped |= {id(part) for part in chain}
         scales, zeros = _scales(links, node, last)
         dense = f"{node.output[0]}/weight"
         inputs = [node.input[1], scales, *([zeros] if zeros else [])]
@@ -112,7 +111,7 @@ def float_products(model: onnx.ModelProto) -> None:
 
 
 def _scales(links: Links, product: Any, last: Any) -> tuple[str, str]:
-    """The scales of a product's weight, and its zero points if it has any."""
+    """Return the scales of a product's weight, and its zero points if it has any."""
     if product.op_type == "MatMulIntegerToFloat":
         return product.input[3], product.input[5] if len(product.input) > 5 else ""
     both = links.maker[last.input[1]]
@@ -121,30 +120,30 @@ def _scales(links: Links, product: Any, last: Any) -> tuple[str, str]:
 
 
 def one_way(model: onnx.ModelProto, way: Way) -> None:
-    """Leave one way in place, without the condition; nothing changes where there are not two."""
+    """Keep one way and remove the condition; a graph with one way is not changed."""
     graph, node = model.graph, _by_rows(model)
     if node is None:
         return
     left = next(attribute.g for attribute in node.attribute if attribute.name == _BRANCHES[way])
     names = {inner.name: outer for inner, outer in zip(left.output, node.output, strict=True)}
-    for each in left.node:
-        for place, name in enumerate(each.input):
-            each.input[place] = names.get(name, name)
-        for place, name in enumerate(each.output):
-            each.output[place] = names.get(name, name)
+    for node in left.node:
+        for place, name in enumerate(node.input):
+            node.input[place] = names.get(name, name)
+        for place, name in enumerate(node.output):
+            node.output[place] = names.get(name, name)
     del graph.node[:]
     graph.node.extend(left.node)
 
 
 def nodes_of(model: onnx.ModelProto, way: Way) -> list[onnx.NodeProto]:
-    """The nodes of one way; none of a graph that has not two."""
+    """Return the nodes of one way; none for a graph with one way."""
     node = _by_rows(model)
     branches = node.attribute if node is not None else ()
     return [inner for attribute in branches if attribute.name == _BRANCHES[way] for inner in attribute.g.node]
 
 
 def every_node(graph: onnx.GraphProto) -> Iterator[Any]:
-    """The nodes of a graph, and of the graphs inside them."""
+    """Yield the nodes of a graph and of its subgraphs."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
@@ -153,5 +152,5 @@ def every_node(graph: onnx.GraphProto) -> Iterator[Any]:
 
 
 def _by_rows(model: onnx.ModelProto) -> onnx.NodeProto | None:
-    """The If between both ways."""
-    return next((each for each in model.graph.node if each.op_type == "If" and list(each.input) == ["rows/few"]), None)
+    """Return the If node between both ways."""
+    return next((node for node in model.graph.node if node.op_type == "If" and list(node.input) == ["rows/few"]), None)

@@ -1,4 +1,4 @@
-"""An ONNX file opened in ONNX Runtime, as it is or changed for a check; and what the runtime makes of it."""
+"""Open an ONNX file in ONNX Runtime, as it is or changed for a check."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from quantkit.runtimes.onnxruntime.float_products import Way
 
 
-# what is dequantized is multiplied as it is: the runtime makes MatMulNBits of level 4 of such products
+# multiply dequantized weights in float: by default the runtime fuses such products to MatMulNBits of level 4
 _IN_FLOAT = {"session.disable_quant_qdq": "1"}
-# what the library's message begins with when a file is older, newer or broken
+# part of the library's message -> reason that a file does not load
 _REASONS = {
     "is not a registered function/op": "an operator that this onnxruntime does not have",
     "No Op registered for": "an operator that this onnxruntime does not have",
@@ -38,7 +38,7 @@ def _options(threads: int, level: int | None = None) -> onnxruntime.SessionOptio
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    # threads that spin between runs would take the time of whatever else is measured
+    # threads that spin between runs would slow down anything else that is measured
     options.add_session_config_entry("session.force_spinning_stop", "1")
     for name, value in _IN_FLOAT.items() if level == 0 else ():
         options.add_session_config_entry(name, value)
@@ -55,15 +55,15 @@ def open_graph(
     way: Way | None = None,
     own: bool = False,
 ) -> onnxruntime.InferenceSession:
-    """A session.
+    """Open a session.
 
     Args:
-        threads: of one operator.
-        profile: a folder for the profile.
-        level: accuracy level, instead of what the file says; with 0 all products are in float32.
+        threads: threads of one operator.
+        profile: folder for the profile.
+        level: accuracy level instead of the file's; with 0 all products are in float32.
         shown: values inside the graph that become outputs too.
-        way: of a graph that multiplies in two ways, one alone; with level 0, or with `shown`, that of steps if None.
-        own: multiply weights of 4 bits by quantkit's own operators (`runtimes/quantkit_cpu`).
+        way: one way of a graph that multiplies in two; None with level 0 or `shown`: that of steps.
+        own: whether quantkit's operators multiply 4-bit weights (`runtimes/quantkit_cpu`).
 
     Raises:
         MissingDependency: onnxruntime.
@@ -93,17 +93,17 @@ def open_graph(
 
 
 def unreadable(path: Path, text: str) -> InputError:
-    """The error `onnx-unreadable`, of what was said of a file."""
+    """Make the error `onnx-unreadable` from the library's message."""
     import onnxruntime
 
-    reason = next((said for sign, said in _REASONS.items() if sign.lower() in text.lower()), "it does not load")
+    reason = next((meaning for sign, meaning in _REASONS.items() if sign.lower() in text.lower()), "it does not load")
     value, rule = f"{reason}: {text.splitlines()[0][:200]}", f"onnxruntime {onnxruntime.__version__} loads it"
-    remedy = "`quantkit verify` says whether a file differs; else update onnxruntime, or export again"
+    remedy = "`quantkit verify` shows whether a file has changed; else update onnxruntime, or export again"
     return InputError("onnx-unreadable", str(path), value, rule, remedy)
 
 
 def _changed(path: Path, level: int | None, shown: Sequence[str], way: Way | None, own: bool) -> bytes:
-    """The graph with another level, more outputs, one way or own operators; its weights stay where they are."""
+    """Serialize the graph with the changes; its weights stay in their file."""
     with MissingDependency.unless_found("onnx", extra="compile", purpose="changing a graph before it runs"):
         import onnx
 
@@ -119,22 +119,22 @@ def _changed(path: Path, level: int | None, shown: Sequence[str], way: Way | Non
         for attribute in node.attribute:
             if attribute.name == "accuracy_level" and level is not None:
                 attribute.i = level
-    given = {value.name for value in model.graph.output}
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shown if name not in given)
+    outputs = {value.name for value in model.graph.output}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shown if name not in outputs)
     if own and not own_products(model):
         raise InputError(
             "nothing-to-multiply",
             str(path),
-            "no product of 4-bit weights at accuracy level 4",
-            "the operators of `quantkit_cpu` multiply these",
+            "no product with 4-bit weights and accuracy level 4",
+            "`quantkit_cpu` has operators for these products",
             "use the runtime `onnxruntime`, or compile with --recipe int4-cpu",
         )
-    found: bytes = model.SerializeToString()
-    return found
+    content: bytes = model.SerializeToString()
+    return content
 
 
 def write_optimized(path: Path, to: Path) -> None:
-    """Write the graph as the runtime runs it on this machine: what it has fused, with its weights beside it.
+    """Write the graph as the runtime optimizes it on this machine, with its weights beside it.
 
     Raises:
         MissingDependency: onnxruntime.

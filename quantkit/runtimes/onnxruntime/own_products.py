@@ -1,10 +1,10 @@
-"""A graph whose 4-bit products and attention are quantkit's own operators, with what stands around them.
+"""Replace 4-bit products and attention, with the operators around them, by quantkit's own operators.
 
     SkipSimplifiedLayerNormalization, MatMulNBits, Add of a bias                          one Product
     the same, Split into gate and up, SiLU or GELU, Mul, MatMulNBits                      one GatedMlp
     GroupQueryAttention                                                                   one Attention
 
-The weights are those of the file, where they are. What does not look like this stays as it is.
+The weights stay in the file. Other patterns stay as they are.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 DOMAIN = "quantkit"
 PRODUCT, GATED_MLP, ATTENTION = "Product", "GatedMlp", "Attention"
 SILU, GELU = 0, 1
-# rows of a weight that a kernel multiplies at once: gate and up begin at one of them
+# rows of a weight in one tile of a kernel: gate and up must begin at a tile
 _PAIR = 32
-# features of a head are multiplied by so many, as 512 bits hold them
+# features of a head that are multiplied at once: 512 bits
 _LANES = 16
-# what the operators take of heads and of a head's features, and of rows, columns and tokens
+# largest sizes that the operators take: heads, features of a head; rows, columns and tokens
 _MOST_HEADS, _MOST_ROWS = 1 << 16, (1 << 31) - 1
-# what of GroupQueryAttention the operator knows: attributes; inputs, with `seqlens_k` left out
+# attributes and inputs of GroupQueryAttention that the operator supports, without `seqlens_k`
 _ATTENTION = {"num_heads", "kv_num_heads", "scale", "do_rotary", "local_window_size"}
 _ATTENTION_INPUTS = (0, 1, 2, 3, 4, 6, 7, 8, 10)
 
 
 @dataclass
 class _Replaced:
-    """What takes the place of some nodes."""
+    """One operator in the place of some nodes."""
 
     skip: str = ""
     gamma: str = ""
@@ -48,7 +48,7 @@ class _Replaced:
 
 
 class _Graph:
-    """Who makes a value and who reads it."""
+    """Producers and consumers of every value of a graph."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.made = {name: node for node in graph.node for name in node.output if name}
@@ -65,34 +65,34 @@ class _Graph:
             for value in graph.initializer
             if value.data_type == TensorProto.INT64 and value.dims == [2] and not value.external_data
         }
-        # of caches [B, H, T, D]
+        # shapes of caches [B, H, T, D]
         last = ((value.name, value.type.tensor_type.shape.dim) for value in graph.input)
         self.widths = {name: sizes[-1].dim_value for name, sizes in last if len(sizes) == 4}
 
     def after(self, name: str, *kinds: str) -> Any:
-        """The only node that reads a value, if it is of one of these kinds."""
+        """Return the only consumer of a value if it is of one of these kinds."""
         readers = self.read[name]
         return readers[0] if len(readers) == 1 and readers[0] is not None and readers[0].op_type in kinds else None
 
     def same_lengths(self, name: str) -> bool:
-        """Whether the lengths of sequences are one number for all of them: a sum of single numbers, spread out."""
+        """Tell whether all sequences have one length: a sum of single numbers, broadcast."""
         node = self.made.get(name)
         while node is not None and node.op_type in ("Expand", "Cast"):
             node = self.made.get(node.input[0])
         if node is None or node.op_type != "Sub" or self.sizes.get(node.input[1]) != (1,):
             return False
-        columns = self.made.get(node.input[0])  # of the mask
+        columns = self.made.get(node.input[0])  # the mask's shape
         return columns is not None and columns.op_type == "Shape"
 
     def constant(self, name: str, kind: int) -> bool:
-        """Whether a value of this type is stored, whole or as some of its rows."""
+        """Tell whether a value of this type is stored, as a whole or as some of its rows."""
         node = self.made.get(name)
-        if node is not None and node.op_type == "Slice" and all(each in self.sizes for each in node.input):
+        if node is not None and node.op_type == "Slice" and all(name in self.sizes for name in node.input):
             name = node.input[0]
         return self.kinds.get(name) == kind
 
     def takes(self, node: Any) -> bool:
-        """A product in 4 bits whose inputs are rounded, without a bias or an order of its own."""
+        """Tell whether a node is a 4-bit product with rounded inputs, without a bias or a column order."""
         whole = _attribute(node, "bits", 4) == 4 and _attribute(node, "accuracy_level", 0) == 4
         if node.op_type != "MatMulNBits" or not whole or len(node.input) not in (3, 4):
             return False
@@ -102,13 +102,13 @@ class _Graph:
         return all(self.constant(name, kind) for name, kind in zip(node.input[1:], kinds, strict=False) if name)
 
     def bias(self, node: Any, size: int) -> tuple[Any, str]:
-        """The addition of a constant [size] behind a node, and the constant."""
+        """Return the addition of a constant [size] after a node, and the constant."""
         added = self.after(node.output[0], "Add")
         names = [name for name in added.input if name != node.output[0]] if added is not None else []
         return (added, names[0]) if names and self.sizes.get(names[0]) == (size,) else (None, "")
 
     def gated(self, node: Any) -> list[Any]:
-        """Split, the activation and the product of its halves behind a node, and the product [down] after them."""
+        """Return Split, the activation, the product of its halves and the product [down] that follow a node."""
         split = self.after(node.output[0], "Split")
         if split is None or len(split.output) != 2 or _attribute(split, "axis", 0) != -1:
             return []
@@ -129,91 +129,91 @@ class _Graph:
         if product is None or set(product.input) != {activation[-1].output[0], up} or len(self.read[up]) != 1:
             return []
         down = self.after(product.output[0], "MatMulNBits")
-        # halves: what is multiplied after them is as wide as one of them
+        # gate and up are halves of the rows: the product after them has as many columns as one half
         fits = down is not None and self.takes(down) and 2 * _attribute(down, "K") == _attribute(node, "N")
         even = len(split.input) < 2 or not split.input[1] or self.halves(split.input[1], _attribute(node, "N"))
         return [split, *activation, product, down] if fits and even else []
 
     def halves(self, name: str, whole: int) -> bool:
-        """Whether two stored sizes are the halves of a whole."""
+        """Tell whether a stored constant holds two equal halves of `whole`."""
         return self.numbers.get(name) == (whole // 2, whole // 2)
 
 
 def _attribute(node: Any, name: str, otherwise: Any = None) -> Any:
     from onnx import helper
 
-    return next((helper.get_attribute_value(each) for each in node.attribute if each.name == name), otherwise)
+    return next((helper.get_attribute_value(one) for one in node.attribute if one.name == name), otherwise)
 
 
 def own_products(model: onnx.ModelProto) -> int:
-    """Put the operators in place; of a graph that multiplies in two ways, only the codes of 4 bits are left.
+    """Insert the operators; of a graph that multiplies in two ways, only the way of steps is kept.
 
     Returns:
-        how many products there are now; with none the graph is as it was but for that.
+        number of products that were replaced.
     """
     from onnx import helper
 
     one_way(model, "steps")
     graph = _Graph(model.graph)
     gone: set[int] = set()
-    made: dict[int, Any] = {}
+    replaced: dict[int, Any] = {}
     for node in model.graph.node:
         if id(node) in gone or not graph.takes(node):
             continue
-        found, nodes = _Replaced(), [node]
-        _weight(found, node, "")
+        operator, nodes = _Replaced(), [node]
+        _weight(operator, node, "")
         before = graph.made.get(node.input[0])
         if before is not None and graph.after(node.input[0], "MatMulNBits") is node and _is_norm(before):
             nodes.append(before)
-            x, found.skip, found.gamma = before.input
-            found.epsilon = float(_attribute(before, "epsilon"))
-            found.total = before.output[3] if len(before.output) > 3 else ""
+            x, operator.skip, operator.gamma = before.input
+            operator.epsilon = float(_attribute(before, "epsilon"))
+            operator.total = before.output[3] if len(before.output) > 3 else ""
         else:
             x = node.input[0]
-        behind = graph.gated(node) if found.sizes["rows"] % (2 * _PAIR) == 0 else []
+        behind = graph.gated(node) if operator.sizes["rows"] % (2 * _PAIR) == 0 else []
         if behind:
-            _weight(found, behind[-1], "_after")
-            found.sizes["activation"] = GELU if behind[1].op_type == "Gelu" else SILU
+            _weight(operator, behind[-1], "_after")
+            operator.sizes["activation"] = GELU if behind[1].op_type == "Gelu" else SILU
             nodes += behind
         last = behind[-1] if behind else node
-        added, found.bias = graph.bias(last, found.sizes["rows_after" if behind else "rows"])
+        added, operator.bias = graph.bias(last, operator.sizes["rows_after" if behind else "rows"])
         if added is not None:
             nodes.append(added)
             last = added
-        made[id(node)] = helper.make_node(
+        replaced[id(node)] = helper.make_node(
             GATED_MLP if behind else PRODUCT,
-            [x, found.skip, found.gamma, found.bias, *found.weights],
-            [last.output[0], *([found.total] if found.total else [])],
+            [x, operator.skip, operator.gamma, operator.bias, *operator.weights],
+            [last.output[0], *([operator.total] if operator.total else [])],
             name=f"{last.output[0]}/own",
             domain=DOMAIN,
-            epsilon=found.epsilon,
-            **found.sizes,
+            epsilon=operator.epsilon,
+            **operator.sizes,
         )
-        gone |= {id(each) for each in nodes}
-    if made:
-        made |= {id(node): _attention(node) for node in model.graph.node if _attends(node, graph)}
-    # at the place of its first product, where all that it reads is there already
-    kept = [made.get(id(node), node) for node in model.graph.node if id(node) in made or id(node) not in gone]
+        gone |= {id(part) for part in nodes}
+    if replaced:
+        replaced |= {id(node): _attention(node) for node in model.graph.node if _attends(node, graph)}
+    # put it where its first product was: all its inputs are computed by then
+    kept = [replaced.get(id(node), node) for node in model.graph.node if id(node) in replaced or id(node) not in gone]
     del model.graph.node[:]
     model.graph.node.extend(kept)
     model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-    return sum(node.op_type != ATTENTION for node in made.values())
+    return sum(node.op_type != ATTENTION for node in replaced.values())
 
 
 def _attends(node: Any, graph: _Graph) -> bool:
-    """Attention as our graphs have it: every sequence as long as the others, its padding in the bias."""
-    if node.op_type != "GroupQueryAttention" or not {each.name for each in node.attribute} <= _ATTENTION:
+    """Tell whether a node is attention as our exporter writes it: sequences of equal length, padding in the bias."""
+    if node.op_type != "GroupQueryAttention" or not {attribute.name for attribute in node.attribute} <= _ATTENTION:
         return False
-    given = [place for place, name in enumerate(node.input) if name]
+    filled = [place for place, name in enumerate(node.input) if name]
     width = graph.widths.get(node.input[3])
     heads, kv_heads = _attribute(node, "num_heads", 0), _attribute(node, "kv_num_heads", 0)
     window = _attribute(node, "local_window_size", -1)
-    # of larger numbers ONNX Runtime takes the lower 32 bits
+    # ONNX Runtime takes only the lower 32 bits of larger numbers
     if not 0 < kv_heads <= heads <= _MOST_HEADS or not (window == -1 or 0 < window <= _MOST_ROWS):
         return False
     turned = _attribute(node, "do_rotary", 0) == 1
-    apart = (1 in given) == (2 in given) and bool(_attribute(node, "scale"))
-    whole = {0, 3, 4, 6} <= set(given) <= {*_ATTENTION_INPUTS, 5} and turned == (7 in given) == (8 in given)
+    apart = (1 in filled) == (2 in filled) and bool(_attribute(node, "scale"))
+    whole = {0, 3, 4, 6} <= set(filled) <= {*_ATTENTION_INPUTS, 5} and turned == (7 in filled) == (8 in filled)
     even = graph.same_lengths(node.input[5])
     fits = width is not None and 0 < width <= _MOST_HEADS and width % _LANES == 0
     return bool(whole and apart and even and fits and len([o for o in node.output if o]) == 3)
@@ -237,7 +237,7 @@ def _attention(node: Any) -> Any:
 
 
 def _is_norm(node: Any) -> bool:
-    """The norm of a sum, whose sum at most is read besides."""
+    """Tell whether a node is the norm of a sum, of which at most the sum is read too."""
     return (
         node.op_type == "SkipSimplifiedLayerNormalization"
         and len(node.input) == 3
@@ -247,7 +247,7 @@ def _is_norm(node: Any) -> bool:
     )
 
 
-def _weight(found: _Replaced, node: Any, which: str) -> None:
-    found.weights += [*node.input[1:], *[""] * (4 - len(node.input))]
+def _weight(operator: _Replaced, node: Any, which: str) -> None:
+    operator.weights += [*node.input[1:], *[""] * (4 - len(node.input))]
     for name, theirs in (("rows", "N"), ("columns", "K"), ("group", "block_size")):
-        found.sizes[name + which] = int(_attribute(node, theirs))
+        operator.sizes[name + which] = int(_attribute(node, theirs))

@@ -1,7 +1,7 @@
-"""A bundle's `onnx/` in a session of ONNX Runtime: prompts and steps with the cache in place.
+"""Run a bundle's `onnx/` in a session of ONNX Runtime: prompts, and decode steps with the cache in place.
 
 The cache of a sequence is one buffer per layer, bound as past and as present: attention writes the new keys and values
-where they belong and nothing is copied.
+to their final place, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ FOLDER, MODEL = "onnx", "model.onnx"
 
 @dataclass
 class OnnxState:
-    """The cache of some sequences.
+    """Cache of some sequences.
 
     Args:
-        batch: sequences.
-        capacity: tokens that fit.
+        batch: number of sequences.
+        capacity: tokens that fit into a sequence.
         caches: input name -> buffer [B, H, capacity, D].
-        mask: [B, capacity], 1 where a token is.
-        length: columns that are filled, padding included.
-        binding: with the caches bound to it; doing that anew for every token takes a tenth of a small model's step.
-        logits: where the last run's are.
-        keep: how many of them; held, since a binding does not hold it in every version.
+        mask: [B, capacity], 1 for a token, 0 for padding.
+        length: filled columns, padding included.
+        binding: binding with the caches; making it for every token would take a tenth of a small model's step.
+        logits: buffer with the logits of the last run.
+        keep: input that limits the logits; kept alive here, because a binding does not do so in every version.
     """
 
     batch: int
@@ -58,12 +58,12 @@ class OnnxState:
 
 @dataclass(frozen=True)
 class Used:
-    """What the profiler saw of one run.
+    """Profile of one run.
 
     Args:
-        providers: execution provider -> nodes.
-        seconds: operator -> (how many, seconds).
-        total: of the whole run, as the profiler has it.
+        providers: execution provider -> number of nodes.
+        seconds: operator -> (number of nodes, seconds).
+        total: seconds of the whole run, by the profiler.
     """
 
     providers: Mapping[str, int]
@@ -72,7 +72,7 @@ class Used:
 
     @property
     def share(self) -> float:
-        """The operators' share of the run."""
+        """Share of the run's time that operators take."""
         return sum(seconds for _, seconds in self.seconds.values()) / self.total if self.total else 0.0
 
 
@@ -80,21 +80,21 @@ class OnnxModel(FileModel):
     """A model in a session.
 
     Args:
-        folder: with `model.onnx`.
-        threads: of one operator; None is the machine's cores.
-        profile: write a profile; see `used`.
-        accuracy_level: of MatMulNBits, instead of what the file says; with 0 no input of a product is rounded.
-        shown: values inside the graph that the session gives as outputs too.
-        way: of a graph that multiplies in two ways, one alone; with level 0, or with `shown`, that of steps if None.
-        own: with quantkit's own products; see `own_products`.
+        folder: folder with `model.onnx`.
+        threads: threads of one operator; None: the machine's cores.
+        profile: whether to write a profile; see `used`.
+        accuracy_level: level of MatMulNBits instead of the file's; with 0 no input of a product is rounded.
+        shown: values inside the graph that the session returns too.
+        way: one way of a graph that multiplies in two; None with level 0 or `shown`: that of steps.
+        own: whether to use quantkit's products; see `own_products`.
 
     Attributes:
-        caches: the names of the cache inputs, in order.
-        decoder: whether it has a cache and gives logits.
-        headed: whether it is an encoder that gives logits besides its last hidden states.
-        ways: of a graph that multiplies in two ways: each, and the bytes of weights that it reads; empty of another.
-        prompt_rows: rows from which on such a graph goes the way of prompts; 0 of a graph with one way.
-        vocabulary: logits of a position; 0 of an encoder.
+        caches: names of the cache inputs, in order.
+        decoder: whether it has a cache and returns logits.
+        headed: whether it is an encoder with logits besides its last hidden states.
+        ways: way -> bytes of weights that it reads, for a graph that multiplies in two ways; else empty.
+        prompt_rows: rows from which on such a graph takes the way of prompts; else 0.
+        vocabulary: logits of a position; 0 for an encoder.
 
     Raises:
         MissingDependency: onnxruntime.
@@ -114,7 +114,7 @@ class OnnxModel(FileModel):
     ) -> None:
         self.folder = self.place = folder
         self.threads = threads or machine.cores()
-        # removed with this object at the latest
+        # deleted with this object at the latest
         self._profile = (
             tempfile.TemporaryDirectory(prefix="quantkit-profile-", ignore_cleanup_errors=True) if profile else None
         )
@@ -122,18 +122,18 @@ class OnnxModel(FileModel):
         self.session = open_graph(
             folder / MODEL, self.threads, profile=place, level=accuracy_level, shown=shown, way=way, own=own
         )
-        # inputs with a value of their own, such as `logits_to_keep`, are listed apart
+        # inputs with a default value, such as `logits_to_keep`, are listed separately
         values = (*self.session.get_inputs(), *self.session.get_overridable_initializers())
         self.inputs = {value.name: value for value in values}
         shapes = {value.name: value.shape for value in self.session.get_outputs()}
         self.outputs = list(shapes)
         self.meta = dict(self.session.get_modelmeta().custom_metadata_map)
-        if own:  # with one way left
+        if own:  # only one way is left
             self.meta = {name: value for name, value in self.meta.items() if name not in (PROMPT_BYTES, ROWS)}
         self.caches = [name for name in self.inputs if name.startswith("past_key_values.")]
         self.decoder = bool(self.caches)
         self.headed = not self.decoder and len(self.outputs) > 1
-        with self._reading():  # numbers that a stranger may have written
+        with self._reading():  # metadata may come from a stranger
             self.context = int(self.meta.get("quantkit.context", 0)) or (1 << 31)
             self.accuracy_level = int(self.meta.get("quantkit.accuracy_level", 0))
             self.prompt_rows = int(self.meta.get(ROWS, 0))
@@ -144,29 +144,29 @@ class OnnxModel(FileModel):
             self.vocabulary = int(shapes["logits"][-1]) if self.decoder else 0
 
     def _reading(self) -> AbstractContextManager[None]:
-        """Whatever the file makes the library raise in the body is `onnx-unreadable`."""
+        """Turn every exception of the library about the file into `onnx-unreadable`."""
         return reading(partial(unreadable, self.folder / MODEL))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """For rows."""
+        """Settings of the runtime, for rows of measurements."""
         return {"accuracy_level": self.accuracy_level, "threads": self.threads}
 
     @cached_property
     def features(self) -> int:  # type: ignore[override]
-        """Count the numbers that come out for a position: logits, or an encoder's last hidden state."""
+        """Size of the output at a position: logits, or an encoder's last hidden state."""
         return self.vocabulary or int(self.session.get_outputs()[0].shape[-1])
 
     @cached_property
     def weight_bytes(self) -> int:  # type: ignore[override]
-        """Count the bytes of the model's files."""
+        """Size of the model's files in bytes."""
         return sum(path.stat().st_size for path in self.folder.glob(f"{MODEL}*"))
 
     def state(self, batch: int, capacity: int) -> OnnxState:
-        """Room for `batch` sequences of up to `capacity` tokens.
+        """Make room for `batch` sequences of up to `capacity` tokens.
 
         Raises:
-            InputError: `not-a-decoder`, `prompt-too-long` beyond the context, `out-of-memory` beyond what is free.
+            InputError: `not-a-decoder`, `prompt-too-long` beyond the context, `out-of-memory` beyond the free memory.
         """
         import onnxruntime
 
@@ -182,7 +182,7 @@ class OnnxModel(FileModel):
         return OnnxState(batch, capacity, caches, np.zeros((batch, capacity), np.int64))
 
     def fits(self, batch: int, capacity: int, new: int) -> None:
-        """Refuse cache, logits and mask that would not fit into memory. Raises InputError `out-of-memory`."""
+        """Refuse a cache, logits and mask larger than the free memory. Raises InputError `out-of-memory`."""
         need = batch * capacity * self.cache_bytes + batch * new * (4 * self.vocabulary + 4 * capacity)
         self.demand_room(batch, capacity, need)
 
@@ -190,10 +190,10 @@ class OnnxModel(FileModel):
         """Feed tokens to the sequences of a state.
 
         Args:
-            state: grows by the tokens.
-            ids: [B, S]; rows that are shorter are padded on the left.
-            mask: [B, S], 0 where ids are padding; None: nowhere.
-            keep: how many positions from the end to give logits for; 0 is all.
+            state: state that the tokens are added to.
+            ids: [B, S]; shorter rows are padded on the left.
+            mask: [B, S], 0 for padding; None: no padding.
+            keep: number of last positions whose logits are returned; 0 is all.
 
         Returns:
             logits [B, S or keep, vocabulary], float32.
@@ -206,7 +206,7 @@ class OnnxModel(FileModel):
         if after > state.capacity:
             raise too_long("cache", after, f"there is room for {state.capacity}")
         if before and ids.shape[1] > 1 and state.batch > 1:
-            # attention takes several tokens at once only at the beginning, or of one sequence alone
+            # attention takes several tokens at once only at the beginning, or for a single sequence
             columns = range(ids.shape[1])
             parts = [self.run(state, ids[:, [at]], None if mask is None else mask[:, [at]]) for at in columns]
             return np.concatenate(parts[-keep:], axis=1)
@@ -215,11 +215,11 @@ class OnnxModel(FileModel):
             self.session.run_with_iobinding(self.bind(state, ids, after, keep))
         state.length = after
         assert state.logits is not None
-        # a copy: the next step writes to the same place
+        # copied: the next step overwrites the buffer
         return np.array(state.logits.numpy())
 
     def bind(self, state: OnnxState, ids: Array, after: int, keep: int = 0) -> onnxruntime.IOBinding:
-        """Everything bound for one run: with the binding, the same step can be repeated."""
+        """Bind all inputs and outputs of one run; with the binding, the same step can be repeated."""
         import onnxruntime
 
         if state.binding is None:
@@ -232,7 +232,7 @@ class OnnxModel(FileModel):
         binding.bind_cpu_input("attention_mask", np.ascontiguousarray(state.mask[:, :after]))
         kept = ids.shape[1]
         if "logits_to_keep" in self.inputs:
-            # `bind_cpu_input` knows no input that has a value of its own
+            # `bind_cpu_input` does not accept inputs with a default value
             state.keep = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([keep], np.int64))
             binding.bind_ortvalue_input("logits_to_keep", state.keep)
             kept = min(keep or kept, kept)
@@ -243,18 +243,18 @@ class OnnxModel(FileModel):
         return binding
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
-        """An encoder's last hidden states [B, S, width] for ids [B, S]."""
+        """Return an encoder's last hidden states [B, S, width] for ids [B, S]."""
         with self._reading():
             return np.asarray(self.session.run(None, self.prompt(ids, mask))[0])
 
     def logits(self, ids: Array, mask: Array | None = None) -> Array:
-        """Return what the head of an encoder gives for ids [B, S]: [B, N] or [B, S, N], of spans [B, S, 2]."""
+        """Return the logits of an encoder's head for ids [B, S]: of texts [B, N], tokens [B, S, N], spans [B, S, 2]."""
         with self._reading():
-            found = self.session.run(self.outputs[1:], self.prompt(ids, mask))
-            return np.asarray(found[0] if len(found) == 1 else np.stack(found, axis=-1))
+            logits = self.session.run(self.outputs[1:], self.prompt(ids, mask))
+            return np.asarray(logits[0] if len(logits) == 1 else np.stack(logits, axis=-1))
 
     def prompt(self, ids: Array, mask: Array | None = None) -> dict[str, Array]:
-        """All inputs for ids [B, S]: with an empty cache, of types 0."""
+        """Return all inputs for ids [B, S]: the cache is empty, the token types are 0."""
         feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids) if mask is None else mask}
         for name in self.caches:
             _, heads, _, size = self.inputs[name].shape
@@ -264,10 +264,10 @@ class OnnxModel(FileModel):
         feeds.update({name: np.zeros_like(ids) for name in self.inputs if name not in feeds})
         return feeds
 
-    # --- what latency is measured on ----------------------------------------------------------------------------------
+    # --- steps for measuring latency ----------------------------------------------------------------------------------
 
     def decode(self, batch: int, context: int) -> Callable[[], None]:
-        """One decode step with `context` tokens in the cache, ready to be repeated.
+        """Prepare one decode step with `context` tokens in the cache, for repeated calls.
 
         Raises:
             InputError: `prompt-too-long`, `out-of-memory`.
@@ -275,7 +275,7 @@ class OnnxModel(FileModel):
         state = self.state(batch, context + 1)
         generator = np.random.default_rng(0)
         for cache in state.caches.values():
-            # ordinary numbers; one sequence's worth, repeated, since making them is not what is timed
+            # random numbers for one sequence, repeated for all: making more takes time
             few = generator.standard_normal(cache.shape()[1:], np.float32)
             cache.update_inplace(np.ascontiguousarray(np.broadcast_to(few, cache.shape())))
         state.mask[:] = 1
@@ -284,7 +284,7 @@ class OnnxModel(FileModel):
         return partial(self.session.run_with_iobinding, self.bind(state, ids, context + 1))
 
     def prefill(self, batch: int, tokens: int) -> Callable[[], None]:
-        """A prompt of `tokens` for each sequence, up to the first logits or all hidden states, ready to be repeated.
+        """Prepare a prefill of `tokens` a sequence, up to the first logits or all hidden states, for repeated calls.
 
         Raises:
             InputError: `prompt-too-long`, `out-of-memory`.
@@ -311,7 +311,7 @@ class OnnxModel(FileModel):
         return partial(self.session.run_with_iobinding, binding)
 
     def used(self) -> Used:
-        """What the last run since loading used; ends the profile.
+        """Return the profile of the last run; this ends profiling.
 
         Raises:
             InputError: `not-profiled`.
@@ -323,7 +323,7 @@ class OnnxModel(FileModel):
         self._profile = None
         runs = [event for event in events if event.get("name") == "model_run"]
         if not runs:
-            raise InputError("not-profiled", str(self.folder), "nothing was run")
+            raise InputError("not-profiled", str(self.folder), "no run since it was loaded")
         last = runs[-1]
         inside = [
             event
@@ -347,9 +347,9 @@ class OnnxGraph:
         self._session = open_graph(path, threads or machine.cores())
         self._names = [value.name for value in self._session.get_outputs()]
         sizes = [value.shape[0] for value in self._session.get_inputs() if value.shape]
-        # samples of a run, where it takes no other number
+        # samples in a run, if the graph has a fixed batch
         self.batch = next((size for size in sizes if isinstance(size, int)), None)
 
     def __call__(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        """Name -> what the outputs are."""
+        """Run the graph and return its outputs by name."""
         return dict(zip(self._names, self._session.run(None, feed), strict=True))

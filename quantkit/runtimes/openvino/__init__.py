@@ -11,7 +11,7 @@ from quantkit.runtimes.openvino.session import OpenvinoGraph, OpenvinoModel
 
 
 class OpenvinoRuntime(FileRuntime):
-    """See the module."""
+    """Runtime `openvino`."""
 
     name = floats = "openvino"
     imports, extra, order = ("openvino",), "openvino", 3
@@ -21,11 +21,11 @@ class OpenvinoRuntime(FileRuntime):
     model = OpenvinoModel
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
-        """See `Runtime`."""
+        """Return the reason as `Runtime.why_not_here` does."""
         return None if machine.has("openvino") else "openvino is not installed: pip install 'quantkit[openvino]'"
 
     def opens_graph(self, file: Path, threads: int | None = None) -> OpenvinoGraph:
-        """See `Runtime`. Raises as `OpenvinoGraph`."""
+        """Open as `Runtime.opens_graph` does. Raises as `OpenvinoGraph`."""
         return OpenvinoGraph(file, threads)
 
 

@@ -1,11 +1,8 @@
-"""A bundle's `model.xml` compiled by OpenVINO for a device: what is rounded, and by whom, is said here alone.
-
-By itself the CPU plug-in rounds a cache to 8 bits, inputs of products with compressed weights to 8 bits a group, and,
-where the processor has AMX, all arithmetic to bfloat16. Here nothing is rounded but the inputs of products, and these
-only if the file asks for that (`accuracy_level: 4`).
-Properties: https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html
-
-OpenVINO: the package, and the devices that it finds here.
+"""Compile a bundle's `model.xml` by OpenVINO for a device, with all rounding under control.
+ By default the CPU plug-in rounds a cache to 8 bits, inputs of products with compressed weights to 8 bits a group, and,
+on CPUs with AMX, all arithmetic to bfloat16. Here only inputs of products are rounded, and only if the file asks for it
+(`accuracy_level: 4`). Properties:
+https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html
 """
 
 from __future__ import annotations
@@ -20,12 +17,12 @@ if TYPE_CHECKING:
 
 
 FOLDER, MODEL, WEIGHTS = "openvino", "model.xml", "model.bin"
-# inputs that share a scale, where they are rounded; what the plug-in itself takes
+# inputs that share a scale when they are rounded; the plug-in's default
 _GROUP = 32
 
 
 def read(path: Path) -> openvino.Model:
-    """The model of a file.
+    """Read the model of a file.
 
     Raises:
         MissingDependency: openvino. InputError: `openvino-unreadable`.
@@ -40,7 +37,7 @@ def read(path: Path) -> openvino.Model:
 
 
 def noted(model: openvino.Model) -> dict[str, str]:
-    """What the exporter wrote into the file."""
+    """Return the exporter's metadata in the file."""
     place = "quantkit"
     if not model.has_rt_info([place]):
         return {}
@@ -50,11 +47,11 @@ def noted(model: openvino.Model) -> dict[str, str]:
 
 
 def compiled(model: openvino.Model, path: Path, threads: int, device: str, level: int) -> Any:
-    """The model as a device runs it.
+    """Compile the model for a device.
 
     Args:
-        path: for errors.
-        threads: of a CPU.
+        path: path of the model, for errors.
+        threads: threads of a CPU.
         level: 4: inputs of compressed products are rounded to 8 bits in groups of 32; 0: nothing is rounded.
 
     Raises:
@@ -77,7 +74,7 @@ def compiled(model: openvino.Model, path: Path, threads: int, device: str, level
 
 def _unreadable(path: Path, value: str) -> InputError:
     rule = f"OpenVINO {library().__version__.split('-')[0]} loads it"
-    remedy = "`quantkit verify` says whether a file differs; else update openvino, or export again"
+    remedy = "`quantkit verify` shows whether a file has changed; else update openvino, or export again"
     return InputError("openvino-unreadable", str(path), value, rule, remedy)
 
 
@@ -85,29 +82,29 @@ Device = Literal["CPU", "GPU", "NPU", "AUTO"]
 
 
 def library() -> Any:
-    """The package. Raises MissingDependency."""
+    """Import OpenVINO. Raises MissingDependency."""
     with MissingDependency.unless_found("openvino", extra="openvino", purpose="running or writing openvino/model.xml"):
         import openvino
     return openvino
 
 
 def first_line(problem: Exception) -> str:
-    """What went wrong, without the places in OpenVINO's source that its messages begin with."""
+    """Return the message of an error, without the places in OpenVINO's source that precede it."""
     lines = [line.strip() for line in str(problem).splitlines()]
-    said = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
-    return (said or [line for line in lines if line] or [type(problem).__name__])[0][:200]
+    messages = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
+    return (messages or [line for line in lines if line] or [type(problem).__name__])[0][:200]
 
 
 def why_no(device: str) -> str | None:
-    """Why a device is not at hand; None where it is. AUTO takes what there is. Raises MissingDependency."""
-    found = library().Core().available_devices
-    if device == "AUTO" or any(name.split(".")[0] == device for name in found):
+    """Return the reason why a device is not available, or None; AUTO takes any. Raises MissingDependency."""
+    devices = library().Core().available_devices
+    if device == "AUTO" or any(name.split(".")[0] == device for name in devices):
         return None
-    return f"OpenVINO finds no {device} on this machine; it finds {', '.join(found) or 'no device'}"
+    return f"OpenVINO finds no {device} on this machine; it finds {', '.join(devices) or 'no device'}"
 
 
 def demand_device(device: str) -> None:
-    """Raises InputError `runtime-not-here`; MissingDependency."""
+    """Refuse a missing device. Raises InputError `runtime-not-here`; MissingDependency."""
     if why := why_no(device):
         rule = "the device and its driver are there"
         remedy = "run it on a machine that has one, or export it with `openvino: {device: CPU}`"

@@ -1,6 +1,6 @@
-"""A bundle's `openvino/` in OpenVINO: prompts and steps whose cache is a state of the model, encoders, graphs.
+"""Run a bundle's `openvino/` in OpenVINO: decoders whose cache is a state of the model, encoders, graphs.
 
-A state is an infer request: it holds the keys and values of its sequences, and each run adds to them.
+A state is an infer request: it holds the keys and values of its sequences, and every run adds to them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class OpenvinoState:
     """Some sequences.
 
     Args:
-        request: with their keys and values.
-        mask: [B, capacity], 1 where a token is.
-        length: columns that are filled, padding included.
+        request: infer request with their keys and values.
+        mask: [B, capacity], 1 for a token, 0 for padding.
+        length: filled columns, padding included.
     """
 
     request: Any
@@ -42,11 +42,11 @@ class OpenvinoModel(FileModel):
     """A transformer in OpenVINO.
 
     Args:
-        folder: with `model.xml`.
-        threads: of a CPU; None is the machine's cores.
-        accuracy_level: of compressed products, instead of what the file says; with 0 none of their inputs is rounded.
-        device: `CPU`, `GPU`, `NPU` or `AUTO`; None: what the file was written for.
-        change: told the model before it is compiled.
+        folder: folder with `model.xml`.
+        threads: threads of a CPU; None: the machine's cores.
+        accuracy_level: level of compressed products instead of the file's; with 0 none of their inputs is rounded.
+        device: `CPU`, `GPU`, `NPU` or `AUTO`; None: the device that the file was written for.
+        change: function that changes the model before it is compiled.
 
     Raises:
         MissingDependency: openvino. InputError: `openvino-unreadable`, `runtime-not-here`.
@@ -71,7 +71,7 @@ class OpenvinoModel(FileModel):
         change(model)
         self._model = compiled(model, folder / MODEL, self.threads, self.device, level)
         self.inputs = {name: value for value in self._model.inputs for name in value.names}
-        # it has a cache and gives logits; or it is an encoder that gives them besides its last hidden states
+        # a decoder has a cache and returns logits; an encoder with a head returns them besides its last hidden states
         self.decoder = "beam_idx" in self.inputs
         self.headed = not self.decoder and len(self._model.outputs) > 1
         self.context = int(self.meta.get("quantkit.context", 0)) or (1 << 31)
@@ -80,12 +80,12 @@ class OpenvinoModel(FileModel):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """For rows."""
+        """Settings of the runtime, for rows of measurements."""
         return {"accuracy_level": self.accuracy_level, "threads": self.threads, "device": self.device}
 
     @cached_property
     def features(self) -> int:  # type: ignore[override]
-        """Count the numbers that come out for a position: logits, or an encoder's last hidden state."""
+        """Size of the output at a position: logits, or an encoder's last hidden state."""
         return int(self._model.outputs[0].partial_shape[-1].get_length())
 
     @property
@@ -94,20 +94,20 @@ class OpenvinoModel(FileModel):
         return self.features
 
     def state(self, batch: int, capacity: int) -> OpenvinoState:
-        """Room for `batch` sequences of up to `capacity` tokens.
+        """Make room for `batch` sequences of up to `capacity` tokens.
 
         Raises:
-            InputError: `not-a-decoder`, `prompt-too-long` beyond the context, `out-of-memory` beyond what is free.
+            InputError: `not-a-decoder`, `prompt-too-long` beyond the context, `out-of-memory` beyond the free memory.
         """
         if not self.decoder:
             raise no_cache(str(self.folder))
         self.demand_positions(capacity)
-        # it is doubled when it is full, and copied then
+        # the plug-in doubles a full cache, and copies it then
         self.demand_room(batch, capacity, 3 * batch * capacity * self.cache_bytes)
         return OpenvinoState(self._model.create_infer_request(), np.zeros((batch, capacity), np.int64))
 
     def run(self, state: OpenvinoState, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
-        """Feed tokens to the sequences of a state; see `OnnxModel.run`.
+        """Feed tokens to the sequences of a state; arguments as in `OnnxModel.run`.
 
         Returns:
             logits [B, S or keep, vocabulary], float32.
@@ -124,7 +124,7 @@ class OpenvinoModel(FileModel):
         if after > state.mask.shape[1]:
             raise too_long("cache", after, f"there is room for {state.mask.shape[1]}")
         state.mask[:, before:after] = 1 if mask is None else mask
-        # a token's position is the number of real tokens before it: padding on the left does not count
+        # the position of a token is the number of real tokens before it, without the padding on the left
         places = np.maximum(np.cumsum(state.mask[:, :after], axis=1) - 1, 0)[:, before:]
         feed = {
             "input_ids": np.ascontiguousarray(ids, np.int64),
@@ -136,21 +136,21 @@ class OpenvinoModel(FileModel):
         return {name: values for name, values in feed.items() if name in self.inputs}
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
-        """An encoder's last hidden states [B, S, width] for ids [B, S].
+        """Return an encoder's last hidden states [B, S, width] for ids [B, S].
 
         Raises:
-            InputError: `shape-unsupported`, where the file holds other shapes alone.
+            InputError: `shape-unsupported`, the file holds only other shapes.
         """
         return np.array(self._encoded(ids, mask)(self._model.create_infer_request())[0])
 
     def logits(self, ids: Array, mask: Array | None = None) -> Array:
-        """Return what the head of an encoder gives for ids [B, S]: [B, N] or [B, S, N], of spans [B, S, 2].
+        """Return the logits of an encoder's head for ids [B, S]: of texts [B, N], tokens [B, S, N], spans [B, S, 2].
 
         Raises:
-            InputError: `shape-unsupported`, as of `encode`.
+            InputError: `shape-unsupported`, as `encode`.
         """
-        _, *found = self._encoded(ids, mask)(self._model.create_infer_request())
-        return np.array(found[0]) if len(found) == 1 else np.stack(found, axis=-1)
+        _, *logits = self._encoded(ids, mask)(self._model.create_infer_request())
+        return np.array(logits[0]) if len(logits) == 1 else np.stack(logits, axis=-1)
 
     def _encoded(self, ids: Array, mask: Array | None) -> Callable[[Any], list[Array]]:
         feed = {"input_ids": ids, "attention_mask": np.ones_like(ids) if mask is None else mask}
@@ -169,12 +169,12 @@ class OpenvinoModel(FileModel):
 
         return run
 
-    # --- what latency is measured on ----------------------------------------------------------------------------------
+    # --- steps for measuring latency ----------------------------------------------------------------------------------
 
     def decode(self, batch: int, context: int) -> Callable[[], float]:
-        """One decode step with `context` tokens in the cache, ready to be repeated; gives the seconds that it took.
+        """Prepare one decode step with `context` tokens in the cache, for repeated calls; a call returns its seconds.
 
-        A step makes the cache longer, so it is put back before the next one, which is not counted.
+        A step makes the cache longer, so the cache is restored before the next one, outside the measured time.
 
         Raises:
             InputError: `prompt-too-long`, `out-of-memory`.
@@ -196,7 +196,7 @@ class OpenvinoModel(FileModel):
         return step
 
     def prefill(self, batch: int, tokens: int) -> Callable[[], None]:
-        """A prompt of `tokens` for each sequence, up to the first logits or all hidden states, ready to be repeated.
+        """Prepare a prefill of `tokens` a sequence, up to the first logits or all hidden states, for repeated calls.
 
         Raises:
             InputError: `prompt-too-long`, `out-of-memory`, `shape-unsupported`.
@@ -222,9 +222,9 @@ class OpenvinoGraph:
     """A graph that is no transformer.
 
     Args:
-        path: of its `.xml`.
-        threads: of a CPU; None is the machine's cores.
-        device: as of `OpenvinoModel`.
+        path: path of its `.xml`.
+        threads: threads of a CPU; None: the machine's cores.
+        device: device, as for `OpenvinoModel`.
 
     Raises:
         MissingDependency: openvino. InputError: `openvino-unreadable`, `runtime-not-here`.
@@ -238,11 +238,11 @@ class OpenvinoGraph:
         self.names = [value.any_name for value in self._request.model_outputs]
         shapes = [value.partial_shape for value in model.inputs]
         sizes = [shape[0] for shape in shapes if shape.rank.is_static and shape.rank.get_length()]
-        # samples of a run, where it takes no other number
+        # samples in a run, if the graph has a fixed batch
         self.batch = next((int(size.get_length()) for size in sizes if size.is_static), None)
 
     def __call__(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        """Name -> what the outputs are. Raises InputError `shape-unsupported`."""
+        """Run the graph and return its outputs by name. Raises InputError `shape-unsupported`."""
         try:
             self._request.infer(dict(feed))
         except RuntimeError as problem:

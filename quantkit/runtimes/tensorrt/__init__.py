@@ -23,11 +23,13 @@ Gpus = Callable[[], tuple[Sequence[Mapping[str, Any]], str]]
 
 
 class TensorrtRuntime(Runtime):
-    """One of the two libraries; see `library.py`.
+    """Runtime for one of the two libraries; see `library.py`.
 
     Args:
-        name: of it.
-        library: that runs engines, gpus: of this machine, device: torch's; None: what is here. For tests.
+        name: name of the library.
+        library: library that runs engines, for tests; None: the installed one.
+        gpus: function that lists GPUs, for tests; None: this machine's.
+        device: torch device.
     """
 
     engines = True
@@ -36,13 +38,13 @@ class TensorrtRuntime(Runtime):
         self, name: Name, *, library: Library | None = None, gpus: Gpus | None = None, device: str = "cuda"
     ) -> None:
         self.name = name
-        # torch runs the float model beside it, and says which GPU there is
+        # torch runs the float model for comparison, and names the GPU
         self.packages = (*TORCH.packages, "nvidia-ml-py", "polygraphy")
         self.installed = (*TORCH.installed, name.replace("_", "-"))
         self._library, self._gpus, self._device = library, gpus, device
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
-        """See `Runtime`; of a folder, whether one of its engines can be run."""
+        """Return the reason as `Runtime.why_not_here` does; with a folder, also if none of its engines runs here."""
         gpus, why = self._here()
         if not gpus:
             return f"no NVIDIA GPU: {why}"
@@ -63,7 +65,7 @@ class TensorrtRuntime(Runtime):
         return None
 
     def _torch_blind(self) -> str | None:
-        """Why torch, whose memory an engine is given, cannot reach the GPU."""
+        """Return the reason why torch, whose memory an engine uses, cannot reach the GPU."""
         if self._device != "cuda":
             return None
         try:
@@ -75,7 +77,7 @@ class TensorrtRuntime(Runtime):
         return f"torch {torch.__version__} sees no GPU: an engine's inputs and cache are its tensors"
 
     def folder(self, bundle: Bundle) -> Path:
-        """The folder with the engine.
+        """Return the folder of the engines.
 
         Raises:
             InputError: `bundle-without-engine`.
@@ -86,23 +88,23 @@ class TensorrtRuntime(Runtime):
         return folder
 
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> EngineModel:
-        """What scores a bundle, or the folder of one that is being built.
+        """Open a bundle, finished or being built, to measure its accuracy.
 
         Raises:
-            InputError: as `load`; `not-a-bundle`.
+            InputError: those of `load`; `not-a-bundle`.
         """
         if built is None:
             return self.load(Bundle.load(path))
         return self._run(path, {path / name: sha256 for name, sha256 in built.items()})
 
     def open_graph(self, path: Path, *, built: Mapping[str, str]) -> LoadedGraph:
-        """The engine of a graph that is being built; see `open`."""
+        """Open the engine of a graph in a bundle being built; see `open`."""
         from quantkit.runtimes.tensorrt.decode import LoadedGraph
 
         return LoadedGraph(self._engine(path, {path / name: sha256 for name, sha256 in built.items()}))
 
     def load(self, bundle: Bundle) -> EngineModel:
-        """A model in its engine; every file is checked against the manifest first.
+        """Load the model's engine after comparing every file with the manifest.
 
         Raises:
             InputError: `bundle-without-engine`, `hash-mismatch`, `gpu-absent`, `engine-foreign`, `engine-unreadable`.
@@ -114,8 +116,8 @@ class TensorrtRuntime(Runtime):
         from quantkit.runtimes.tensorrt.decode import EngineModel
 
         loaded = EngineModel(self._engine(bundle, files))
-        for said in loaded.notes:
-            warnings.warn(said, stacklevel=3)
+        for note in loaded.notes:
+            warnings.warn(note, stacklevel=3)
         return loaded
 
     def _engine(self, bundle: Path, files: Mapping[Path, str]) -> Engine:
@@ -140,7 +142,7 @@ class TensorrtRuntime(Runtime):
 
     def _absent(self, why: str) -> InputError:
         rule = "an engine runs on the GPU that it was built for"
-        remedy = "run it there; the checkpoint runs here: --runtime torch"
+        remedy = "run it there, or run the checkpoint here with --runtime torch"
         return InputError("gpu-absent", self.name, why, rule, remedy)
 
 

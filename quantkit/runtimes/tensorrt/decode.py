@@ -1,4 +1,4 @@
-"""A model in an engine: prompts, steps, an encoder's texts, and what latency is measured on; and a graph in one."""
+"""Run a model in an engine: prompts, decode steps, an encoder's texts, and steps for measuring latency; or a graph."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Array = NDArray[Any]
 
 
 class EngineModel(FileModel):
-    """A model in an engine, as `runtimes.onnxruntime.session.OnnxModel` has it in a session.
+    """A model in an engine, with the interface of `runtimes.onnxruntime.session.OnnxModel`.
 
     Args:
-        engine: opened.
+        engine: open engine.
 
     Raises:
-        InputError: `cache-grown`, a decoder whose cache is not written in place; `engine-of-graph`, one that does not
-            take tokens.
+        InputError: `cache-grown`, a decoder whose cache is not written in place; `engine-of-graph`, an engine that
+            takes no tokens.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.place, self.notes = engine, engine.file.path, engine.notes
-        # it has a cache and gives logits
+        # a decoder has a cache and returns logits
         self.decoder = any(name.startswith(CACHE) for name in engine.inputs)
         if "input_ids" not in engine.inputs:
             value = f"an engine of {', '.join(engine.inputs)}"
@@ -48,7 +48,7 @@ class EngineModel(FileModel):
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit into the cache."""
+        """Size of the cache in tokens."""
         return self.engine.inputs["attention_mask"].shape[1]
 
     @property
@@ -58,7 +58,7 @@ class EngineModel(FileModel):
 
     @property
     def settings(self) -> dict[str, str | bool | int | float | None]:
-        """For rows."""
+        """Settings of the runtime, for rows of measurements."""
         file, library = self.engine.file, self.engine.library
         kind = self.engine.outputs["logits"].type if self.decoder else next(iter(self.engine.outputs.values())).type
         return {
@@ -72,15 +72,15 @@ class EngineModel(FileModel):
 
     @property
     def where(self) -> dict[str, str]:
-        """The GPU, for rows."""
+        """Name of the GPU, for rows of measurements."""
         return machine.gpu(self.engine.file.gpu)
 
     def logits(self, ids: Array, mask: Array | None = None) -> Array:
-        """Of an encoder with a head alone, which no engine has. Raises InputError `not-an-encoder`."""
+        """Raise InputError `not-an-encoder`: no engine holds an encoder with a head."""
         raise InputError("not-an-encoder", str(self.place), "no head", "it gives states")
 
     def state(self, batch: int, capacity: int) -> EngineState:
-        """Room for `batch` sequences of up to `capacity` tokens; it is always as large as the engine's cache.
+        """Make room for `batch` sequences of up to `capacity` tokens; the cache always has the engine's size.
 
         Raises:
             InputError: `not-a-decoder`, `prompt-too-long`, `shape-unsupported`, `out-of-memory`.
@@ -105,7 +105,7 @@ class EngineModel(FileModel):
         return EngineState(batch, self.capacity, caches, mask, torch.zeros(batch, dtype=torch.long, device=mask.device))
 
     def longest(self, batch: int, most: int) -> int:
-        """Tokens that a pass of `batch` sequences takes, `most` at most."""
+        """Return the tokens in one pass of `batch` sequences, at most `most`."""
         return self.engine.profile(batch, most)[1]
 
     def _longest(self) -> int:
@@ -118,21 +118,21 @@ class EngineModel(FileModel):
             raise too_long(str(self.place), tokens, f"its cache holds {self.capacity}", remedy)
 
     def run(self, state: EngineState, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
-        """Feed tokens to the sequences of a state; see `OnnxModel.run`.
+        """Feed tokens to the sequences of a state; arguments as in `OnnxModel.run`.
 
         Raises:
             InputError: `prompt-too-long`, `shape-unsupported`.
         """
         self._demand(state.length + ids.shape[1])
-        given = np.ones_like(ids) if mask is None else mask
+        real = np.ones_like(ids) if mask is None else mask
         parts, done = [], 0
         while done < ids.shape[1]:
             left = ids.shape[1] - done
             taken = 1 if left == 1 else self.engine.profile(state.batch, left)[1]
             place = slice(done, done + taken)
-            # logits of a part that lies before all that are kept are not wanted; the least is one
+            # a part before the kept positions needs no logits; the engine returns at least one
             wanted = min(taken, max(1, keep - (left - taken))) if keep else 0
-            logits = self._feed(state, ids[:, place], given[:, place], wanted)
+            logits = self._feed(state, ids[:, place], real[:, place], wanted)
             if not keep or keep > left - taken:
                 parts.append(logits)
             done += taken
@@ -142,13 +142,13 @@ class EngineModel(FileModel):
         import torch
 
         device = state.mask.device
-        tokens, given = (
-            torch.from_numpy(np.ascontiguousarray(each, dtype=np.int64)).to(device) for each in (ids, mask)
+        tokens, real = (
+            torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device) for array in (ids, mask)
         )
         before, new = state.length, ids.shape[1]
-        state.mask[:, before : before + new] = given.to(state.mask.dtype)
-        places = given.cumsum(dim=1) + state.real[:, None]
-        state.real += given.sum(dim=1)
+        state.mask[:, before : before + new] = real.to(state.mask.dtype)
+        places = real.cumsum(dim=1) + state.real[:, None]
+        state.real += real.sum(dim=1)
         state.length += new
         if new == 1:
             if state.step is None:
@@ -158,11 +158,11 @@ class EngineModel(FileModel):
             number, _ = self.engine.profile(state.batch, new)
             feed = inputs(self.engine, state, tokens, (places - 1).clamp(min=0), before, keep)
             logits = self.engine.run(number, feed)["logits"]
-        # a copy: the next step writes to the same place
+        # copied: the next step overwrites the buffer
         return np.array(logits.float().cpu().numpy())
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
-        """An encoder's last hidden states [B, S, width], float32, for ids [B, S]."""
+        """Return an encoder's last hidden states [B, S, width], float32, for ids [B, S]."""
         import torch
 
         number = self._profile(*ids.shape)
@@ -172,11 +172,11 @@ class EngineModel(FileModel):
             feed[name] = self.engine.tensor(name, ids.shape)
             if name in values:
                 feed[name].copy_(torch.from_numpy(np.ascontiguousarray(values[name])))
-        found = self.engine.run(number, feed)
-        return np.asarray(next(iter(found.values())).float().cpu().numpy())
+        outputs = self.engine.run(number, feed)
+        return np.asarray(next(iter(outputs.values())).float().cpu().numpy())
 
     def _profile(self, batch: int, tokens: int) -> int:
-        """The profile that takes so many tokens at once. Raises InputError `prompt-too-long`, `shape-unsupported`."""
+        """Return the profile for so many tokens at once. Raises InputError `prompt-too-long`, `shape-unsupported`."""
         number, taken = self.engine.profile(batch, tokens)
         if taken < tokens:
             remedy = "shorten the text, or longer `profiles` in the target"
@@ -184,15 +184,15 @@ class EngineModel(FileModel):
         return number
 
     def _texts(self, batch: int, tokens: int) -> dict[str, torch.Tensor]:
-        """Inputs of an encoder: texts of zeros, all of them real."""
+        """Make inputs of an encoder: texts of zeros without padding."""
         feed = {name: self.engine.tensor(name, (batch, tokens)) for name in self.engine.inputs}
         feed["attention_mask"].fill_(1)
         return feed
 
-    # --- what latency is measured on ----------------------------------------------------------------------------------
+    # --- steps for measuring latency ----------------------------------------------------------------------------------
 
     def decode(self, batch: int, context: int) -> Callable[[], float | None]:
-        """One decode step with `context` tokens in the cache, ready to be repeated: seconds by the device's clock.
+        """Prepare one decode step with `context` tokens in the cache; a call returns its seconds by the device's clock.
 
         Raises:
             InputError: `prompt-too-long`, `shape-unsupported`, `out-of-memory`.
@@ -201,7 +201,7 @@ class EngineModel(FileModel):
         return lambda: decode_graph.seconds(step.replay, self.engine.device)
 
     def launches(self, batch: int, context: int) -> Callable[[], None]:
-        """What such a step enqueues, for a graph that somebody else captures."""
+        """Prepare the launches of such a step, for a caller that captures them as a graph."""
         return self._ready(batch, context).enqueue
 
     def _ready(self, batch: int, context: int) -> EngineStep:
@@ -216,7 +216,7 @@ class EngineModel(FileModel):
         return step
 
     def prefill(self, batch: int, tokens: int) -> Callable[[], float | None]:
-        """A prompt of `tokens` for each sequence up to the first logits, or all hidden states.
+        """Prepare a prefill of `tokens` for every sequence, up to the first logits or all hidden states.
 
         Raises:
             InputError: `prompt-too-long`, `shape-unsupported`, `out-of-memory`.
@@ -233,9 +233,9 @@ class EngineModel(FileModel):
         context = self.engine.context(number)
 
         def run() -> None:
-            found = self.engine.bind(context, feed)
+            outputs = self.engine.bind(context, feed)
             self.engine.enqueue(context)
-            held.update(found)
+            held.update(outputs)
 
         held: dict[str, torch.Tensor] = {}
         run()
@@ -243,7 +243,7 @@ class EngineModel(FileModel):
         return lambda: decode_graph.seconds(run, self.engine.device)
 
     def layer_times(self, batch: int, context: int, runs: int = 20) -> dict[str, list[float]]:
-        """Layer -> seconds in each of some decode steps (of an encoder: passes over `context` tokens)."""
+        """Map every layer to its seconds in some decode steps (for an encoder: passes over `context` tokens)."""
         import torch
 
         if not self.decoder:
@@ -254,13 +254,13 @@ class EngineModel(FileModel):
         return self.engine.layer_times(self.engine.profile(batch, 1)[0], feed, runs)
 
     def _filled(self, batch: int, tokens: int) -> EngineState:
-        """A state with so many tokens in its cache, as if they were real."""
+        """Make a state with this number of tokens in its cache."""
         import torch
 
         state = self.state(batch, tokens)
         generator = torch.Generator().manual_seed(0)
         for cache in state.caches.values():
-            # one sequence's worth: making it is not what is timed
+            # numbers for one sequence, repeated for all: making more takes time
             cache[:] = torch.randn(cache.shape[1:], generator=generator).to(cache.dtype)
         state.mask[:, : tokens + 1] = 1
         state.real.fill_(tokens)
@@ -276,13 +276,13 @@ class EngineState:
     """Some sequences.
 
     Args:
-        batch: how many.
+        batch: number of sequences.
         capacity: columns of the cache.
         caches: input -> buffer [B, H, capacity, D].
-        mask: [B, capacity], 1 where a token is.
-        real: [B], tokens so far, padding left out.
-        length: columns that are filled.
-        step: a step of this state, once there was one.
+        mask: [B, capacity], 1 for a token, 0 for padding.
+        real: [B], tokens so far without padding.
+        length: filled columns.
+        step: prepared step of this state, once it exists.
     """
 
     batch: int
@@ -295,11 +295,11 @@ class EngineState:
 
 
 class EngineStep:
-    """One token more of each sequence of a state, [B, 1]: captured when it first runs, on a GPU.
+    """One more token of every sequence of a state, [B, 1]; captured as a graph at its first run on a GPU.
 
     The cache is one buffer a layer, bound as past and as present: the engine writes new keys and values at
-    `write_indices`, and nothing is copied or moved. So every step finds its tensors where the last one did, and what
-    was captured once is right at every position: ids, positions, mask and place are written into the same tensors.
+    `write_indices`, and nothing is copied or moved. So every step has its tensors at the same addresses, and a graph
+    that was captured once is right at every position: ids, positions, mask and place are written into the same tensors.
     """
 
     def __init__(self, engine: Engine, state: EngineState) -> None:
@@ -307,7 +307,7 @@ class EngineStep:
 
         self.engine = engine
         number, _ = engine.profile(state.batch, 1)
-        # of its own: a graph is of the shapes and addresses that its context had when it was captured
+        # a separate context: a graph holds the shapes and addresses of its context at the capture
         self._context = engine.new_context(number)
         empty = torch.zeros(state.batch, 1, dtype=torch.long, device=state.mask.device)
         self._inputs = inputs(engine, state, empty, empty, 0, 0)
@@ -315,7 +315,7 @@ class EngineStep:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, before: int) -> torch.Tensor:
-        """Logits [B, 1, V]; the next step overwrites them."""
+        """Run the step and return logits [B, 1, V], which the next step overwrites."""
         self._inputs["input_ids"].copy_(tokens)
         if "position_ids" in self._inputs:
             self._inputs["position_ids"].copy_(positions)
@@ -325,16 +325,16 @@ class EngineStep:
         return self._outputs["logits"]
 
     def replay(self) -> None:
-        """The same step once more."""
+        """Run the same step once more."""
         if self.engine.device.type != "cuda":
             self.enqueue()
             return
-        if self._graph is None:  # what warms up writes what the step that follows writes to the same place
+        if self._graph is None:  # warming up is harmless: the step then writes the same values
             self._graph = decode_graph.captured(self.enqueue)
         self._graph.replay()
 
     def enqueue(self) -> None:
-        """The same step, launched one by one."""
+        """Launch the same step without a graph."""
         if not self._outputs:
             self._outputs = self.engine.bind(self._context, self._inputs)
         self.engine.enqueue(self._context)
@@ -343,46 +343,46 @@ class EngineStep:
 def inputs(
     engine: Engine, state: EngineState, tokens: torch.Tensor, positions: torch.Tensor, before: int, keep: int
 ) -> dict[str, torch.Tensor]:
-    """Everything that goes in, each in the type that the engine has it in.
+    """Return all inputs of a run, in the types of the engine.
 
     Args:
-        state: whose cache and mask they are.
+        state: state with the cache and the mask.
         tokens, positions: [B, S].
-        before: columns of the cache that are filled.
-        keep: how many positions from the end to give logits for; 0 is all.
+        before: filled columns of the cache.
+        keep: number of last positions whose logits are returned; 0 is all.
     """
-    made = {name: engine.tensor(name, tuple(tokens.shape)) for name in ("input_ids", "position_ids")}
-    made["input_ids"].copy_(tokens)
-    made["position_ids"].copy_(positions)
-    made["write_indices"] = engine.tensor("write_indices", (state.batch,)).fill_(before)
+    feed = {name: engine.tensor(name, tuple(tokens.shape)) for name in ("input_ids", "position_ids")}
+    feed["input_ids"].copy_(tokens)
+    feed["position_ids"].copy_(positions)
+    feed["write_indices"] = engine.tensor("write_indices", (state.batch,)).fill_(before)
     if "logits_to_keep" in engine.inputs:
-        made["logits_to_keep"] = engine.tensor("logits_to_keep", (1,)).fill_(keep)
-    made |= {"attention_mask": state.mask, **state.caches}
-    return {name: tensor for name, tensor in made.items() if name in engine.inputs}
+        feed["logits_to_keep"] = engine.tensor("logits_to_keep", (1,)).fill_(keep)
+    feed |= {"attention_mask": state.mask, **state.caches}
+    return {name: tensor for name, tensor in feed.items() if name in engine.inputs}
 
 
 class LoadedGraph:
-    """A network of images, or any other graph, in an engine.
+    """A network, or any other graph, in an engine.
 
     Args:
-        engine: opened; of its profiles the first is run.
+        engine: open engine; its first profile is run.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        """Output -> values, float32. Raises InputError `shape-unsupported`, `engine-failed`."""
-        found = self.engine.run(0, self._given(feed))
-        return {name: np.array(value.float().cpu().numpy()) for name, value in found.items()}
+        """Run the graph and return its outputs in float32. Raises InputError `shape-unsupported`, `engine-failed`."""
+        outputs = self.engine.run(0, self._given(feed))
+        return {name: np.array(value.float().cpu().numpy()) for name, value in outputs.items()}
 
     def repeated(self, feed: Mapping[str, Array]) -> Callable[[], float | None]:
-        """The same run, ready to be repeated: seconds by the device's clock; None where it has none."""
-        context, given = self.engine.context(0), self._given(feed)
-        held = self.engine.bind(context, given)
+        """Prepare the same run for repeated calls: seconds by the device's clock, or None if it has none."""
+        context, inputs = self.engine.context(0), self._given(feed)
+        held = self.engine.bind(context, inputs)
 
         def run() -> None:
-            assert held and given  # bound by address alone: they have to live as long as this
+            assert held and inputs  # bound by address: they must live as long as this function
             self.engine.enqueue(context)
 
         return lambda: decode_graph.seconds(run, self.engine.device)
@@ -390,8 +390,8 @@ class LoadedGraph:
     def _given(self, feed: Mapping[str, Array]) -> dict[str, torch.Tensor]:
         import torch
 
-        found = {}
+        tensors = {}
         for name in self.engine.inputs:
-            found[name] = self.engine.tensor(name, feed[name].shape)
-            found[name].copy_(torch.from_numpy(np.ascontiguousarray(feed[name])))
-        return found
+            tensors[name] = self.engine.tensor(name, feed[name].shape)
+            tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(feed[name])))
+        return tensors

@@ -1,8 +1,8 @@
-"""An engine in its library: opened, its contexts, one run of it, what it says of its layers and how long they take.
+"""Open an engine in its library, run it, and read its layers and their times.
 
-Memory is torch's: tensors on the device are bound by their addresses, and stay where they are, so that what is enqueued
-can be captured once and replayed. TensorRT-RTX compiles its kernels when an engine first meets a shape; what it has
-compiled is kept in the user's cache, and checked by the library when it is read again.
+Memory is torch's: tensors on the device are bound by their addresses and stay there, so that launches can be captured
+once and replayed. TensorRT-RTX compiles its kernels when an engine first meets a shape; they are kept in the user's
+cache, and the library checks them when it reads them again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quantkit.runtimes.tensorrt.library import Library, Said
 if TYPE_CHECKING:
     import torch
 
-# the library's names of types -> torch's
+# library's name of a type -> torch's
 TYPES = {
     "FLOAT": "float32",
     "HALF": "float16",
@@ -38,13 +38,13 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Binding:
-    """An input or output.
+    """An input or output of an engine.
 
     Args:
-        shape: -1 where it is free.
-        type: torch's name of it.
-        output: whether it is one.
-        host: whether it is read on the CPU: what shapes depend on.
+        shape: shape; -1 for a free size.
+        type: torch's name of the type.
+        output: whether it is an output.
+        host: whether the CPU reads it, because shapes depend on it.
     """
 
     shape: tuple[int, ...]
@@ -57,12 +57,12 @@ class Engine:
     """One engine, ready to run.
 
     Args:
-        file: verified.
-        library: that it is of.
-        device: torch's; `cpu` for a library of the tests.
+        file: verified file.
+        library: library that built it.
+        device: torch device; `cpu` for a library of the tests.
 
     Raises:
-        InputError: `hash-mismatch`; `engine-unreadable`, with what the library says.
+        InputError: `hash-mismatch`; `engine-unreadable`, with the library's message.
     """
 
     def __init__(self, file: EngineFile, library: Library, *, device: str = "cuda") -> None:
@@ -76,73 +76,73 @@ class Engine:
         data = file.read()
         self._demand_valid(data)
         if file.described.may("version_compatible") and hasattr(self._runtime, "engine_host_code_allowed"):
-            self._runtime.engine_host_code_allowed = True  # it carries a runtime of its own; it is verified
-        found = self._runtime.deserialize_cuda_engine(data)
-        if found is None:
+            self._runtime.engine_host_code_allowed = True  # the engine contains host code; its file is verified
+        engine = self._runtime.deserialize_cuda_engine(data)
+        if engine is None:
             why = self._said.first or f"{library.name} {library.version} gives no reason"
             raise unreadable(file.path, "; ".join([why, *file.notes]))
-        self.engine: Any = found
+        self.engine: Any = engine
         self.bindings = self._bindings()
         self._contexts: dict[int, Any] = {}
         self._side: torch.cuda.Stream | None = None
-        self._kernels = _Kernels(library, found, file.sha256)
+        self._kernels = _Kernels(library, engine, file.sha256)
 
     def _demand_valid(self, data: bytes) -> None:
-        """What TensorRT-RTX can say of an engine before it opens it."""
+        """Refuse an engine if TensorRT-RTX reports it as invalid before opening it."""
         if not hasattr(self._runtime, "get_engine_validity"):
             return
         api = self.library.api
         validity, flags = self._runtime.get_engine_validity(data)
         members = api.EngineInvalidityDiagnostics.__members__
-        why = [name.lower().replace("_", " ") for name, each in members.items() if int(flags) & int(each)]
-        said = ", ".join(why)
+        why = [name.lower().replace("_", " ") for name, flag in members.items() if int(flags) & int(flag)]
+        reason = ", ".join(why)
         if validity == api.EngineValidity.SUBOPTIMAL:
-            self.notes.append(f"{self.file.path.name} may be slower than it could be: {said or 'the library says so'}")
+            self.notes.append(f"{self.file.path.name} may be slower than possible: {reason or 'no reason is known'}")
         if validity == api.EngineValidity.INVALID:
-            raise unreadable(self.file.path, said or "the library calls it invalid", update="old cuda" in said)
+            raise unreadable(self.file.path, reason or "the library calls it invalid", update="old cuda" in reason)
 
     def _bindings(self) -> dict[str, Binding]:
         api, engine = self.library.api, self.engine
-        found = {}
+        bindings = {}
         for place in range(engine.num_io_tensors):
             name = engine.get_tensor_name(place)
-            found[name] = Binding(
+            bindings[name] = Binding(
                 tuple(engine.get_tensor_shape(name)),
                 TYPES[engine.get_tensor_dtype(name).name],
                 engine.get_tensor_mode(name) == api.TensorIOMode.OUTPUT,
                 engine.get_tensor_location(name) == api.TensorLocation.HOST,
             )
-        return found
+        return bindings
 
     @property
     def inputs(self) -> dict[str, Binding]:
-        """Without the outputs."""
-        return {name: each for name, each in self.bindings.items() if not each.output}
+        """Bindings of the inputs."""
+        return {name: binding for name, binding in self.bindings.items() if not binding.output}
 
     @property
     def outputs(self) -> dict[str, Binding]:
-        """Without the inputs."""
-        return {name: each for name, each in self.bindings.items() if each.output}
+        """Bindings of the outputs."""
+        return {name: binding for name, binding in self.bindings.items() if binding.output}
 
     def range(self, profile: int, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(least, largest) shape of an input under a profile."""
+        """Return the smallest and the largest shape of an input under a profile."""
         least, _, most = self.engine.get_tensor_profile_shape(name, profile)
         return tuple(least), tuple(most)
 
     def profile(self, batch: int, tokens: int) -> tuple[int, int]:
-        """(profile, tokens) that take the most of so many new tokens of `batch` sequences at once.
+        """Return the best profile for new tokens of `batch` sequences, and the number of tokens that it takes at once.
 
         Raises:
-            InputError: `shape-unsupported`, no profile takes that batch, or so few tokens.
+            InputError: `shape-unsupported`, no profile takes this batch, or so few tokens.
         """
-        found = []
+        fitting = []
         for number in range(self.engine.num_optimization_profiles):
             least, most = self.range(number, "input_ids")
             if least[0] <= batch <= most[0] and least[1] <= tokens:
-                # the narrower of two that both take it was tuned for it
-                found.append((min(tokens, most[1]), -most[1], number))
-        if found:
-            taken, _, number = max(found)
+                # if two profiles take it, the narrower one is tuned for it
+                fitting.append((min(tokens, most[1]), -most[1], number))
+        if fitting:
+            taken, _, number = max(fitting)
             return number, taken
         ranges = [self.range(number, "input_ids") for number in range(self.engine.num_optimization_profiles)]
         value = f"batch {batch}, {tokens} tokens"
@@ -151,38 +151,38 @@ class Engine:
         raise InputError("shape-unsupported", str(self.file.path), value, rule, remedy)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Zeros of a binding's type where it is read."""
+        """Make zeros of a binding's type on the device that reads it."""
         import torch
 
         binding = self.bindings[name]
         return torch.zeros(shape, dtype=getattr(torch, binding.type), device="cpu" if binding.host else self.device)
 
     def context(self, profile: int) -> Any:
-        """The one of a profile, made when it is first asked for."""
+        """Return the context of a profile, made at first use."""
         if profile not in self._contexts:
             self._contexts[profile] = self.new_context(profile)
         return self._contexts[profile]
 
     def new_context(self, profile: int) -> Any:
-        """One more of a profile. Raises InputError `out-of-memory`."""
-        made = self._kernels.context()
-        if made is None:
+        """Make one more context of a profile. Raises InputError `out-of-memory`."""
+        context = self._kernels.context()
+        if context is None:
             value = self._said.last or "no execution context"
             rule = "activations of the largest shapes fit into the GPU's memory"
             remedy = "a smaller batch or context in the target's `profiles`"
             raise InputError("out-of-memory", str(self.file.path), value, rule, remedy)
-        if profile and not made.set_optimization_profile_async(profile, self.stream()):
+        if profile and not context.set_optimization_profile_async(profile, self.stream()):
             raise unreadable(self.file.path, self._said.last or f"profile {profile} cannot be chosen")
-        return made
+        return context
 
     def stream(self) -> int:
-        """torch's current one."""
+        """Return the handle of torch's current stream."""
         import torch
 
         return int(torch.cuda.current_stream().cuda_stream) if self.device.type == "cuda" else 0
 
     def bind(self, context: Any, feed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Shapes and addresses of inputs, and of outputs: those that are an input too share it, others are made.
+        """Bind shapes and addresses; outputs that are also inputs share their tensor, the others are new.
 
         Raises:
             InputError: `shape-unsupported`.
@@ -193,18 +193,18 @@ class Engine:
                 value, rule = " x ".join(map(str, tensor.shape)), "the engine was built for other shapes"
                 remedy = "another batch or length, or other `profiles` in the target"
                 raise InputError("shape-unsupported", name, value, rule, remedy)
-        found = {}
+        outputs = {}
         for name in self.outputs:
             past = name.replace("present.", "past_key_values.")
             if past != name and past in feed:
-                found[name] = feed[past]
+                outputs[name] = feed[past]
             else:
-                found[name] = self.tensor(name, tuple(context.get_tensor_shape(name)))
-            context.set_tensor_address(name, found[name].data_ptr())
-        return found
+                outputs[name] = self.tensor(name, tuple(context.get_tensor_shape(name)))
+            context.set_tensor_address(name, outputs[name].data_ptr())
+        return outputs
 
     def enqueue(self, context: Any) -> None:
-        """Run what is bound. Raises InputError `engine-failed`."""
+        """Launch the bound run. Raises InputError `engine-failed`."""
         with self._aside():
             done = context.execute_async_v3(self.stream())
         if not done:
@@ -213,16 +213,16 @@ class Engine:
             raise InputError("engine-failed", str(self.file.path), value, rule, remedy)
 
     def run(self, profile: int, feed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Outputs of one run in the context of a profile. Raises InputError `shape-unsupported`, `engine-failed`."""
+        """Run a profile once and return the outputs. Raises InputError `shape-unsupported`, `engine-failed`."""
         context = self.context(profile)
-        found = self.bind(context, feed)
+        outputs = self.bind(context, feed)
         self.enqueue(context)
         self.wait()
-        return found
+        return outputs
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """A stream that is not the default one, on which the library would wait for the whole device."""
+        """Switch to another stream than the default one, on which the library would wait for the whole device."""
         import torch
 
         if self.device.type != "cuda" or torch.cuda.current_stream() != torch.cuda.default_stream():
@@ -236,22 +236,22 @@ class Engine:
         torch.cuda.current_stream().wait_stream(self._side)
 
     def keep_kernels(self) -> None:
-        """Put what was compiled for this engine into the user's cache."""
+        """Save the kernels compiled for this engine in the user's cache."""
         self._kernels.keep()
 
-    # --- what it says of itself ---------------------------------------------------------------------------------------
+    # --- facts about the layers ---------------------------------------------------------------------------------------
 
     def information(self) -> dict[str, Any]:
-        """The inspector's JSON: `Layers`, and what goes in and out."""
+        """Return the inspector's JSON: `Layers`, inputs and outputs."""
         inspector = self.engine.create_engine_inspector()
         inspector.execution_context = self.context(0)
-        found = json.loads(inspector.get_engine_information(self.library.api.LayerInformationFormat.JSON))
-        return dict(found)
+        facts = json.loads(inspector.get_engine_information(self.library.api.LayerInformationFormat.JSON))
+        return dict(facts)
 
     def layer_times(
         self, profile: int, feed: Mapping[str, torch.Tensor], runs: int, *, warm: int = 3
     ) -> dict[str, list[float]]:
-        """Layer -> seconds of each run, in a context of its own: a profiler slows down what it looks at."""
+        """Map every layer to its seconds in every run, in a separate context: profiling slows an engine down."""
         api = self.library.api
         taken: dict[str, list[float]] = {}
 
@@ -265,7 +265,7 @@ class Engine:
         context = self.new_context(profile)
         context.profiler = profiler = Profiler()
         context.enqueue_emits_profile = True
-        # held until the last run: outputs are bound by address alone
+        # kept until the last run: outputs are bound by address
         outputs = self.bind(context, feed)
         for number in range(warm + runs):
             if number == warm:
@@ -276,7 +276,7 @@ class Engine:
         return taken
 
     def wait(self) -> None:
-        """For the device."""
+        """Wait for the device."""
         import torch
 
         if self.device.type == "cuda":
@@ -284,7 +284,7 @@ class Engine:
 
 
 class _Kernels:
-    """Contexts, and what TensorRT-RTX compiles in them, kept for the next process; TensorRT has compiled it all."""
+    """Contexts, and kernels that TensorRT-RTX compiles in them, kept for the next process; TensorRT compiles none."""
 
     def __init__(self, library: Library, engine: Any, key: str) -> None:
         self._engine = engine
@@ -295,12 +295,12 @@ class _Kernels:
         if not library.ahead_of_time or not hasattr(engine, "create_runtime_config"):
             return
         self._config = engine.create_runtime_config()
-        # compiled for the shape before it first runs: else a slower kernel runs until the right one is there
+        # compile for a shape before its first run: else a slower kernel runs until the right one is ready
         strategies = library.api.DynamicShapesKernelSpecializationStrategy
         self._config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
         self._cache = self._config.create_runtime_cache()
         if self._path.is_file():
-            self._cache.deserialize(self._path.read_bytes())  # what does not fit, the library leaves out
+            self._cache.deserialize(self._path.read_bytes())  # the library ignores kernels that do not fit
         self._config.set_runtime_cache(self._cache)
         self._make = lambda: engine.create_execution_context(self._config)
 

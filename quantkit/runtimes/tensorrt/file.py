@@ -1,17 +1,16 @@
-"""Which engine of a bundle runs on this machine; nothing of it is executed before all of this holds.
+"""Choose the engine of a bundle for this machine; nothing of it is executed before all checks pass.
 
-An engine is executable code. In this order:
+An engine is executable code. The checks, in this order:
 
-    listed       the manifest lists every file of `engine/`, and each is as it says (`hash-mismatch`)
-    described    `smNN.json` beside `smNN.engine` says what built it (`engine-unreadable`)
+    listed       the manifest lists every file of `engine/`, and each has its hash (`hash-mismatch`)
+    described    `smNN.json` beside `smNN.engine` states what built it (`engine-unreadable`)
     matching     library, its version, compute capability, and for an engine that was built on a GPU, its name
-    hashed       the bytes that the library is given have the hash that was listed: a file may change after a look at it
+    hashed       the bytes given to the library have the listed hash: a file may change after a check
 
-In a bundle that is being built the hashes are those that its build has given out.
-
-Drivers are no part of what has to match: a newer one runs what was made under an older ("CUDA Compatibility"), and of
-an older one the library says itself whether it is too old ("Engine Compatibility", TensorRT-RTX). But TensorRT has
-chosen its kernels by what they took under the driver of the build: another one is said (`EngineFile.notes`).
+In a bundle that is being built, the build provides the hashes.
+ Drivers need not match: a newer one runs engines made under an older one ("CUDA Compatibility"), and the library
+reports a driver that is too old ("Engine Compatibility", TensorRT-RTX). But TensorRT has chosen its kernels by their
+times under the driver of the build, so another driver is reported (`EngineFile.notes`).
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from quantkit.errors import InputError
 from quantkit.runtimes.tensorrt.library import Versioned
 
 FOLDER, NETWORK, DATA = "engine", "network.onnx", "network.onnx.data"
-# the least that an engine runs on which was built for others too
+# oldest GPUs that an engine built for several kinds runs on
 _AMPERE = (8, 0)
 REBUILD = "quantkit export {bundle} --to tensorrt"
 
 
 class Description(Bounded):
-    """`smNN.json`, as far as a loader needs it; other keys are the exporter's.
+    """Fields of `smNN.json` that a loader needs; the other keys are the exporter's.
 
     Args:
-        library, version: that built it.
-        sm: compute capabilities that it is for.
-        gpu, driver: that it was built on, and under; empty ahead of time.
-        options: of the builder, as far as they were applied.
+        library, version: library that built it.
+        sm: compute capabilities that it supports.
+        gpu, driver: GPU and driver of the build; empty for an engine built ahead of time.
+        options: options of the builder that were applied.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -58,20 +57,20 @@ class Description(Bounded):
     options: dict[str, Any] = Field(default={})
 
     def may(self, option: str) -> bool:
-        """Whether it was built for others too: `version_compatible`, `hardware_compatible`; TensorRT alone has them."""
+        """Tell whether it was built with `version_compatible` or `hardware_compatible`; only TensorRT has them."""
         return self.library == "tensorrt" and bool(self.options.get(option))
 
 
 @dataclass(frozen=True)
 class EngineFile:
-    """One engine, verified.
+    """One verified engine.
 
     Args:
-        path: of the engine.
-        sha256: that its bytes have to have.
-        described: what built it.
-        sm: of the GPU that it is loaded on.
-        gpu, driver: name of that, and the version of its driver.
+        path: path of the engine.
+        sha256: expected hash of its bytes.
+        described: content of its `smNN.json`.
+        sm: compute capability of the GPU that loads it.
+        gpu, driver: name of that GPU, and the version of its driver.
     """
 
     path: Path
@@ -83,27 +82,27 @@ class EngineFile:
 
     @property
     def notes(self) -> list[str]:
-        """What a user has to know before it runs."""
+        """Facts for the user before it runs."""
         built = self.described.driver
         if not built or not self.driver or built == self.driver:
             return []
-        said = f"{self.path.name} was built under driver {built}, and this is {self.driver}"
+        note = f"{self.path.name} was built under driver {built}, and this is {self.driver}"
         again = REBUILD.format(bundle=self.path.parent.parent) + f" --set library={self.described.library}"
         if _numbers(self.driver) < _numbers(built):
-            return [f"{said}, which is older: update it, or build anew: {again}"]
-        return [f"{said}: it runs, with the kernels that were fastest there; to choose them anew: {again}"]
+            return [f"{note}, which is older: update it, or build anew: {again}"]
+        return [f"{note}: it runs, with the kernels that were fastest there; to choose them anew: {again}"]
 
     def read(self) -> bytes:
-        """The engine. Raises InputError `hash-mismatch`: these bytes are not what was verified."""
+        """Read the engine. Raises InputError `hash-mismatch` if the bytes differ from the verified ones."""
         return _read(self.path, self.sha256)
 
 
 def matching(bundle: Path, files: Mapping[Path, str], library: Versioned, gpu: Mapping[str, Any]) -> EngineFile:
-    """The engine for this GPU.
+    """Choose the engine for this GPU.
 
     Args:
-        files: engines and what describes them, with their hashes, as `verified` gives them.
-        gpu: of `machine.gpus()`.
+        files: engines and their descriptions with hashes, as `verified` returns them.
+        gpu: entry of `machine.gpus()`.
 
     Raises:
         InputError: `bundle-without-engine`, `engine-unreadable`, `engine-foreign`, `hash-mismatch`.
@@ -117,20 +116,20 @@ def matching(bundle: Path, files: Mapping[Path, str], library: Versioned, gpu: M
 
 
 def descriptions(bundle: Path) -> dict[Path, Description]:
-    """What the engines in a folder say of themselves, for a look alone: nothing here is verified.
+    """Read the descriptions of all engines in a folder, without verifying them.
 
     Raises:
         InputError: `engine-unreadable`.
     """
-    found = {}
+    read = {}
     for path in sorted((bundle / FOLDER).glob("*.engine")):
         record = path.with_suffix(".json")
-        found[path] = _described(path, limits.read(record) if record.is_file() else None)
-    return found
+        read[path] = _described(path, limits.read(record) if record.is_file() else None)
+    return read
 
 
 def choose(bundle: Path, engines: Mapping[Path, Description], library: Versioned, gpu: Mapping[str, Any]) -> Path:
-    """The first that is for this GPU.
+    """Return the first engine for this GPU.
 
     Raises:
         InputError: `bundle-without-engine`, `engine-foreign`.
@@ -151,7 +150,7 @@ def choose(bundle: Path, engines: Mapping[Path, Description], library: Versioned
 
 
 def verified(bundle: Bundle) -> dict[Path, str]:
-    """The files of `engine/` with their hashes; every one is what the manifest says.
+    """Compare the files of `engine/` with the manifest and return their hashes.
 
     Raises:
         InputError: `bundle-without-engine`, `hash-mismatch`.
@@ -164,8 +163,8 @@ def verified(bundle: Bundle) -> dict[Path, str]:
     if not engines and not strange:
         raise _missing(bundle.path)
     if strange:
-        where, rule = f"{folder}/{strange[0]}", "the manifest lists what is run: an engine is executable code"
-        remedy = f"delete it, and build anew: {REBUILD.format(bundle=bundle.path)}"
+        where, rule = f"{folder}/{strange[0]}", "only listed files are run: an engine is executable code"
+        remedy = f"delete it, and build again: {REBUILD.format(bundle=bundle.path)}"
         raise InputError("hash-mismatch", where, "files.unlisted", rule, remedy)
     bundle.demand_intact(f"{FOLDER}/")
     return {bundle.path / entry.path: entry.sha256 for entry in listed}
@@ -178,19 +177,19 @@ def _missing(bundle: Path) -> InputError:
 
 
 def unreadable(path: Path, why: str, *, update: bool = False) -> InputError:
-    """The refusal of an engine that is as it was built, and still cannot be used; `update`: with this driver."""
+    """Make the error for an engine that is unchanged and still cannot be used; `update`: the driver is too old."""
     rule = "an engine is loaded by the version that built it, on the GPU that it was built for"
-    remedy = f"{'update the driver, or ' * update}build it anew: {REBUILD.format(bundle=path.parent.parent)}"
+    remedy = f"{'update the driver, or ' * update}build it again: {REBUILD.format(bundle=path.parent.parent)}"
     return InputError("engine-unreadable", str(path), why, rule, remedy)
 
 
 def _read(path: Path, sha256: str) -> bytes:
-    """A file's bytes, which have this hash: what is hashed is what is used."""
+    """Read a file and check its hash, so that the checked bytes are the ones used."""
     data = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(data).hexdigest() == sha256:
         return data
-    rule = "only what the manifest lists is run: an engine is executable code"
-    remedy = f"build it anew: {REBUILD.format(bundle=path.parent.parent)}"
+    rule = "only listed files are run: an engine is executable code"
+    remedy = f"build it again: {REBUILD.format(bundle=path.parent.parent)}"
     raise InputError("hash-mismatch", str(path), "changed since it was verified", rule, remedy)
 
 
@@ -202,7 +201,7 @@ def _described(path: Path, data: bytes | None) -> Description:
 
 
 def _foreign(described: Description, library: Versioned, sm: str, gpu: str) -> str | None:
-    """What an engine is for, where that is not this machine. What is compatible is so with what came later."""
+    """Describe the right machine for an engine if it is not this one; compatible engines also run on later ones."""
     if described.library != library.name:
         return f"{described.library}, another library"
     later = described.may("version_compatible") and _numbers(described.version) < _numbers(library.version)
@@ -221,5 +220,5 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def rebuild(bundle: Path, library: Versioned) -> str:
-    """The command that builds one more engine with a library, for the GPU of the machine that it is given on."""
+    """Return the command for building another engine with a library, to be run on the machine with the GPU."""
     return REBUILD.format(bundle=bundle) + ("" if library.ahead_of_time else f" --set library={library.name}")

@@ -1,11 +1,11 @@
-"""PyTorch with transformers and what it loads a layout with: loads a bundle's checkpoint as anyone else would.
+"""PyTorch with transformers: loads a bundle's checkpoint as any other user of transformers would.
 
-compressed-tensors keeps the weights packed until the first forward, then expands all of them to floats; so by itself
-this runtime proves that a checkpoint is right, and shows what it costs in accuracy, but saves no memory and no time.
-What a layout's library is not installed for is expanded by our own reader.
+compressed-tensors keeps the weights packed until the first forward, then expands all of them to floats. So this runtime
+proves that a checkpoint is right and measures its accuracy, but saves neither memory nor time. If the library of a
+layout is not installed, our own reader expands the weights.
 
-On a GPU `kernels=True` puts quantkit's own kernels in the place of the quantized linears (`runtimes/torch/packed.py`).
-`runtimes/torch/decode_graph.py` makes a step of decoding one CUDA graph, as `quantkit measure` times it.
+On a GPU `kernels=True` puts quantkit's kernels in the place of the quantized linears (`runtimes/torch/packed.py`).
+`runtimes/torch/decode_graph.py` runs a decode step as one CUDA graph; `quantkit measure` times it so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class TorchRuntime(Runtime):
-    """See the module."""
+    """Runtime `torch`."""
 
     name = "torch"
     packages = ("compressed-tensors", "greenlet", "safetensors", "transformers")
@@ -50,16 +50,17 @@ class TorchRuntime(Runtime):
         table: Table | None = None,
         **settings: Any,
     ) -> Any:
-        """The whole model through `from_pretrained`, in the dtype of its config, eval mode.
+        """Load the whole model by `from_pretrained`, in the dtype of its config, in eval mode.
 
         Args:
-            bundle: its checkpoint is held against the manifest; only safetensors are read, and none of its code runs.
-            kernels: keep the weights packed, and multiply with quantkit's own kernels; a linear that none of them takes
-                is expanded, with a warning that says why.
-            device: of the kernels; without them the model stands where `settings` put it.
-            table: which kernel at which batch, as measured on that device; None: what `quantkit tax --device cuda` has
-                put into the bundle, with a warning if that was on another one.
-            settings: passed to `from_pretrained`; with kernels, `dtype` alone.
+            bundle: bundle whose checkpoint is compared with the manifest; only safetensors are read, and none of its
+                code runs.
+            kernels: whether to keep the weights packed and multiply with quantkit's kernels; a linear without a kernel
+                is expanded, with a warning that gives the reason.
+            device: device of the kernels; without them `settings` decides.
+            table: kernel for every batch, as measured on that device; None: the table that `quantkit tax --device cuda`
+                wrote into the bundle, with a warning if it was measured on another device.
+            settings: arguments of `from_pretrained`; with kernels, only `dtype`.
 
         Raises:
             MissingDependency: transformers; triton.
@@ -71,13 +72,13 @@ class TorchRuntime(Runtime):
         return self._whole(folder, **settings)
 
     def decoder(self, folder: Path) -> TorchDecoder:
-        """What goes on with text of a checkpoint's folder, which another machine has of a bundle. Raises as `load`."""
+        """Load a decoder from a checkpoint's folder, such as a device's copy. Raises as `load`."""
         from quantkit.runtimes.torch.decode_graph import TorchDecoder
 
         return TorchDecoder(self._whole(folder))
 
     def _whole(self, folder: Path, **settings: Any) -> Any:
-        """The model with every weight expanded, sooner or later."""
+        """Load the model and expand every weight, now or at the first forward."""
         from quantkit.runtimes.torch.reloaded import described
 
         model_class, config = described(folder)
@@ -90,7 +91,7 @@ class TorchRuntime(Runtime):
     def _on_kernels(
         self, bundle: Bundle, folder: Path, device: str, table: Table | None, dtype: torch.dtype | None = None
     ) -> Any:
-        """The model with `QuantLinear`s."""
+        """Load the model with `QuantLinear`s."""
         import torch
 
         from quantkit.kernels.matmul import interpreted
@@ -105,14 +106,14 @@ class TorchRuntime(Runtime):
         if table is None:
             name = torch.cuda.get_device_name(device) if at == "cuda" else "interpreter"
             table, reason = packed.recorded(bundle.path, name)
-        found = packed.load(folder, bundle.manifest.layers, device=device, dtype=dtype, table=table)
-        for said in (reason, found.said()):
-            if said:
-                warnings.warn(said, stacklevel=3)
-        return found.model
+        loaded = packed.load(folder, bundle.manifest.layers, device=device, dtype=dtype, table=table)
+        for message in (reason, loaded.said()):
+            if message:
+                warnings.warn(message, stacklevel=3)
+        return loaded.model
 
     def _expanded(self, model_class: Any, config: Any, folder: Path) -> Any:
-        """The model with weights that our own reader has expanded."""
+        """Load the model with weights that our reader expanded."""
         import torch
 
         from quantkit.model.source.open import open_written
@@ -123,7 +124,7 @@ class TorchRuntime(Runtime):
         return built(model_class, config, {name: weights.read(name) for name in weights.entries}, dtype)
 
     def folder(self, bundle: Bundle) -> Path:
-        """The checkpoint's folder."""
+        """Return the folder of the checkpoint."""
         if not (bundle.model_folder / "config.json").is_file():
             value, rule = "no model/config.json", "this runtime loads the checkpoint"
             remedy = "compile with `export: [checkpoint: {}]`"
@@ -131,14 +132,14 @@ class TorchRuntime(Runtime):
         return bundle.model_folder
 
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> StreamedModel:
-        """What scores a bundle, or the folder of one that is being built.
+        """Open a bundle, finished or being built, to measure its accuracy.
 
-        torch has its own number of threads, and nothing that `built` would have to vouch for.
+        `threads` and `built` are ignored: torch has its own number of threads, and nothing is executed.
         """
         return self.stream(path / "model")
 
     def stream(self, folder: Path, *, cache: bool = True) -> StreamedModel:
-        """A checkpoint block by block, expanded by its library's own code; `cache=False` gives it a float cache."""
+        """Stream a checkpoint block by block, expanded by its library's code; `cache=False` gives it a float cache."""
         from quantkit.runtimes.torch.reloaded import reloaded
 
         return reloaded(folder, cache=cache)
@@ -153,7 +154,7 @@ class TorchRuntime(Runtime):
         seed: int = 0,
         chat: bool = False,
     ) -> dict[str, Any]:
-        """Continue a prompt; the chat template is rendered by transformers in a Jinja sandbox."""
+        """Continue a prompt; transformers renders the chat template in a Jinja sandbox."""
         import time
 
         import torch
@@ -179,16 +180,16 @@ class TorchRuntime(Runtime):
                 max_new_tokens=new_tokens,
                 do_sample=sample,
             )
-        made = output[0, inputs["input_ids"].shape[1] :]
+        new = output[0, inputs["input_ids"].shape[1] :]
         return {
-            "text": tokenizer.decode(made, skip_special_tokens=True),
-            "tokens": int(made.numel()),
+            "text": tokenizer.decode(new, skip_special_tokens=True),
+            "tokens": int(new.numel()),
             "seconds": time.perf_counter() - started,
         }
 
 
-def _no_template(said: str) -> InputError:
-    return InputError("no-chat-template", where="--chat", value=said, remedy="leave --chat out")
+def _no_template(problem: str) -> InputError:
+    return InputError("no-chat-template", where="--chat", value=problem, remedy="leave out --chat")
 
 
 RUNTIME = TorchRuntime()

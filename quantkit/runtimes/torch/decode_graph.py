@@ -1,16 +1,16 @@
-"""Decoding in torch with as few launches as there can be: one step of a batch is one CUDA graph.
+"""Decode in torch with few kernel launches: one step of a batch is one CUDA graph.
 
-The cache is transformers' static one: its tensors stay where they are, and its length is itself a tensor on the device,
-so that a graph that was captured once is right at every position. A sliding window is counted on the host, which a
-graph would freeze: such a model's steps are launched one by one. So are those on a CPU, for tests.
+The cache is transformers' static one: its tensors stay at their addresses, and its length is a tensor on the device, so
+a graph that was captured once is right at every position. A sliding window is counted on the host, which a graph would
+freeze: the steps of such a model are launched kernel by kernel, as they are on a CPU, in tests.
 
 Between its linears a step of transformers' classes is some 35 small kernels a layer (norms, rotary embedding, cache,
-SwiGLU, sums). `fuse` has torch.compile make a few of them; packed linears are left out of what it sees
-(`kernels.linear`), and prompts stay as they are.
+SwiGLU, sums). With `fuse`, torch.compile joins them to a few; packed linears are excluded (`kernels.linear`), and
+prefill is not compiled.
 
-A checkpoint as `runtimes.generate.Decoder`: tokens in, logits out, by transformers' own classes and cache.
+`TorchDecoder` is a `runtimes.generate.Decoder` for a checkpoint, by transformers' own classes and cache.
 
-What a GPU does by itself: time on its own clock, between two events on its stream, and a step as one graph.
+`seconds` and `captured` do what a GPU offers: time between two events on its stream, and a step as one graph.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
 
-# at most, times the batches of a process
+# largest number of compiled variants, times the batches of a process
 _LAYERS = 4096
 
 
@@ -38,10 +38,10 @@ class DecodeGraph:
     """Steps of B sequences that are decoded together.
 
     Args:
-        model: a decoder of transformers, on its device.
+        model: decoder of transformers, on its device.
         batch: B.
-        length: tokens that the cache holds, prompt and all.
-        fuse: what torch.compile joins kernels of a step with: its backend `inductor`; "": nothing does.
+        length: tokens that the cache holds, prompt included.
+        fuse: backend of torch.compile that joins the kernels of a step: `inductor`; "": none.
     """
 
     def __init__(self, model: Any, batch: int, length: int, *, fuse: str = "") -> None:
@@ -56,11 +56,11 @@ class DecodeGraph:
 
     @property
     def graphed(self) -> bool:
-        """Whether steps are one graph."""
+        """True if a step is one CUDA graph."""
         return self.ids.is_cuda and not any(layer.is_sliding for layer in self.cache.layers)
 
     def prefill(self, ids: torch.Tensor) -> torch.Tensor:
-        """Read prompts of equal length, [B, T]; begins anew. Logits [B, V] after them.
+        """Read prompts of equal length, [B, T], into an empty cache; returns the logits [B, V] after them.
 
         Raises:
             InputError: `context-full`.
@@ -71,7 +71,7 @@ class DecodeGraph:
         return self._forward(ids, self.model)
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] after one token more of each sequence, ids [B]; the next step overwrites them.
+        """Feed one more token of every sequence, ids [B]; returns logits [B, V], which the next step overwrites.
 
         Raises:
             InputError: `context-full`.
@@ -89,13 +89,13 @@ class DecodeGraph:
         return self._logits
 
     def rewind(self, tokens: int) -> None:
-        """Forget all but the first `tokens`; where the graph was captured does not matter."""
+        """Drop all but the first `tokens`; a captured graph stays valid."""
         self.taken = tokens
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(tokens)
 
     def _note(self) -> None:
-        """The step that is captured: where its logits are is what replays overwrite."""
+        """Run the step to be captured; replays overwrite its logits in place."""
         self._logits = self._decode()
 
     def _restore(self, lengths: list[torch.Tensor]) -> None:
@@ -105,7 +105,7 @@ class DecodeGraph:
     def _decode(self) -> torch.Tensor:
         if self._step is self.model:
             return self._forward(self.ids, self.model)
-        # the place of a layer in the cache is a constant of its code, which is compiled for each of them therefore
+        # the index of a layer in the cache is a constant of its code, so every layer is compiled separately
         with torch._dynamo.config.patch(recompile_limit=_LAYERS, accumulated_recompile_limit=_LAYERS):
             return self._forward(self.ids, self._step)
 
@@ -123,10 +123,10 @@ class DecodeGraph:
 
 
 class TorchDecoder:
-    """See the module.
+    """Decoder of `runtimes.generate` for a transformers model.
 
     Args:
-        model: a decoder of transformers, on its device.
+        model: decoder of transformers, on its device.
     """
 
     def __init__(self, model: Any) -> None:
@@ -134,7 +134,7 @@ class TorchDecoder:
         self.context = positions(model.config.to_dict()) or 1 << 30
 
     def state(self, batch: int, capacity: int) -> DynamicCache:
-        """A cache, which grows: the batch is that of the first tokens. Raises InputError `prompt-too-long`."""
+        """Make a growing cache; the first tokens set its batch. Raises InputError `prompt-too-long`."""
         from transformers import DynamicCache
 
         if capacity > self.context:
@@ -143,23 +143,23 @@ class TorchDecoder:
         return DynamicCache(config=self.model.config)
 
     def run(self, state: DynamicCache, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
-        """Logits [B, S or keep, V], float32, of tokens [B, S] that follow those of a state."""
+        """Return logits [B, S or keep, V], float32, of tokens [B, S], which continue the sequences of a state."""
         import torch
 
         assert mask is None, "prompts are of one length"
         with torch.no_grad():
-            found = self.model(
+            output = self.model(
                 input_ids=torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(self.model.device),
                 past_key_values=state,
                 use_cache=True,
                 logits_to_keep=keep,
             )
-        logits: Array = found.logits.float().cpu().numpy()
+        logits: Array = output.logits.float().cpu().numpy()
         return logits
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float | None:
-    """Run it once; the seconds that it took on the GPU. None elsewhere: there whoever asks has a clock."""
+    """Run once and return the seconds on the GPU; None on other devices, where the caller has a clock."""
     import torch
 
     if device.type != "cuda":
@@ -174,7 +174,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float | None:
 
 
 def captured(run: Callable[[], object], undo: Callable[[], object] = lambda: None) -> torch.cuda.CUDAGraph:
-    """A step as one CUDA graph; what is launched before it, to compile and to warm up, is undone."""
+    """Capture a step as one CUDA graph; `undo` reverts the runs before it, for compiling and warm-up."""
     import torch
 
     aside = torch.cuda.Stream()

@@ -1,9 +1,9 @@
-"""A bundle's model with its quantized linears in our own kernels: weights stay packed where they are multiplied.
+"""Load a bundle's model with its quantized linears in our kernels: weights stay packed in memory.
 
-transformers builds the classes and loads what is not quantized; every quantized linear becomes a `QuantLinear`. One
-that none of our kernels takes (its format, its groups) becomes another library's, if that is installed and takes it
-(`kernels.humming`). What is left (a fixed input scale, say) is expanded to floats, its inputs and the cache stay
-floats, and the reason is kept.
+transformers builds the classes and loads the other tensors; every quantized linear becomes a `QuantLinear`. A linear
+that no kernel of ours takes (by its format or groups) goes to another library, if it is installed and takes it
+(`kernels.humming`). The remaining ones (with a fixed input scale, say) are expanded to floats, their inputs and the
+cache stay floats, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _TRITON = "triton"
 
 @dataclass(frozen=True)
 class PackedModel:
-    """What was loaded.
+    """A loaded model.
 
     Args:
-        model: a transformers model, eval mode, on its device.
-        expanded: linear -> why it runs on an expanded weight.
+        model: transformers model, eval mode, on its device.
+        expanded: linear -> reason that its weight is expanded.
     """
 
     model: Any
     expanded: dict[str, str]
 
     def said(self) -> str:
-        """The fallbacks in a sentence; "" where there is none."""
+        """Describe the fallbacks in a sentence; "" if there are none."""
         groups: dict[str, list[str]] = {}
         for reason in self.expanded.values():
             groups.setdefault(reason.rpartition("; ")[2], []).append(reason)
@@ -60,10 +60,10 @@ class PackedModel:
 
 
 def recorded(place: Path, device: str) -> tuple[Table | None, str]:
-    """(the choices that a bundle carries for a device of this name or None, why they are not taken or "").
+    """Return the kernel choices of a bundle for a device of this name, or None and the reason.
 
     Args:
-        place: the bundle, or a folder with what another machine has of it.
+        place: folder of the bundle, or of a device's copy.
 
     Raises:
         InputError: `dispatch-invalid`.
@@ -71,10 +71,10 @@ def recorded(place: Path, device: str) -> tuple[Table | None, str]:
     path = place / FILE
     if not path.is_file():
         return None, ""
-    found = Recorded.of(limits.read(path))
-    if found.device.get("name") != device:
-        return None, f"{FILE} was measured on {found.device.get('name')}, and here is {device}: it is not used"
-    return found.table, ""
+    choices = Recorded.of(limits.read(path))
+    if choices.device.get("name") != device:
+        return None, f"{FILE} was measured on {choices.device.get('name')}, and here is {device}: it is not used"
+    return choices.table, ""
 
 
 def load(
@@ -88,11 +88,11 @@ def load(
     """Load a bundle's checkpoint onto a device.
 
     Args:
-        folder: the checkpoint.
-        layers: how each linear is stored, as the bundle's manifest says it.
+        folder: folder of the checkpoint.
+        layers: storage of every linear, from the bundle's manifest.
         device: `cuda`, `cuda:1`; `cpu` in Triton's interpreter, for tests.
-        dtype: float16 or bfloat16; None: the checkpoint's own, float16 for one of float32.
-        table: which kernel at which batch, as measured; shapes that it lacks take `linear.unmeasured`.
+        dtype: float16 or bfloat16; None: the checkpoint's own, float16 instead of float32.
+        table: kernel for every batch, as measured; shapes that it lacks take `linear.unmeasured`.
 
     Raises:
         MissingDependency: triton, transformers.
@@ -112,7 +112,7 @@ def load(
     packed, others, reasons = _packed(layers, weights, _linears(model_class, config), device, dtype, source, table)
     if (source.config.get("quantization_config") or {}).get("kv_cache_scheme"):
         reasons["cache"] = "keys and values are kept as floats"
-    # of what stays packed nothing is written into the memory that stands for it, so that it is never taken
+    # nothing is written into the dense memory of linears that stay packed, so the system never allocates it
     state = {
         name: torch.empty(entry.shape, dtype=dtype)
         if name.removesuffix(".weight") in {**packed, **others}
@@ -125,7 +125,7 @@ def load(
         old = model.get_submodule(name)
         bias = None if old.bias is None else old.bias.detach().to(device)
         chosen = {choice.candidate for choice in table.choices.get(weight.shape, ())} if table is not None else set()
-        # of a layer that is stored otherwise than most a table may say what it cannot run
+        # a table may name a kernel that cannot run a layer stored in another way than most
         known = table if chosen and chosen <= {OURS, other(weight)} else None
         model.set_submodule(name, QuantLinear(weight, bias, table=known, memory=memory))
     for name, layer in others.items():
@@ -144,7 +144,7 @@ def _packed(
     source: Source,
     table: Table | None,
 ) -> tuple[dict[str, PackedWeight], dict[str, HummingLinear], dict[str, str]]:
-    """(linear -> its weight for our kernels, linear -> another library's, linear -> why there is neither)."""
+    """Return (linear -> weight for our kernels, linear -> another library's linear, linear -> reason for neither)."""
     packed: dict[str, PackedWeight] = {}
     others: dict[str, HummingLinear] = {}
     reasons: dict[str, str] = {}
@@ -172,20 +172,20 @@ def _packed(
 def _other(
     prefix: str, weights: DenseWeights, source: Source, dtype: torch.dtype, device: str, table: Table | None
 ) -> HummingLinear:
-    """A linear in another library's kernels. Raises InputError where there is none, or it was not the fastest."""
+    """Make a linear in another library's kernels. Raises InputError if none fits, or if it was not the fastest."""
     from quantkit.kernels.humming import NAME, HummingLinear
 
     assert weights.layout is not None
     shape = weights.layout.shape(prefix, weights.stored.read)
-    # what else a table may have for this shape was chosen for another format
+    # any other entry of the table for this shape was measured for another format
     if table is not None and {choice.candidate for choice in table.choices.get(shape, ())} == {EXPANDED}:
         raise InputError("kernel-unsupported", prefix, "measured", f"{NAME} was not the fastest")
     config = source.config["quantization_config"]
     groups = list(config.get("config_groups", {}).values())
     if not groups:
         raise InputError("kernel-unsupported", prefix, "its layout", f"{NAME} reads compressed-tensors")
-    group = next((each for each in groups if any(same(prefix, name) for name in each["targets"])), groups[0])
-    # a layer has none of the model's tensors but its own, by their own names
+    group = next((one for one in groups if any(same(prefix, name) for name in one["targets"])), groups[0])
+    # a layer gets only its own tensors, by their names in it
     own = f"{prefix}."
     stored = {
         name.removeprefix(own): weights.stored.read(name) for name in weights.stored.entries if name.startswith(own)
@@ -195,21 +195,21 @@ def _other(
 
 
 def _linears(model_class: Any, config: Any) -> set[str]:
-    """The names of a model's linears; nothing is allocated."""
+    """List the names of a model's linears; nothing is allocated."""
     with torch.device("meta"):
         skeleton = model_class._from_config(config)
     return {name for name, module in skeleton.named_modules() if is_linear(module)}
 
 
 def _entry(prefix: str, layers: dict[str, LayerEntry], linears: set[str]) -> LayerEntry:
-    """What the manifest says of a stored linear. Raises InputError where it is no linear of the model."""
+    """Return the manifest's entry of a stored linear. Raises InputError if the model has no such linear."""
     if prefix not in layers or prefix not in linears:
-        raise InputError("layer-unknown", prefix, "stored under another name", "it is no single linear of the model")
+        raise InputError("layer-unknown", prefix, "stored under another name", "the model has no linear of this name")
     return layers[prefix]
 
 
 def _for_kernel(tensor: QuantTensor, layer: LayerEntry) -> PackedWeight:
-    """For the kernel that a layer needs. Raises InputError where there is none."""
+    """Pack a layer for its kernel. Raises InputError if there is none."""
     from quantkit.kernels.layout import pack
 
     inputs = layer.activations

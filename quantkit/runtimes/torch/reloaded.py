@@ -1,8 +1,8 @@
-"""A written checkpoint, block by block, with weights expanded by their library's own code.
+"""Stream a written checkpoint block by block, with weights expanded by their library's own code.
 
-`from_pretrained` expands a whole model at once; here each linear is expanded when its block is loaded, by the very
-call that transformers makes for it, so memory stays one block. transformers builds the classes; only the reading of
-tensors is ours. So is transformers' class for a checkpoint, and a model of that class from tensors at hand.
+`from_pretrained` expands a whole model at once. Here a linear is expanded when its block is loaded, by the call that
+transformers makes for it, so memory stays at one block. transformers builds the classes; only the reading of tensors is
+ours. `described` and `built` return transformers' class for a checkpoint, and a model of that class from tensors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from quantkit.model.structure.traced import is_linear
 
 
 def reloaded(folder: Path, *, cache: bool = True) -> StreamedModel:
-    """A checkpoint, packed or dense, as a stream of blocks that see inputs and cache as the checkpoint says.
+    """Stream a checkpoint, packed or dense, in blocks that round inputs and cache as the checkpoint states.
 
     Args:
-        cache: whether the cache is quantized, if the checkpoint says so.
+        cache: whether to quantize the cache, if the checkpoint states so.
     """
     source = open_written(folder)
     config, stored = source.config.get("quantization_config"), source.weights
@@ -40,13 +40,13 @@ def reloaded(folder: Path, *, cache: bool = True) -> StreamedModel:
     ]
     how = run_time.read(config, linears, stored.entries, stored.read)
     how = how if cache else replace(how, cache=None)
-    # blocks are computed in float32, but fixed scales are what the model's dtype holds of them
+    # blocks are computed in float32, but fixed scales are rounded to the model's dtype
     model.transforms += how.transforms(model.block_names, getattr(torch, source.dtype))
     return model
 
 
 def expanded(source: Source) -> Source:
-    """A checkpoint with packed weights seen as dense ones, without the scales of inputs and cache."""
+    """Return a checkpoint with packed weights as a dense one, without the scales of inputs and cache."""
     config, stored = source.config.get("quantization_config"), source.weights
     if config is None:
         return source
@@ -57,7 +57,7 @@ def expanded(source: Source) -> Source:
 
 
 def described(folder: Path) -> tuple[Any, Any]:
-    """(model class, config) of a checkpoint. Raises MissingDependency: transformers."""
+    """Return the model class and the config of a checkpoint. Raises MissingDependency: transformers."""
     try:
         import transformers
     except ImportError:
@@ -70,7 +70,7 @@ def described(folder: Path) -> tuple[Any, Any]:
 
 
 def built(model_class: Any, config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Any:
-    """The model of dense tensors, eval mode, whatever its checkpoint says of quantization; `config` loses that."""
+    """Build a model from dense tensors, in eval mode; the quantization settings are removed from `config`."""
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return pretrained.network(model_class, None, config=config, state_dict=dict(state), dtype=dtype).eval()
