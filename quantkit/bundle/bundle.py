@@ -217,8 +217,7 @@ class Bundle:
         """Write one file (measurements, report), then the manifest that lists it.
 
         For files outside `content_sha256` only. If the process is killed between the two writes, `verify` names the
-        file
-        and the same call repairs it.
+        file and the same call repairs it.
 
         Raises:
             ValueError: the file is deterministic content.

@@ -53,8 +53,7 @@ class CalibrationChoice(Closed):
         set: shipped name or path (folder with `card.yaml`, `.txt`, `.jsonl`, `.parquet`, `datasets` folder).
         samples: number of sequences.
         generated: share of the sequences that the model writes itself, sampled from its own probabilities, to cover
-            more
-            kinds of text than the set. For decoders only; scores never use them.
+            more kinds of text than the set. For decoders only; scores never use them.
         tokens: tokens in a sequence.
         template: `chat` applies the model's chat template to the texts, or `messages`, of calibration and scores.
         images: number of images, for a set of images.
@@ -77,12 +76,10 @@ class Override(Closed):
     """Another scheme for the layers that a glob matches; the glob must match at least one.
 
     `weights: null` keeps those layers in high precision. A mapping replaces the named fields of the default scheme; if
-    it
-    changes the format, fields that the new format does not allow take its defaults.
-    `activations: null` leaves the inputs of those layers in floating point. A part that is not named stays unchanged;
-    an
-    override that names neither keeps the layers in high precision.
-    `lm_head` matches the language-model head whatever its name in the model; it must not be in `keep`.
+    it changes the format, fields that the new format does not allow take its defaults. `activations: null` leaves the
+    inputs of those layers in floating point. A part that is not named stays unchanged; an override that names neither
+    keeps the layers in high precision. `lm_head` matches the language-model head whatever its name in the model; it
+    must not be in `keep`.
     """
 
     match: str
@@ -196,10 +193,9 @@ class Recipe(Closed):
         keep: layers that stay in the source's dtype: globs or roles. `lm_head` is the only role that could be
             quantized: without it here, a decoder's head is quantized too, always by rounding to nearest.
         on_indivisible: what to do if the group does not divide K: `error`; `keep` the layer in high precision; `pad`
-            the
-            last group with zeros, which `onnx` and `checkpoint: {layout: dense}` can hold and packed layouts cannot; or
-            `shrink` the group to the largest of 256, 128, 64, 32, 16 that divides K. (Only powers of two: kernels need
-            them, and the weights do not depend on the export.)
+            the last group with zeros, which `onnx` and `checkpoint: {layout: dense}` can hold and packed layouts
+            cannot; or `shrink` the group to the largest of 256, 128, 64, 32, 16 that divides K. (Only powers of two:
+            kernels need them, and the weights do not depend on the export.)
     """
 
     schema_: Annotated[Literal[1], Field(alias="schema")] = 1

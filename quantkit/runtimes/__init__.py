@@ -100,8 +100,7 @@ class Runtime(Protocol):
     Attributes:
         name: name in targets and on the command line; the name of the folder.
         engines: whether it runs engines, which are built for one kind of GPU.
-        floats: runtime that runs the float model for the comparison of times; None: `measure` does not time it on a
-            CPU.
+        floats: runtime that runs the float model for the comparison of times; None: it is not timed on a CPU.
         packages: pip names of the libraries that it needs on a device, besides those that every runtime needs there.
         installed: pip names of libraries that must be on the device already, because they take gigabytes.
         imports: import names of the libraries that it needs.

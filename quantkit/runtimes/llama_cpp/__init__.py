@@ -1,6 +1,4 @@
-"""llama.cpp on the CPU: runs a bundle's `gguf/model.gguf` as llama.cpp's own programs do. Needs llama-cpp-python; no
-torch.
-"""
+"""llama.cpp on the CPU: runs a bundle's `gguf/model.gguf` as its own programs do. Needs llama-cpp-python; no torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Compile a bundle's `model.xml` by OpenVINO for a device, with all rounding under control.
- By default the CPU plug-in rounds a cache to 8 bits, inputs of products with compressed weights to 8 bits a group, and,
+
+By default the CPU plug-in rounds a cache to 8 bits, inputs of products with compressed weights to 8 bits a group, and,
 on CPUs with AMX, all arithmetic to bfloat16. Here only inputs of products are rounded, and only if the file asks for it
 (`accuracy_level: 4`). Properties:
 https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html

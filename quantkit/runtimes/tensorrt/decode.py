@@ -28,8 +28,7 @@ class EngineModel(FileModel):
         engine: open engine.
 
     Raises:
-        InputError: `cache-grown`, a decoder whose cache is not written in place; `engine-of-graph`, an engine that
-            takes no tokens.
+        InputError: `cache-grown`, a decoder whose cache is not written in place; `engine-of-graph`, one without tokens.
     """
 
     def __init__(self, engine: Engine) -> None:

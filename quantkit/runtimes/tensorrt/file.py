@@ -8,7 +8,8 @@ An engine is executable code. The checks, in this order:
     hashed       the bytes given to the library have the listed hash: a file may change after a check
 
 In a bundle that is being built, the build provides the hashes.
- Drivers need not match: a newer one runs engines made under an older one ("CUDA Compatibility"), and the library
+
+Drivers need not match: a newer one runs engines made under an older one ("CUDA Compatibility"), and the library
 reports a driver that is too old ("Engine Compatibility", TensorRT-RTX). But TensorRT has chosen its kernels by their
 times under the driver of the build, so another driver is reported (`EngineFile.notes`).
 """

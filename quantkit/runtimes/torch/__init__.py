@@ -53,8 +53,7 @@ class TorchRuntime(Runtime):
         """Load the whole model by `from_pretrained`, in the dtype of its config, in eval mode.
 
         Args:
-            bundle: bundle whose checkpoint is compared with the manifest; only safetensors are read, and none of its
-                code runs.
+            bundle: bundle whose checkpoint is compared with the manifest; only safetensors are read, and no code runs.
             kernels: whether to keep the weights packed and multiply with quantkit's kernels; a linear without a kernel
                 is expanded, with a warning that gives the reason.
             device: device of the kernels; without them `settings` decides.
