@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
 import gc
@@ -48,8 +49,11 @@ def pytest_collection() -> Iterator[Any]:
 
 
 def pytest_unconfigure() -> None:
-    """What `_settled_heap` froze is garbage at the end: frozen, it is never freed, and DuckDB reports it as leaked."""
-    gc.unfreeze()
+    """What `_settled_heap` froze is garbage at the end: frozen, it is never freed, and DuckDB reports it as leaked.
+
+    Not before Python ends: pytest looks through the heap before that, several times.
+    """
+    atexit.register(gc.unfreeze)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,16 @@
+"""Which parameters of a test `make test` runs, and which `make test-all` adds: see docs/decisions/suite.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def beside(kept: Iterable[Any], all_: Iterable[Any]) -> list[Any]:
+    """All values, those that are not `kept` as `thorough`."""
+    stay = list(kept)
+    values = [value if isinstance(value, tuple) else (value,) for value in all_]
+    own = [value if isinstance(value, tuple) else (value,) for value in stay]
+    return [pytest.param(*value, marks=() if value in own else pytest.mark.thorough) for value in values]
