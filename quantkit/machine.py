@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -195,6 +195,20 @@ def let_go() -> None:
 
     gc.collect()
     trim_heap()
+
+
+@contextlib.contextmanager
+def modules_apart() -> Iterator[None]:
+    """Exempt the present objects from garbage collection: walking imported modules takes 0.4 s each time."""
+    import gc
+
+    before = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not before:
+            gc.unfreeze()
 
 
 def has(package: str) -> bool:

@@ -37,12 +37,14 @@ class Awq(Pass):
                 what is left of it once later columns have made up for earlier ones, for a `gptq` that follows.
             shrink: as in `gptq`; only with `cost: gptq`.
             clip: also cut weights to the range that costs least; for an assigner without a range search of its own.
+            sequences: how many calibration sequences the search looks at, the first ones; null looks at all.
         """
 
         grid: int = Field(default=20, ge=0)
         cost: Literal["rounding", "gptq"] = "rounding"
         shrink: float = Field(default=0.5, ge=0, le=1)
         clip: bool = False
+        sequences: int | None = Field(default=None, ge=1)
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Search, fold and clip."""
@@ -50,7 +52,7 @@ class Awq(Pass):
         from quantkit.passes.solvers.factor import factor
 
         outcome = Outcome(False)
-        hessians = stats.each(lambda seen: seen.hessian)
+        hessians = stats.each(lambda seen: seen.hessian, sequences=settings.sequences)
         for group in block.groups():
             name = block.group_name(group)
             where, hessian, fold = block.full_name(name), hessians.get(name), block.folds.get(name)

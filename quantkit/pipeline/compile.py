@@ -136,6 +136,7 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
         build,
         stopping_when_full(build.folder),
         subject.device.strict.arithmetic(),
+        machine.modules_apart(),
     ):
         return _compiled(subject)
 

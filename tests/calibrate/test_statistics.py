@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -309,3 +310,25 @@ def test_drift_is_of_the_same_tokens_or_not_at_all() -> None:
     found.staged(lambda group, seen: drifts.__setitem__(group.name, seen.drift), drift=True)
     assert drifts["gate"] is not None
     assert drifts["expert"] is None
+
+
+@pytest.mark.parametrize("chunk", [5, 2])
+def test_statistics_of_the_first_sequences_are_those_of_a_run_on_them_alone(chunk: int) -> None:
+    whole, few = stats("llama", chunk), stats("llama", min(chunk, 3), samples=3)
+    whole = replace(whole, few=lambda sequences: few.calls, hidden=torch.cat([few.hidden, whole.hidden[3:]]))
+    taken = whole.each(lambda seen: seen.hessian, sequences=3)
+    assert whole.outputs is None
+    expected = few.each(lambda seen: seen.hessian)
+    assert list(taken) == [group.name for group in whole.groups]
+    assert all(torch.equal(taken[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("chunk", [5, 2])
+def test_statistics_need_no_output_of_the_block(chunk: int) -> None:
+    found, expected = stats("llama", chunk), collected(stats("llama", chunk))
+    ran: list[str] = []
+    last = found.groups[-1].members[-1]
+    found.module.get_submodule(last).register_forward_hook(lambda *_: ran.append(last))
+    taken = found.each(lambda seen: seen.hessian)
+    assert not ran
+    assert all(torch.equal(taken[name], expected[name].hessian) for name in expected)

@@ -327,3 +327,44 @@ def test_what_cannot_be_exported_is_refused_by_name(
     problem = refused(tmp_path, architecture(name, **settings))
     assert problem.code == code
     assert part in str(problem.value)
+
+
+# --- traced once ------------------------------------------------------------------------------------------------------
+
+
+def drawn(traced: transformer.Traced) -> str:
+    return str(traced.model.graph)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every trace from here on."""
+    runs: list[str] = []
+    inner = transformer._traced
+    monkeypatch.setattr(transformer, "_traced", lambda *args: runs.append(args[1]) or inner(*args))
+    transformer._last.clear()
+    return runs
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "decoder"), ("bert", "encoder")])
+def test_a_second_trace_of_the_same_model_is_a_copy_of_the_first(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skeletons = [zoo.tiny(name).to("meta") for _ in range(3)]
+    runs = counted(monkeypatch)
+    first, second = (transformer.trace(skeleton, kind) for skeleton in skeletons[:2])
+    assert runs == [kind]
+    assert drawn(first) == drawn(second)
+    assert dict(first.parameters) == dict(second.parameters)
+    nodes = set(first.model.graph)
+    assert not nodes & set(second.model.graph)
+    for node in list(first.model.graph):  # what one dialect rewrites, the next one does not see
+        node.name = "rewritten"
+    transformer._last.clear()
+    assert drawn(transformer.trace(skeletons[2], kind)) == drawn(second)
+
+
+def test_another_config_is_traced_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    skeletons = [zoo.tiny("llama", rms_norm_eps=epsilon).to("meta") for epsilon in (1e-5, 1e-6)]
+    runs = counted(monkeypatch)
+    graphs = {drawn(transformer.trace(skeleton, "decoder")) for skeleton in skeletons}
+    assert len(runs) == len(graphs) == 2

@@ -20,7 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -90,6 +90,7 @@ class Stats:
         hidden: [samples, tokens, width], the block's input.
         outputs: the block's output, once a staged run has ended; passes that change weights afterwards reset it.
         original: the block in the original stream; None unless a pass asked for it.
+        few: the calls of the first so many sequences alone; None: there are no others than `calls`.
         raised: shared input's name -> how often its damping was raised, where the block is done again.
         doubts: what is to be looked at when the block is done; empty on a CPU.
     """
@@ -101,6 +102,7 @@ class Stats:
     hidden: Tensor
     outputs: Tensor | None = None
     original: Original | None = None
+    few: Callable[[int], Calls] | None = None
     scales: Scales = field(default_factory=Scales)
     raised: Mapping[str, int] = field(default_factory=dict)
     doubts: list[Doubt] = field(default_factory=list)
@@ -138,6 +140,7 @@ class Stats:
         noise: bool = False,
         drift: bool = False,
         quantized: bool = False,
+        whole: bool = True,
     ) -> None:
         """Run the block on everything; at each shared input call `visit(group, statistics)` before its linears run.
 
@@ -149,6 +152,7 @@ class Stats:
             quantized: the statistics are of the inputs as the group's kernels will see them, keys and values go through
                 the cache's format, and fixed scales that are missing are found on the way. It is for the pass that
                 assigns codes: others look at what they may still change.
+            whole: whether the block runs to its end; else to the last shared input, and leaves no output.
 
         Raises:
             InputError: `activations-nonfinite`, naming the linear.
@@ -157,7 +161,7 @@ class Stats:
         self.scales.use_cache(quantized)
         sums = partial(InputStats, products=products, noise=noise)
         run = self._pausing if self.hidden.shape[0] <= self.calls.chunk else self._replaying
-        run(visit, sums, drift, quantized)
+        run(visit, sums, drift, quantized, whole)
         if self._unchecked:  # of what was seen in one run, in one launch; a view would keep a Hessian until the end
             sizes = [len(values) for values in self._unchecked.values()]
             together = torch.cat(list(self._unchecked.values())).split(sizes)
@@ -165,11 +169,22 @@ class Stats:
                 self.doubt(values, name, again=False)
             self._unchecked.clear()
 
-    def each(self, of: Callable[[InputStats], Found], *, products: bool = True) -> dict[str, Found]:
-        """Shared input's name -> what `of` takes of its statistics, by a staged run that changes nothing."""
-        found: dict[str, Found] = {}
-        self.staged(lambda group, seen: found.update({group.name: of(seen)}), products=products)
-        return found
+    def each(
+        self, of: Callable[[InputStats], Found], *, products: bool = True, sequences: int | None = None
+    ) -> dict[str, Found]:
+        """Map shared inputs to what `of` takes of their statistics, by a staged run that changes nothing.
+
+        Args:
+            sequences: number of sequences to run, the first ones; None: all.
+        """
+        taken: dict[str, Found] = {}
+        stats = self
+        if sequences is not None and sequences < len(self.hidden):
+            few = self.calls if self.few is None else self.few(sequences)
+            stats = replace(self, hidden=self.hidden[:sequences], calls=few)
+        stats.staged(lambda group, seen: taken.update({group.name: of(seen)}), products=products, whole=False)
+        self.outputs = None
+        return taken
 
     def settled(self) -> Tensor:
         """Return the block's output with its present weights, [samples, tokens, width], inputs and cache quantized."""
@@ -187,7 +202,9 @@ class Stats:
             original.outputs = original.calls.run_all(original.module, self.stage, original.hidden)
         return original.outputs
 
-    def _pausing(self, visit: Visit | None, empty: Callable[..., InputStats], drift: bool, quantized: bool) -> None:
+    def _pausing(
+        self, visit: Visit | None, empty: Callable[..., InputStats], drift: bool, quantized: bool, whole: bool
+    ) -> None:
         waiting = {group.name: group for group in self.groups}
         sources = self._sources() if drift else ()
         before = self._originals() if drift else {}
@@ -207,12 +224,15 @@ class Stats:
                     if group.name not in sources:  # as soon as it is not needed
                         before.pop(group.name, None)
                     self._visited(visit, group, sums)
+                if not (waiting or whole):
+                    raise _Reached
 
             return hook
 
         hooks = self._keeping(self.module, seen, sources)
         hooks += [_first(self.module, group, pause(group)) for group in self.groups]
-        with hooked(hooks), self.scales.watching_cache(whole=True) if quantized else nullcontext():
+        watching = self.scales.watching_cache(whole=True) if quantized else nullcontext()
+        with hooked(hooks), watching, suppress(_Reached):
             self.outputs = self.calls.run(self.module, self.stage, self.hidden)
 
     def _originals(self) -> dict[str, Tensor]:
@@ -223,7 +243,9 @@ class Stats:
             original.outputs = original.calls.run(original.module, self.stage, original.hidden)
         return kept
 
-    def _replaying(self, visit: Visit | None, empty: Callable[..., InputStats], drift: bool, quantized: bool) -> None:
+    def _replaying(
+        self, visit: Visit | None, empty: Callable[..., InputStats], drift: bool, quantized: bool, whole: bool
+    ) -> None:
         befores: Iterable[Tensor | None]
         for group in self.groups:
             if quantized:
@@ -247,7 +269,8 @@ class Stats:
         if quantized and self.scales.cache_waits:  # no linear comes after the cache
             with self.scales.watching_cache(whole=False):
                 self.calls.run_all(self.module, self.stage, self.hidden)
-        self.outputs = self.calls.run_all(self.module, self.stage, self.hidden)
+        if whole:
+            self.outputs = self.calls.run_all(self.module, self.stage, self.hidden)
 
     def _find_scales(self, group: SharedInput) -> None:
         """The fixed scales that are missing up to a group, by replays: of the cache, then of the group's inputs."""

@@ -184,7 +184,7 @@ class Onnx(Exporter):
         if asked and why:
             taken.append(decision("onnx", "prefill-same", MODEL, why, "int8", "same"))
         elif asked:
-            again = trace(values.skeleton, kind)  # onnx-ir clones no graph whose weights have no values yet
+            again = trace(values.skeleton, kind)
             prompts = PromptDialect(again, many, **settings)
         dialect = OrtDialect(traced, weights, **settings)
         model = dialect.apply()

@@ -20,6 +20,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig
 
 from quantkit.errors import InputError
 from quantkit.exporters.trace import CHECKPOINT
@@ -37,7 +38,7 @@ class CalledOtherwise(Exception):
 
 
 def alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules differ in nothing but their weights and the number of their layer."""
+    """Tell whether two modules, of one model or of two, differ only in their weights and the numbers of layers."""
     return [(name, type(module), _state(module)) for name, module in one.named_modules()] == [
         (name, type(module), _state(module)) for name, module in other.named_modules()
     ]
@@ -65,6 +66,8 @@ def _comparable(value: Any) -> Any:
         return {key: _comparable(part) for key, part in value.items()}
     if isinstance(value, functools.partial):
         return [_comparable(part) for part in (value.func, value.args, value.keywords)]
+    if isinstance(value, PreTrainedConfig | GenerationConfig):  # each model has its own
+        return _comparable(vars(value))
     # functions too: two of one name may have been made with different settings
     return id(value)
 

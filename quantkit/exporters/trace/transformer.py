@@ -61,6 +61,8 @@ class _Memory:
             _memory.reset(token)
 
 
+# of the last transformer that was traced: its skeleton, how it was traced, and what came of it
+_last: list[tuple[nn.Module, tuple[Any, ...], Traced]] = []
 _memory: ContextVar[_Memory] = ContextVar("memory")
 
 
@@ -294,10 +296,10 @@ def trace(
     positions: bool = False,
     head: bool = True,
 ) -> Traced:
-    """Trace the graph of a transformer without weights.
+    """Trace the graph of a transformer without weights; of one like the last that was traced, copy that graph.
 
     Args:
-        skeleton: on the meta device; not changed.
+        skeleton: on the meta device; nobody changes it.
         kind: `decoder` or `encoder`.
         floats: of its parameters, and so of what is computed from them.
         positions: whether a decoder takes `position_ids`; else they are counted from the mask.
@@ -305,6 +307,30 @@ def trace(
 
     Raises InputError: `attention-unsupported`, `export-untraceable`.
     """
+    how = (kind, floats, positions, head)
+    for known, before, traced in _last:
+        if how == before and _repeat.alike(known, skeleton):
+            return _copied(traced)
+    traced = _traced_whole(skeleton, *how)
+    _last[:] = [(skeleton, how, _copied(traced))]
+    return traced
+
+
+def _copied(traced: Traced) -> Traced:
+    """Copy a graph whose weights have no values: for `clone` they have to be among its inputs."""
+    graph = traced.model.graph
+    own = {*graph.inputs, *(value for node in graph for value in node.outputs)}
+    outside = dict.fromkeys(value for node in graph for value in node.inputs if value is not None)
+    weights = [value for value in outside if value not in own and not value.is_initializer()]
+    count = len(graph.inputs)
+    graph.inputs.extend(weights)
+    model = traced.model.clone()
+    for each in (graph, model.graph):
+        del each.inputs[count:]
+    return replace(traced, model=model, parameters=dict(traced.parameters))
+
+
+def _traced_whole(skeleton: nn.Module, kind: str, floats: torch.dtype, positions: bool, head: bool) -> Traced:
     apart: set[int] = set()
     left = "" if kind == "decoder" else _without_head(skeleton, head)
     whole = not left and getattr(skeleton, "base_model", skeleton) is not skeleton

@@ -7,6 +7,7 @@ ones put out.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -278,7 +279,11 @@ def work(
     del hidden, original, calls
     block_steps = [step for step in steps if step.run.scope == "block"]
     more = (schemes, activations or {}, cache, dtype, seed, fuses, rare or Rare())
-    loop = _Loop(stream, block_steps, probe, seen, before, *more, known or Known())
+    few: Callable[[int], Calls] | None = None
+    if ids is not None and seen is not None and not seen.calls.live:
+        chunk = seen.calls.chunk
+        few = functools.cache(lambda sequences: stream.begin(ids[:sequences], min(chunk, sequences)))
+    loop = _Loop(stream, block_steps, probe, seen, before, *more, known or Known(), few)
     for stage, index in enumerate(visits):
         if index in visits[:stage]:
             continue
@@ -327,6 +332,7 @@ class _Loop:
     fuses: bool
     rare: Rare
     known: Known
+    few: Callable[[int], Calls] | None = None
 
     def settled(self, index: int, stage: int) -> tuple[Worked, Stats]:
         """Put a block through its passes; again, where the device says that a Hessian had no factor.
@@ -385,7 +391,7 @@ class _Loop:
         )
         worked = Worked(block)
         worked.routed, worked.decisions = settle(block, counts, self.rare)
-        stats = Stats(module, traced.groups, run.calls, stage, run.hidden, raised=raised)
+        stats = Stats(module, traced.groups, run.calls, stage, run.hidden, few=self.few, raised=raised)
         stats.scales = Scales(block.inputs, block.cache, self.dtype)
         if block.original is not None and self.before is not None:
             if not (stats.calls.device.type != "cpu" and known.structure == traced):
