@@ -19,6 +19,7 @@ from quantkit._version import __version__ as __version__
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
+    from transformers import PreTrainedTokenizerBase
 
     from quantkit.bundle import Bundle
     from quantkit.errors import QuantkitError
@@ -66,6 +67,7 @@ def compile(  # noqa: A001 (the word of the command line)
     target: str | Path | Target | None = None,
     *,
     example_inputs: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     calibration: str | Path | None = None,
     out: str | Path | None = None,
     changes: Sequence[str] = (),
@@ -81,11 +83,14 @@ def compile(  # noqa: A001 (the word of the command line)
     """Compile a model into a bundle on disk.
 
     Args:
-        model: an alias, a Hugging Face folder (`./folder`), `hf:org/name`, a float .onnx file, or a torch module, which
-            is exported to such. A `Path` is a path, however it is spelt.
+        model: an alias, a Hugging Face folder (`./folder`), `hf:org/name`, a float .onnx file, a model of transformers
+            in memory, which is saved into the cache in its own dtype, or another torch module, which is exported to
+            ONNX. A `Path` is a path, however it is spelt.
         recipe: a shipped name, a path, a `Recipe`, or a mapping as in a recipe's YAML.
         target: a shipped name, a path, or a `Target`; None is this machine's processor.
         example_inputs: what a module is called with: a tensor, several, or by name; [n, ...] each.
+        tokenizer: of a model in memory: a tokenizer, or a folder with one; None takes the one where the model was
+            loaded from (`model.name_or_path`).
         calibration: a shipped set or a path, instead of the recipe's.
         out: the bundle's folder; None chooses `./<model>--<recipe>`, then `-2`, ...
         changes: `PATH=YAML` changes to the recipe, e.g. `["scheme.weights.group=32"]`.
@@ -107,6 +112,8 @@ def compile(  # noqa: A001 (the word of the command line)
     from quantkit.pipeline.request import demand_model
 
     module = None if isinstance(model, str | Path) else model
+    if module is None and tokenizer is not None:
+        raise given.wrong("tokenizer", tokenizer, f"left out: the tokenizer of {model} lies beside it")
     request = Request.of(
         given.model(model) if module is None else type(module).__name__,
         recipe=recipe,
@@ -125,11 +132,10 @@ def compile(  # noqa: A001 (the word of the command line)
     if module is not None:
         from quantkit.pipeline.request import with_module
 
-        request = with_module(request, module, example_inputs)
+        request = with_module(request, module, example_inputs, tokenizer)
     with showing(progress) as shown:
         shown.begin(f"opening {request.module or request.model}")
-        if module is None:
-            demand_model(request.model)
+        demand_model(request.model)
         return compile_model(request, shown).bundle
 
 

@@ -458,9 +458,11 @@ def _opened(bundle: Bundle, baseline: str | None, timed: str | None) -> Measured
             folder=load_runtime(timed).checked(other) if timed else None,
         )
     if has_torch:
-        from quantkit.model.source.open import open_model
+        from quantkit.model.source.open import open_model, saved_in_memory
         from quantkit.model.streaming.stream import StreamedModel
 
+        if baseline is None and (kept := saved_in_memory(source.sha256)) is not None:
+            baseline = str(kept)
         if baseline is None and source.ref.startswith("path:"):
             name = source.ref.removeprefix("path:")
             value = f"the bundle was made from a folder or file called {name!r}"

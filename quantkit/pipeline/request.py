@@ -264,11 +264,13 @@ def place(sha256: str) -> Path:
     return cache_dir() / "modules" / f"{sha256}.onnx"
 
 
-def with_module(request: Request, module: nn.Module, example_inputs: Any) -> Request:
-    """Export a module, and put its graph into the request as its model.
+def with_module(request: Request, module: nn.Module, example_inputs: Any, tokenizer: Any = None) -> Request:
+    """Save a model of transformers, or export any other module, and put the result into the request as its model.
 
     Args:
-        module: of tensors to tensors, in float32.
+        module: a `PreTrainedModel`, saved in its own dtype; or tensors to tensors, in float32, exported to ONNX. With
+            `example_inputs` a `PreTrainedModel` is exported too.
+        tokenizer: as of `save_in_memory`.
         example_inputs: a tensor, several in their order, or by name: [n, ...] each. All sizes but n are fixed in the
             graph; n is free, unless the module fixes it.
 
@@ -285,6 +287,13 @@ def with_module(request: Request, module: nn.Module, example_inputs: Any) -> Req
     if not isinstance(module, nn.Module):
         value, rule = one(name), "a model is a name, a path or a torch.nn.Module"
         raise InputError("module-kind", where="model", value=value, rule=rule, remedy="check what is given")
+    if example_inputs is None and "PreTrainedModel" in [base.__name__ for base in type(module).__mro__]:
+        from quantkit.model.source.open import save_in_memory
+
+        return replace(request, model=str(save_in_memory(module, tokenizer)))
+    if tokenizer is not None:
+        rule = "a module that is exported to ONNX takes tensors"
+        raise InputError("usage", "tokenizer", f"given with {one(name)}", rule, "leave it out")
     examples = _examples(example_inputs, name)
     home = place("").parent
     with disk_errors(home):

@@ -1,4 +1,4 @@
-"""`quantkit.compile(module)`: a torch module by way of its graph."""
+"""`quantkit.compile(module)`: a torch module by way of its graph, a model of transformers by way of a folder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import networks
 import numpy as np
 import pytest
 import torch
+import zoo
 
 import quantkit
 from quantkit.errors import InputError
 from quantkit.graph.open import open_graph
 from quantkit.graph.run import Runner
+from quantkit.model.source.open import saved_in_memory
+from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.request import place
 
 
@@ -85,3 +88,56 @@ def test_what_cannot_be_exported(module: Any, examples: Any, code: str, tmp_path
     assert "\n" not in line
     assert not (tmp_path / "out").exists()
     assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".onnx"]
+
+
+def language_model(dtype: torch.dtype, tokenizer: Any) -> Any:
+    return zoo.tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=128).to(dtype)
+
+
+SMALL = ["calibration.samples=4", "calibration.tokens=32", "scheme.weights.group=32", "gates={}"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_language_model_in_memory_is_saved_with_its_tokenizer_and_measured_again(
+    dtype: torch.dtype, beside: bool, tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "SCORED", 100)
+    model, given = language_model(dtype, byte_tokenizer), {"tokenizer": byte_tokenizer}
+    if beside:  # as it is after `from_pretrained`, and changed since
+        model.save_pretrained(tmp_path / "mine")
+        byte_tokenizer.save_pretrained(tmp_path / "mine")
+        model, given = type(model).from_pretrained(tmp_path / "mine", dtype=dtype), {}
+        with torch.no_grad():
+            model.lm_head.weight *= 1.5
+    asked: dict[str, Any] = {"changes": SMALL, "speed": False, **given}
+    bundle = quantkit.compile(model, "gptq-int4", out=tmp_path / "out", **asked)
+    source = bundle.manifest.model.source
+    assert bundle.manifest.model.name == ("mine" if beside else type(model).__name__)
+    folder = saved_in_memory(source.sha256)
+    assert folder is not None
+    saved = type(model).from_pretrained(folder, dtype="auto").state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    assert str(tmp_path) not in "".join(path.read_text() for path in folder.glob("*.json"))
+    again = quantkit.measure(bundle, speed=False)
+    assert [row["value"] for row in again if row["name"] == "accuracy.kl"]
+    twice = quantkit.compile(model, "gptq-int4", out=tmp_path / "two", **asked)
+    assert twice.manifest.model.source.sha256 == source.sha256
+
+
+def test_a_language_model_in_memory_without_a_tokenizer_is_told_how_to_give_one(
+    tmp_path: Path, byte_tokenizer: Any
+) -> None:
+    model = language_model(torch.float32, byte_tokenizer)
+    with pytest.raises(InputError) as caught:
+        quantkit.compile(model, "gptq-int4", changes=SMALL, out=tmp_path / "out")
+    assert caught.value.code == "tokenizer-missing"
+    assert "compile(model, tokenizer=...)" in caught.value.remedy
+
+
+def test_a_tokenizer_goes_with_a_model_in_memory_alone(tmp_path: Path, byte_tokenizer: Any) -> None:
+    for model in ("smollm2-135m", torch.nn.Linear(4, 3)):
+        with pytest.raises(InputError, match="tokenizer"):
+            quantkit.compile(
+                model, "int8-network", example_inputs=torch.randn(2, 4), tokenizer=byte_tokenizer, out=tmp_path / "out"
+            )

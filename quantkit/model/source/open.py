@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import copy
 import glob
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
-from quantkit.content import is_path
+from quantkit.content import cache_dir, is_path
 from quantkit.errors import InputError, MissingDependency
 from quantkit.kinds import Kind
 from quantkit.lazy import torch
@@ -30,7 +32,7 @@ from quantkit.model.source.alias import ALIASES, demand_no_graph, materialize, u
 from quantkit.model.source.alias import converted as converted_once
 from quantkit.model.source.files import PATTERNS, files_of, identity, modules_of, pools, source_changed
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
-from quantkit.model.source.weights import Weights, checked_file, strict_json
+from quantkit.model.source.weights import Weights, checked_file, disk_errors, strict_json
 from quantkit.model.structure.kinds import class_name, cut_config, kind_of, native_class, unknown_architecture
 
 if TYPE_CHECKING:
@@ -95,7 +97,8 @@ class Source:
         """Load the folder's tokenizer. Raises `tokenizer-missing`, `tokenizer-damaged`."""
         if not any((self.path / name).is_file() for name in _TOKENIZERS):
             value, rule = "no tokenizer file in the folder", f"one of {', '.join(_TOKENIZERS)}"
-            remedy = "copy the original's tokenizer files, or calibrate on token ids (input_ids)"
+            remedy = "copy the original's tokenizer files (of a model in memory, compile(model, tokenizer=...)), or "
+            remedy += "calibrate on token ids (input_ids)"
             raise InputError("tokenizer-missing", self.ref, value, rule, remedy)
         try:
             return pretrained.tokenizer(self.path, trust=self.trust_remote_code)
@@ -202,6 +205,57 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
     if trust_remote_code:
         pretrained.trust(path)
     return _open_folder(path, full, name, trusted, was=was, notes=notes, hashed=hashed)
+
+
+def save_in_memory(model: PreTrainedModel, tokenizer: Any = None) -> Path:
+    """Save a model in memory, in its own dtype, into the user's cache, and return the folder: `modules/SHA256/NAME`.
+
+    Args:
+        tokenizer: a tokenizer of transformers, or a folder with one; None takes the one where the model came from.
+
+    Raises InputError: `tokenizer-damaged`, those of `Weights.open` and `disk_errors`.
+    """
+    came_from = str(getattr(model, "name_or_path", "") or "")
+    home, name = cache_dir() / "modules", (came_from and Path(came_from).resolve().name) or type(model).__name__
+    if tokenizer is None:
+        tokenizer = _tokenizer_beside(came_from, getattr(model.config, "_commit_hash", None))
+    elif isinstance(tokenizer, str | Path):
+        tokenizer = pretrained.tokenizer(_from_path(str(tokenizer)))
+    with disk_errors(home), quiet_loading():
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home) as work:
+            folder = Path(work) / name
+            model.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            kept = home / identity(folder, Weights.open(folder), False) / name
+            if saved_in_memory(kept.parent.name) is None:
+                shutil.rmtree(kept.parent, ignore_errors=True)
+                Path(work).rename(kept.parent)
+                Path(work).mkdir()  # what leaving the context removes
+    return kept
+
+
+def saved_in_memory(sha256: str) -> Path | None:
+    """Return the folder of a model that `save_in_memory` kept under this hash; None where it is gone or changed."""
+    for folder in (cache_dir() / "modules" / sha256).glob("*"):
+        if identity(folder, Weights.open(folder), False) == sha256:
+            return folder
+    return None
+
+
+def _tokenizer_beside(came_from: str, revision: str | None) -> Any:
+    """Load the tokenizer from a model's folder, or from the hub's cache; None where there is none."""
+    from huggingface_hub import errors, snapshot_download
+
+    folder = Path(came_from)
+    if came_from and not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(came_from, revision=revision, local_files_only=True))
+        except (errors.HFValidationError, errors.LocalEntryNotFoundError, OSError):
+            return None
+    held = came_from and any((folder / name).is_file() for name in _TOKENIZERS)
+    return pretrained.tokenizer(folder) if held else None
 
 
 def open_written(folder: Path) -> Source:
