@@ -29,6 +29,8 @@ Document = TypeVar("Document", bound=BaseModel)
 Kind = Literal["recipes", "calibration", "export"]
 # text of a stranger that is shown: without characters that move a terminal's cursor or change a page
 PRINTED = r"^[^\x00-\x1f\x7f-\x9f]*$"
+# files of a calibration set in which `PATH:COLUMN` names the column to read
+TABLES = (".jsonl", ".json", ".csv", ".parquet")
 _SINGULAR = {"recipes": "recipe", "calibration": "calibration", "export": "target"}
 
 
@@ -106,6 +108,16 @@ def as_reference(reference: str | Path) -> str:
     return f"./{text}" if isinstance(reference, Path) and not is_path(text) else text
 
 
+def column_of(reference: str) -> tuple[str, str | None]:
+    """Part a table's path from the column that is named behind it; None where none is.
+
+    >>> column_of("./reviews.csv:body"), column_of("./reviews.csv")
+    (('./reviews.csv', 'body'), ('./reviews.csv', None))
+    """
+    file, _, column = reference.rpartition(":")
+    return (file, column) if Path(file).suffix.lower() in TABLES else (reference, None)
+
+
 def find(kind: Kind, reference: str) -> Path:
     """Find the file of a reference: a recipe, a target, or a calibration set's card or data.
 
@@ -113,7 +125,7 @@ def find(kind: Kind, reference: str) -> Path:
         InputError: `unknown-recipe|target|calibration` with a did-you-mean, or `file-missing`.
     """
     if is_path(reference):
-        path = Path(reference).expanduser()
+        path = Path(column_of(reference)[0] if kind == "calibration" else reference).expanduser()
         if not path.exists():
             raise InputError("file-missing", where=reference, value="no such file or folder", remedy="check the path")
         return path

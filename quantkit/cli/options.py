@@ -19,7 +19,7 @@ Target = Annotated[
 Calibration = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME|PATH", help="Shipped set or a path (.txt, .jsonl, .parquet, folder); default: the recipe's."
+        metavar="NAME|PATH", help="Shipped set or a path (.txt, .jsonl, .csv, .parquet, folder); default: the recipe's."
     ),
 ]
 Changes = Annotated[

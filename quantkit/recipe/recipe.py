@@ -50,7 +50,8 @@ class CalibrationChoice(Closed):
     """Choice of a calibration set, and how much of it is used.
 
     Args:
-        set: shipped name or path (folder with `card.yaml`, `.txt`, `.jsonl`, `.parquet`, `datasets` folder).
+        set: shipped name or path (folder with `card.yaml`, `.txt`, `.jsonl`, `.csv`, `.parquet`, `datasets` folder);
+            `PATH:COLUMN` names a table's column.
         samples: number of sequences.
         generated: share of the sequences that the model writes itself, sampled from its own probabilities, to cover
             more kinds of text than the set. For decoders only; scores never use them.

@@ -388,3 +388,29 @@ def test_crops_of_one_photograph_are_one_to_an_interval() -> None:
         for split in ("calib", "tune", "eval")
     ]
     assert [sorted(each) for each in counts] == [[10, 10, 11, 11, 11, 11], [3] * 6, [6] * 5]
+
+
+@pytest.mark.parametrize("names, labels", [(["cat", "dog", "elk"], [0, 1, 2]), (["2", "10", "0"], [2, 10, 0])])
+def test_folders_of_classes_give_labels(tmp_path: Path, names: list[str], labels: list[int]) -> None:
+    files = {
+        f"{name}/{number:02d}.png": picture((label, number, 0))
+        for name, label in zip(names, labels, strict=True)
+        for number in range(10)
+    }
+    for name, data in (files | {"notes/a.txt": b"words", ".hidden/a.png": b"junk"}).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / PREPROCESS).write_text(yaml.safe_dump({"mean": [0.0] * 3, "std": [1.0] * 3}))
+    held = load(tmp_path, "eval", shape=(None, 3, 8, 8))
+    assert held.labels is not None and sorted(held.labels.tolist()) == sorted(labels), "one of each class to score"
+    assert np.rint(held.images[:, 0, 0, 0] * 255).tolist() == held.labels.tolist()
+    assert any("labels are its 3 folders: " in note for note in held.notes)
+
+
+def test_one_folder_of_images_in_a_folder_is_no_class(tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    for number in range(10):
+        (tmp_path / "all" / f"{number}.png").write_bytes(picture((number, 9, 9)))
+    (tmp_path / PREPROCESS).write_text(yaml.safe_dump({"mean": [0.0] * 3, "std": [1.0] * 3}))
+    held = load(tmp_path, shape=(None, 3, 8, 8))
+    assert (held.labels, len(held.images)) == (None, 8)

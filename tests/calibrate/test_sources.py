@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from quantkit.calibrate.tokens.sources import Conversations, Ids, Texts, parse, read_dataset
+from quantkit.calibrate.tokens.sources import Conversations, Ids, Texts, parse, read, read_dataset
 from quantkit.errors import InputError
 
 
@@ -172,3 +172,67 @@ def test_half_a_surrogate_pair_is_no_text():
         parse(b'{"text": "a"}\n{"text": "b\\ud800"}\n', suffix=".jsonl", where="a.jsonl")
     assert caught.value.code == "calibration-not-text"
     assert parse(b'{"text": "\\ud83d\\ude00"}', suffix=".jsonl", where="a") == Texts(("\U0001f600",))
+
+
+SHAREGPT = {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]}
+ALPACA = {"instruction": "Why?", "input": "", "output": "Because."}
+
+
+@pytest.mark.parametrize(
+    "data, suffix",
+    [
+        (lines({"id": "1", **SHAREGPT}), ".jsonl"),
+        (json.dumps([ALPACA]).encode(), ".json"),
+        (lines({"conversations": TALK}), ".jsonl"),
+        (parquet(id=["1"], conversations=[SHAREGPT["conversations"]]), ".parquet"),
+        (parquet(**{key: [value] for key, value in ALPACA.items()}, text=["as prompted"]), ".parquet"),
+        (b"instruction,input,output\nWhy?,,Because.\n", ".csv"),
+    ],
+)
+def test_conversations_of_sharegpt_and_alpaca_are_messages(data, suffix):
+    assert parse(data, suffix=suffix, where="a", chat=True).items == (TALK,)
+
+
+def test_the_input_and_the_system_prompt_of_a_conversation_are_kept():
+    found = parse(lines({**ALPACA, "input": "The sky."}), suffix=".jsonl", where="a").items[0]
+    assert found[0]["content"] == "Why?\n\nThe sky."
+    found = parse(lines({**SHAREGPT, "system": "Be brief."}), suffix=".jsonl", where="a").items[0]
+    assert found == [{"role": "system", "content": "Be brief."}, *TALK]
+
+
+@pytest.mark.parametrize("turns", ["Why?", [{"from": "human"}], [{"from": "human", "value": 5}], []])
+def test_a_damaged_conversation_of_sharegpt_is_named(turns):
+    with pytest.raises(InputError, match=r"a:1.*\{from, value\}") as caught:
+        parse(lines({"conversations": turns}), suffix=".jsonl", where="a")
+    assert caught.value.code == "calibration-messages"
+
+
+def test_a_csv_is_read_by_its_columns():
+    long = "word " * 40_000  # longer than a field that Python's csv module takes by itself
+    data = f'id,text\n1,"one, ""two""\nthree"\n2,{long}\n\n3,\n'.encode()
+    assert parse(data, suffix=".csv", where="a.csv") == Texts(('one, "two"\nthree', long))
+
+
+@pytest.mark.parametrize(
+    "data, suffix",
+    [
+        (b"id,body\n1,one\n2,two\n", ".csv"),
+        (lines({"body": "one", "text": "not this"}, {"body": "two"}), ".jsonl"),
+        (parquet(body=["one", "two"], text=["not", "this"]), ".parquet"),
+    ],
+)
+def test_a_path_may_name_the_column(data, suffix, tmp_path):
+    (tmp_path / f"a{suffix}").write_bytes(data)
+    assert parse(data, suffix=suffix, where="a", column="body") == Texts(("one", "two"))
+    part = read(f"{tmp_path}/a{suffix}:body", "calib", chat=False)
+    assert part.content is not None and part.content.documents[0].startswith("one")
+    with pytest.raises(InputError, match=r"COLUMN|:KEY") as caught:
+        read(f"{tmp_path}/a{suffix}:bodies", "calib", chat=False)
+    assert caught.value.code == "calibration-fields"
+
+
+@pytest.mark.parametrize("data", [b"id,text\n1\n", b"id,text\n1,a,b\n", b"id,body\n1,a\n", b'id,text\n1,"a\n'])
+def test_a_csv_that_cannot_be_read_says_why(data):
+    with pytest.raises(InputError, match=r"a\.csv") as caught:
+        parse(data, suffix=".csv", where="a.csv")
+    assert caught.value.code in ("calibration-fields", "calibration-unreadable")

@@ -4,6 +4,7 @@
     .npz                                         an array `images`, and `labels` and `clusters` where there are some
     .npy                                         an array of images
     .jpg .png …, a folder or a .zip of them      bytes
+    a folder of such folders, one for each class bytes with labels
 
 An array is [n, height, width] or [n, height, width, channels] of uint8, or floats of the model's own shape that are
 preprocessed already. Images of one number in `clusters` are alike, such as crops of one photograph: they are parted
@@ -12,6 +13,9 @@ together, and intervals count them together. Of bytes x, in this order:
     resize      the shorter side becomes `resize` pixels (bilinear, over all pixels that fall together)
     crop        `crop` x `crop` from the middle
     normalise   (x / 255 - mean) / std, channel by channel
+
+Folders of classes that are called by whole numbers are the classes of these numbers; others are numbered from 0 in the
+order of their names, as torchvision's `ImageFolder` does.
 
 A user's own files have no splits: the last 10 % are kept for `eval` and the 5 % before for `tune`, class by class where
 there are labels, else by their order. What becomes of a user's own bytes is said by a `preprocess.yaml` beside them, or
@@ -151,10 +155,9 @@ def _open(reference: str, split: Split) -> _Part:
     path = content.find("calibration", reference)
     if (card := Card.at(path)) is not None:
         return _from_card(card, split)
-    folder = path if path.is_dir() else path.parent
+    folder, classes = path if path.is_dir() else path.parent, ""
     if path.is_dir():
-        names = sorted(entry.name for entry in path.iterdir() if entry.is_file() and _is_picture(entry.name))
-        images = _pictures(names, lambda name: read_bytes(folder / name), where=reference)
+        images, classes = _folder(path, reference)
     else:
         images = parse(path, suffix=path.suffix.lower(), where=reference)
     stated, beside = None, folder / PREPROCESS
@@ -167,7 +170,31 @@ def _open(reference: str, split: Split) -> _Part:
         count = f"{images.count} image{'' if images.count == 1 else 's'}"
         raise cards.short(reference, f"{count}, none of them left for {split}", "images")
     note = f"{name} has no splits: {split} is {len(members)} of its {images.count} images, parted {parted}"
-    return _Part(images, members, SetSampling(), stated, name, (note,))
+    return _Part(images, members, SetSampling(), stated, name, (note, *([f"{name}: {classes}"] if classes else [])))
+
+
+def _folder(folder: Path, where: str) -> tuple[Images, str]:
+    """Return the image files of a folder, or those of its folders with a label each, and which label is which."""
+
+    def listed(place: Path) -> list[str]:
+        within = place.relative_to(folder)
+        return sorted(
+            str(within / entry.name) for entry in place.iterdir() if entry.is_file() and _is_picture(entry.name)
+        )
+
+    names = listed(folder)
+    by_class = {} if names else {entry.name: listed(entry) for entry in sorted(folder.iterdir()) if entry.is_dir()}
+    by_class = {name: files for name, files in by_class.items() if files and not name.startswith(".")}
+    names = names or [file for files in by_class.values() for file in files]
+    images = _pictures(names, lambda name: read_bytes(folder / name), where=where)
+    if len(by_class) < 2:
+        return images, ""
+    numbered = all(name.isdecimal() for name in by_class)
+    numbers = [int(name) if numbered else number for number, name in enumerate(by_class)]
+    labels = np.repeat(np.array(numbers, dtype=np.int64), [len(files) for files in by_class.values()])
+    shown = ", ".join(f"{number} is {name}" for number, name in list(zip(numbers, by_class, strict=True))[:3])
+    more = ", ..." if len(by_class) > 3 else ""
+    return replace(images, labels=labels), f"labels are its {len(by_class)} folders: {shown}{more}"
 
 
 def _from_card(card: Card, split: Split) -> _Part:

@@ -100,8 +100,8 @@ def load_tokens(
     """Read, sample and check a calibration set.
 
     Args:
-        reference: a shipped name, or the path of a folder with `card.yaml`, a `.txt`, `.jsonl`, `.json` or `.parquet`
-            file, or a `datasets` folder.
+        reference: a shipped name, or the path of a folder with `card.yaml`, a `.txt`, `.jsonl`, `.json`, `.csv` or
+            `.parquet` file (`PATH:COLUMN` names a column), or a `datasets` folder.
         split: which part; only `tune` may guide a choice, `eval` is for scoring.
         tokenizer: of the model, from transformers; may be None where the set holds ids.
         samples: sequences.

@@ -1,11 +1,19 @@
 """Reads calibration data of any accepted kind: texts, conversations, or token ids used as given; and parts it.
 
     .txt            documents parted by blank lines
-    .jsonl          one object a line with `text`, with `messages` (a list of {role, content}), or with an `input_ids`
-                    list (a bare list of ids also counts)
-    .json           a list of such objects or lists
-    .parquet        a column `text`, `messages` or `input_ids`
+    .jsonl          one record a line; a bare list of ids is one too
+    .json           a list of records
+    .csv            a record a line, under a line of column names
+    .parquet        a record a row
     a folder        with a `card.yaml`, or written by `datasets.Dataset.save_to_disk`
+
+A record holds one of these, or anything in a column that the path names (`./reviews.csv:body`):
+
+    text            a string
+    messages        [{role, content}, ...], a conversation as OpenAI writes it
+    conversations   [{from, value}, ...], one as ShareGPT writes it
+    instruction     with `output`, and `input` where there is one: a conversation of two messages, as Alpaca writes it
+    input_ids       a list of token ids
 
 Where several are there, `input_ids` wins: somebody has tokenized on purpose. Of a text and the messages that it was
 made from, the messages are taken where a chat template will write them, else the text.
@@ -16,6 +24,7 @@ there are 20 or more, else by the length of the text; conversations are never cu
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
@@ -31,7 +40,11 @@ from quantkit.errors import InputError, MissingDependency
 
 # as a file calls them
 IDS, TEXT, MESSAGES = "input_ids", "text", "messages"
-SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
+# as ShareGPT and Alpaca call their conversations, and what each conversation is read from beside that
+_SHAREGPT, _ALPACA = ("conversations", "system"), ("instruction", "output", "input", "system")
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"}
+_KINDS = "`text`, `messages`, `conversations`, `instruction` with `output`, or `input_ids`"
+SUFFIXES = (".txt", *content.TABLES)
 # what Hugging Face calls the three splits
 _DATASET_SPLITS = {"calib": ("calib", "train"), "tune": ("tune", "validation"), "eval": ("eval", "test")}
 # rows of a table that are read at a time, and what a value takes in Python beside its bytes
@@ -100,7 +113,8 @@ def read(reference: str, split: Split, *, chat: bool) -> SplitData:
         return SplitData(_joined(parts, split, card.where), card.sampling, card.name, card.where)
     name, own_splits = path.resolve().name, False
     if not path.is_dir():
-        whole = parse(read_bytes(path), suffix=path.suffix.lower(), where=reference, chat=chat)
+        column = content.column_of(reference)[1]
+        whole = parse(read_bytes(path), suffix=path.suffix.lower(), where=reference, chat=chat, column=column)
     elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         whole, own_splits = read_dataset(path, split, where=reference, chat=chat)
     else:
@@ -153,12 +167,13 @@ def _own_split(whole: Texts | Conversations, split: Split) -> tuple[Content, str
     return Texts((text[first:last].strip(),), whole.joiner), f"characters {first} to {last} of {len(text)}"
 
 
-def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Content:
+def parse(data: bytes, *, suffix: str, where: str, chat: bool = False, column: str | None = None) -> Content:
     """Return the content of one file.
 
     Args:
         suffix: of its name, with the dot.
         chat: whether a chat template will write what is in it.
+        column: key of a record that holds the text, the conversation or the ids; None takes those of the module.
 
     Raises:
         InputError: `calibration-` followed by `suffix`, `empty`, `not-text`, `json`, `fields`, `mixed`, `ids`,
@@ -170,7 +185,7 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Conten
     if not data.strip():
         raise cards.empty(where, "no text and no ids in it")
     if suffix == ".parquet":
-        return _parquet(data, where, chat)
+        return _parquet(data, where, chat, column)
     text = cards.decoded(data, where)
     if "\x00" in text:
         raise cards.not_text(where, f"a zero byte at character {text.index(chr(0))}")
@@ -179,12 +194,17 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False) -> Conten
         # not splitlines(), which also parts at U+2028 and its like, and those may stand inside a JSON string
         lines = enumerate(text.split("\n"), start=1)
         records = ((f"{where}:{n}", _json(line, f"{where}:{n}")) for n, line in lines if line.strip())
-        return _records(records, where, chat)
+        return _records(records, where, chat, column)
+    if suffix == ".csv":
+        rows = _csv(text, where)
+        columns = _columns(list(rows[0]), where, chat, column)
+        named = ((f"{where}: row {n}", {key: row[key] for key in columns}) for n, row in enumerate(rows[1:]))
+        return _records(named, where, chat, column)
     if suffix == ".json":
         items = _json(text, where)
         if not isinstance(items, list):
             raise InputError("calibration-json", where=where, value="not a list", rule="a list of id lists or objects")
-        return _records(((f"{where}[{n}]", item) for n, item in enumerate(items)), where, chat)
+        return _records(((f"{where}[{n}]", item) for n, item in enumerate(items)), where, chat, column)
     return Texts(tuple(part for part in re.split(r"\n[^\S\n]*\n\s*", text.strip()) if part))
 
 
@@ -208,58 +228,118 @@ def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) 
             rule, remedy = f"it has {', '.join(sorted(data))}", f"save a split named {split!r}"
             raise InputError("calibration-split", where, f"none of {', '.join(_DATASET_SPLITS[split])}", rule, remedy)
         data = data[names[0]]
-    column = _column(list(data.column_names), where, chat)
+    columns = _columns(list(data.column_names), where, chat)
     with cards.reading(where):
-        values = list(data.select_columns([column]).with_format(None)[column])
-    return _columnar(column, values, where, chat), own_splits
+        rows = list(data.select_columns(columns).with_format(None))
+    return _tabular(rows, where, chat), own_splits
 
 
-def _parquet(data: bytes, where: str, chat: bool) -> Content:
+def _csv(text: str, where: str) -> list[dict[str, Any]]:
+    """Read a table; its first row maps the names of the columns to themselves."""
+    limit = csv.field_size_limit(max(len(text), 1))  # a document may be longer than the module's 131,072 characters
+    try:
+        rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+    except csv.Error as problem:
+        raise cards.unreadable(where, problem) from None
+    finally:
+        csv.field_size_limit(limit)
+    wrong = next((n for n, row in enumerate(rows) if row and len(row) != len(rows[0])), None)
+    if wrong is not None:
+        value = f"{len(rows[wrong])} fields in row {wrong}, {len(rows[0])} columns are named"
+        remedy = 'put fields with commas or line breaks between quotes ("), and commas between fields'
+        raise InputError("calibration-fields", where, value, "every row has a field for each column", remedy)
+    return [dict(zip(rows[0], row, strict=True)) for row in rows if row]
+
+
+def _parquet(data: bytes, where: str, chat: bool, column: str | None) -> Content:
     with MissingDependency.unless_found("pyarrow", extra="data", purpose="a .parquet file"):
         import pyarrow.parquet
     with cards.reading(where):
         file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
         names = list(file.schema_arrow.names)
-    column = _column(names, where, chat)
-    values, size = list[Any](), 0
+    columns = _columns(names, where, chat, column)
+    rows, size = list[Any](), 0
     with cards.reading(where):
         # in small pieces: a few bytes can stand for any number of rows
-        for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
+        for batch in file.iter_batches(batch_size=_ROWS, columns=columns):
             size += batch.nbytes + _OBJECT * len(batch)
             limits.UNPACKED.demand(size, where)
-            values += batch.column(0).to_pylist()
-    return _columnar(column, values, where, chat)
+            rows += batch.to_pylist()
+    return _tabular(rows, where, chat, column)
 
 
 def _wanted(chat: bool) -> tuple[str, ...]:
     return (IDS, MESSAGES, TEXT) if chat else (IDS, TEXT, MESSAGES)
 
 
-def _column(names: list[str], where: str, chat: bool) -> str:
-    for wanted in _wanted(chat):
-        if wanted in names:
-            return wanted
-    rule, remedy = "a column `text`, `messages` or `input_ids`", "rename the column"
-    raise InputError("calibration-fields", where, f"columns {', '.join(map(repr, names)) or 'none'}", rule, remedy)
+def _columns(names: list[str], where: str, chat: bool, column: str | None = None) -> list[str]:
+    """Choose the columns of a table to read. Raises InputError `calibration-fields`."""
+    if column is not None and column in names:
+        return [column]
+    ways: dict[str, list[tuple[str, ...]]] = {MESSAGES: [(MESSAGES,), _SHAREGPT, _ALPACA], IDS: [(IDS,)]}
+    for way in (way for wanted in _wanted(chat) for way in ways.get(wanted, [(TEXT,)])):
+        if column is None and set(way) - {"input", "system"} <= set(names):
+            return [name for name in way if name in names]
+    rule = f"a column {_KINDS}" if column is None else f"a column {column!r}, as the path says"
+    value = f"columns {', '.join(map(repr, names)) or 'none'}"
+    raise InputError("calibration-fields", where, value, rule, _name_it(where, "column"))
 
 
-def _columnar(column: str, values: list[Any], where: str, chat: bool) -> Content:
-    return _records(((f"{where}: row {n}", {column: value}) for n, value in enumerate(values)), where, chat)
+def _name_it(where: str, what: str) -> str:
+    """Advise to name a key or a column behind the path, where the path is a table's."""
+    file = content.column_of(where)[0]
+    return (
+        f"name the {what} behind the path: {file}:{what.upper()}" if file.endswith(SUFFIXES) else f"rename the {what}"
+    )
 
 
-def _records(records: Iterable[tuple[str, Any]], where: str, chat: bool) -> Content:
+def _tabular(rows: list[Any], where: str, chat: bool, column: str | None = None) -> Content:
+    return _records(((f"{where}: row {n}", row) for n, row in enumerate(rows)), where, chat, column)
+
+
+def _as_messages(record: dict[str, Any]) -> dict[str, Any]:
+    """Rewrite a record of ShareGPT or Alpaca as one with `messages`; any other stays as it is."""
+    turns, asked, answer = (record.get(key) for key in (_SHAREGPT[0], *_ALPACA[:2]))
+    if turns is None and isinstance(asked, str) and isinstance(answer, str):
+        words = "\n\n".join(part for part in (asked, record.get("input")) if part)
+        turns = [{"from": "human", "value": words}, {"from": "gpt", "value": answer}]
+    if turns is None or record.get(MESSAGES) is not None:
+        return record
+    if isinstance(turns, list):
+        turns = [
+            {"role": _ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"]}
+            if isinstance(turn, dict) and {"from", "value"} <= turn.keys()
+            else turn
+            for turn in turns
+        ]
+        turns = [*([{"role": "system", "content": record["system"]}] if record.get("system") else []), *turns]
+    return {**record, MESSAGES: turns}
+
+
+def _of_column(record: Any, column: str) -> Any:
+    """Return what stands in the column that was named, under the name of its kind."""
+    value = record.get(column) if isinstance(record, dict) else None
+    if not isinstance(value, list):
+        return {TEXT: value} if isinstance(value, str) else record
+    turns = bool(value) and isinstance(value[0], dict)
+    return {_SHAREGPT[0] if turns else IDS: value}
+
+
+def _records(records: Iterable[tuple[str, Any]], where: str, chat: bool, column: str | None = None) -> Content:
     read: dict[str, list[Any]] = {}
     places: list[str] = []
     for place, record in records:
         value = {IDS: record} if isinstance(record, list) else record
+        value = value if column is None else _of_column(value, column)
+        value = _as_messages(value) if isinstance(value, dict) else value
         kind = next((key for key in _wanted(chat) if _holds(value, key)), None)
         if kind is None:
             kinds = ""
             if isinstance(value, dict):
                 kinds = ", ".join(f"{key!r:.40}: {type(item).__name__}" for key, item in list(value.items())[:6])
             value = f"keys {kinds or 'none'}" if isinstance(value, dict) else f"{value!r:.60}"
-            rule = "an object with `text` (a string), `messages` or `input_ids` (lists)"
-            raise InputError("calibration-fields", place, value, rule, "rename the key")
+            rule = f"an object with {_KINDS}" if column is None else f"text, messages or ids under {column!r}"
+            raise InputError("calibration-fields", place, value, rule, _name_it(where, "key"))
         read.setdefault(kind, []).append(_READ[kind](value[kind], place))
         places.append(place)
         if len(read) > 1:
@@ -296,7 +376,7 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
     ]
     wrong = next((message for message in kept if not _is_message(message)), None)
     if not isinstance(value, list) or not value or len(kept) < len(value) or wrong is not None:
-        rule = "`messages` is a list of {role, content}, both strings"
+        rule = "a conversation is a list of {role, content}, or of {from, value}, both strings"
         remedy = "rename the keys, or leave that conversation out"
         raise InputError("calibration-messages", place, f"{value if wrong is None else wrong!r:.80}", rule, remedy)
     for message in kept:

@@ -288,7 +288,7 @@ def _common(recipe: Recipe, source: Source, tokens: int) -> dict[str, Any]:
     try:
         tokenizer = source.tokenizer()
     except InputError as error:
-        if error.code != "tokenizer-missing" or not recipe.calibration.set.endswith(_IDS):
+        if error.code != "tokenizer-missing" or not content.column_of(recipe.calibration.set)[0].endswith(_IDS):
             raise  # else the set holds token ids
     return {
         "tokenizer": tokenizer,
