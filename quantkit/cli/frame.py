@@ -30,6 +30,7 @@ from quantkit.cli.commands.imatrix import imatrix
 from quantkit.cli.commands.list import list_
 from quantkit.cli.commands.measure import measure
 from quantkit.cli.commands.plan import plan
+from quantkit.cli.commands.recommend import recommend
 from quantkit.cli.commands.show import show
 from quantkit.cli.commands.sign import sign
 from quantkit.cli.commands.tax import tax
@@ -70,10 +71,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Quantize and compile a model, and measure on the target whether it pays.",
     epilog="Exit codes: 0 fine; 1 a gate, check, comparison or --strict failed; 2 wrong use or input; 3 too noisy to "
-    "decide; 75 stopped safely, continue with --resume. Start with: quantkit compile --recipe awq-int4",
+    "decide; 75 stopped safely, continue with --resume. Start with: quantkit compile --recipe awq-int4. Tab completion: "
+    "quantkit --install-completion",
 )
 # in the order of the help
-_COMMANDS = (compile, plan, measure, compare, tax, tune, export, verify, sign, list_, show, doctor, generate, imatrix)
+_COMMANDS = (
+    *(compile, recommend, plan, measure, compare, tax, tune, export, verify, sign, list_, show, doctor, generate),
+    imatrix,
+)
 # a group has commands of its own: `quantkit nightly query`
 _GROUPS = {"device": (device.HELP, device.COMMANDS), "nightly": (nightly.HELP, nightly.COMMANDS)}
 
@@ -212,7 +217,7 @@ def run(arguments: Sequence[str]) -> int:
     name = _named(arguments)
     as_json = "--json" in arguments
     out = sys.stdout
-    answer, rebuilt = Answer(None), list[str]()
+    answer, rebuilt, parsed = Answer(None), list[str](), None
     try:
         parsed = _parser().main(list(arguments), prog_name="quantkit", standalone_mode=False)
         if parsed == _INTERRUPTED:
@@ -227,7 +232,7 @@ def run(arguments: Sequence[str]) -> int:
             finally:
                 rebuilt = [str(warning.message) for warning in caught]
     except BaseException as problem:  # a panic of a Rust library is not an `Exception`
-        if isinstance(problem, SystemExit) and not problem.code:  # typer has answered a shell's completion
+        if parsed is None and isinstance(problem, SystemExit) and not problem.code:  # typer has answered a shell's completion
             return 0
         answer.error = _as_error(problem, name)
         if answer.error.code in ("internal-error", "plugin-failed") and os.environ.get("QUANTKIT_TRACEBACK"):

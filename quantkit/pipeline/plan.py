@@ -148,6 +148,16 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     return Outlook(architecture, target, workload, candidates, recommend(candidates, workload), notes, question.model)
 
 
+def every(question: PlanQuestion) -> PlanQuestion:
+    """Ask about the float model and all shipped recipes for the model's kind that the target runs."""
+    kind, aimed = configs.read(question.model).kind, question.target
+    target = aimed if isinstance(aimed, Target) else Target.load(this_machine() if aimed is None else aimed)
+    recipes = {name: shipped(name) for name in content.names("recipes")}
+    quantizing = [name for name, recipe in recipes.items() if kind in recipe.models and recipe.passes]
+    runs = [name for name in quantizing if _runs(name, kind, target)]
+    return replace(question, recipes=("float", *runs), target=target)
+
+
 def _workload(question: PlanQuestion, architecture: Architecture, target: Target) -> Workload:
     if question.devices is not None and question.devices < 1:
         raise InputError("usage", where="--devices", value=question.devices, rule="from 1 up")

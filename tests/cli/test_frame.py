@@ -18,7 +18,8 @@ import pytest
 from quantkit.errors import Rebuilt
 from quantkit.report import catalog
 
-COMMANDS = ("compile", "measure", "compare", "tax", "tune", "verify", "list", "show", "doctor", "generate", "nightly")
+COMMANDS = ("compile", "recommend", "measure", "compare", "tax", "tune", "verify", "list", "show", "doctor", "generate")
+COMMANDS += ("nightly",)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,7 @@ COMMANDS = ("compile", "measure", "compare", "tax", "tune", "verify", "list", "s
         *(("nightly", command, "--help") for command in ("run", "gate", "page", "query")),
         ("list",),
         ("list", "--json"),
+        ("recommend", "llama-3-8b", "--target", "h100"),
         ("show", "gptq"),
         ("show", "l4"),
         ("show", "prose-en"),
@@ -77,6 +79,28 @@ def test_help_names_every_command_and_every_exit_code(quantkit: Any) -> None:
     assert all(f"  {command}  " in ran.out for command in COMMANDS)
     assert all(f"{code} " in ran.out for code in (0, 1, 2, 3, 75))
     assert quantkit().out == ran.out
+
+
+def test_help_names_the_completion_and_a_shell_is_answered() -> None:
+    """What bash asks at `quantkit reco<TAB>`."""
+    asked = {"_QUANTKIT_COMPLETE": "complete_bash", "COMP_WORDS": "quantkit reco", "COMP_CWORD": "1"}
+    command = [sys.executable, "-c", "import sys; sys.argv = ['quantkit']; from quantkit.cli import main; main()"]
+    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
+    assert (done.stdout.split(), done.stderr) == (["recommend"], "")
+
+
+def test_recommend_ranks_recipes_on_a_target(quantkit: Any) -> None:
+    ran = quantkit("recommend", "llama-3-8b", "--target", "h100")
+    assert ran.code == 0
+    lines = ran.out.splitlines()
+    assert "  by bounds: take int4-best" in lines
+    assert sum("✓" in line for line in lines) == len(
+        quantkit("recommend", "llama-3-8b", "--target", "h100", "--json").envelope["result"]["recipes"]
+    )
+    assert "quantkit compile MODEL --recipe int4-best --target h100" in ran.out
+    first = quantkit("recommend", "smollm2-135m", "--target", "cpu-x86", "--json").envelope["result"]
+    assert [one["recipe"] for one in first["refused"]] == ["fp8-block"]
+    assert quantkit("recommend", "llama-3-80b", "--json").envelope["error"]["code"] == "unknown-model"
 
 
 def test_version(quantkit: Any) -> None:

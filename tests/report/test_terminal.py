@@ -77,6 +77,8 @@ def test_failed_gate_is_said_at_the_top_and_with_its_limit(monkeypatch: pytest.M
     text = shown(monkeypatch, judged(verdict=judgement, checks=checks, state="gate_failed"), exported_rows())
     assert "kl_max in onnxruntime" in text and "0.300 > 0.25" in text, "a verdict without latency"
     assert "its speed has not been measured" in text
+    assert "which recipe to try instead:\n    quantkit recommend hf:org/a-model@main --target cpu-x86\n" in text
+    assert "quantkit recommend" not in shown(monkeypatch, judged(), exported_rows())
 
 
 def test_where_no_gate_was_judged_nothing_is_said_to_be_good(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,9 @@ def _head(manifest: Manifest, rows: Sequence[Row], path: Path | None, files: usa
         commands = [Code("its speed has not been measured; this does:", text, on=On.SCREEN | On.PAGE)] if text else []
     elif manifest.layers and manifest.verdict is None:
         commands = [Code("this judges it:", "\n".join(usage.measure(manifest)), on=On.PAGE)]
+    nothing = manifest.verdict is not None and manifest.verdict.answer == "do_not_quantize"
+    if (nothing or manifest.state == "gate_failed") and (text := usage.recommend(manifest, files)):
+        commands.append(Code("which recipe to try instead:", text, on=On.SCREEN | On.PAGE))
     tone = figures.tone(manifest) if manifest.verdict or manifest.state == "gate_failed" else ""
     conclusion = tree.Conclusion(answer, tone, because, label="verdict", commands=commands)
     return [*parts, conclusion, tree.Tiles(_tiles(manifest, rows))]

@@ -88,7 +88,8 @@ def commands(manifest: Manifest) -> list[Code]:
         made.append(Code("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
     if (runtime := file_runtime(manifest)) is not None:
         lines = ["# pip install 'quantkit[gguf]'", generate(".", runtime), _measured(manifest, ".", runtime)]
-        made.append(Code("llama.cpp", "\n".join([*lines, "llama-cli -m gguf/model.gguf"])))
+        lines += ["llama-cli -m gguf/model.gguf", "llama-server -m gguf/model.gguf --port 8080"]
+        made.append(Code("llama.cpp", "\n".join(lines)))
     if has(manifest, "engine/"):
         lines = ["# pip install 'quantkit[tensorrt]'; on the GPU that it was built for"]
         lines += [generate(".", engine_runtime(manifest))] if decodes else _measure_engine(manifest, ".")
@@ -102,6 +103,16 @@ def commands(manifest: Manifest) -> list[Code]:
         said = [f"# {stored.serving}"] if stored.serving else []
         made.append(Code("vLLM", "\n".join([*said, "vllm serve ./model"])))
     return made
+
+
+def recommend(manifest: Manifest, files: Files = _AS_NAMED) -> str:
+    """Write what ranks the recipes for its model; empty for a graph or a GGUF file, whose sizes no plan reads."""
+    kind, _, name = manifest.model.source.ref.partition(":")
+    target = (manifest.target or {}).get("name")
+    if manifest.model.kind == "network" or kind == _MODULE or name.lower().endswith((".onnx", ".gguf")) or not target:
+        return ""
+    model = {"alias": name, _PATH: files.model or f"./{name}"}.get(kind, manifest.model.source.ref)
+    return f"quantkit recommend {shlex.quote(model)} --target {shlex.quote(target)}"
 
 
 def measure(manifest: Manifest, place: str = ".", files: Files = _AS_NAMED) -> list[str]:

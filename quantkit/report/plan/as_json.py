@@ -9,6 +9,7 @@ from typing import Any
 
 from quantkit.planning.forecast import TimedStep
 from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedMemory, PlannedRecipe
+from quantkit.planning.ranking import Losses, Ranked
 from quantkit.report.plan import words as say
 
 
@@ -45,6 +46,27 @@ def as_dict(outlook: Outlook) -> dict[str, Any]:
         "notes": outlook.notes,
     }
     result: dict[str, Any] = _plain(found)
+    return result
+
+
+def ranked_as_dict(outlook: Outlook, ranked: Sequence[Ranked]) -> dict[str, Any]:
+    """Return the `result` of `quantkit recommend`: recipes in their order, and those that cannot run."""
+    plan, losses = as_dict(outlook), Losses.shipped()
+    rows = []
+    for place, each in enumerate(ranked, 1):
+        one = each.candidate
+        row = {"rank": place, **_named(one, "recipe", "runtime"), "bits_per_weight": one.bits}
+        row |= {"state": say.state(one), "weights_bytes": one.bytes, "fits": each.row.fits}
+        row["memory_bytes"] = sum(each.row.parts.values())
+        row["devices"] = None if one.memory is None else one.memory.devices
+        step, loss = each.row.step, None
+        row["step"] = {"bound_s": step.least, "forecast_s": step.forecast, "forecast_interval_s": step.interval}
+        if each.loss is not None:
+            loss = {**_named(each.loss, "kl", "half", "record"), "class": each.loss.name}
+        rows.append({**row, "loss": loss, "because": each.because})
+    refused = [_named(one, "recipe", "problem") for one in outlook.candidates if one.problem is not None]
+    kept = {key: plan[key] for key in ("model", "target", "workload", "recommendation", "notes")}
+    result: dict[str, Any] = _plain({**kept, "recipes": rows, "refused": refused, "losses_measured_on": losses.model})
     return result
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from quantkit.planning.forecast import TimedStep
 from quantkit.planning.outlook import Outlook, PlannedBatch, PlannedRecipe
+from quantkit.planning.ranking import Losses, Ranked
 from quantkit.report.kit import tree, words
 from quantkit.report.kit.tree import MARK, Cell, Exhibit, Line, On, Part, Remark, Section, Sheet, Styled
 from quantkit.report.plan import figures
@@ -47,6 +48,34 @@ def document(outlook: Outlook, version: str = "") -> tree.Document:
         [Section(title, parts, place) for place, title, parts in chapters if parts],
         made=f"Made by quantkit {version} from sizes and figures; nothing was run.",
         provenance=_provenance(outlook),
+    )
+
+
+def ranking(outlook: Outlook, ranked: Sequence[Ranked], version: str = "") -> tree.Document:
+    """Build the tree of a ranking: which recipe and why, and a line for each recipe."""
+    batch, step = outlook.workload.batches[0], say.step(outlook)
+    head = ["recipe", "runtime", "stored", "weights", "takes", f"{step},\nbatch {batch:,}", "KL"]
+    rows: list[list[Line]] = []
+    for each in ranked:
+        one, loss, fits, state = each.candidate, each.loss, each.row.fits, say.state(each.candidate)
+        devices = f"{one.memory.devices} × " if one.memory is not None and one.memory.devices > 1 else ""
+        takes = f"{devices}{words.size(sum(each.row.parts.values()))}"
+        cells: list[Line] = [Styled(one.label, "name"), one.runtime, Styled(state, _TONES.get(state, ""))]
+        cells += [words.size(one.bytes), (MARK[fits] if fits is not None else " ", " ", takes)]
+        cells += [say.NONE if fits is False else say.at(each.row)]
+        rows.append([*cells, say.NONE if loss is None else f"{loss.kl:.3f}, {loss.name}"])
+    losses, notes = Losses.shipped(), [Remark(note, "note") for note in say.notes(outlook)[1]]
+    label = say.standing(outlook) if say.timed(outlook) else "by size"
+    about = [f"KL in nats a token, measured on {losses.model}: it orders recipes, another model loses more or less."]
+    about = about if say.decodes(outlook) else []
+    refused = [each for each in outlook.candidates if each.problem is not None]
+    about += [f"{each.label}: {each.problem}" for each in refused]
+    return tree.Document(
+        (Styled(outlook.architecture.name, "strong"), " on ", Styled(outlook.target.name, "strong"), ": which recipe"),
+        [say.model(outlook.architecture), say.target(outlook), say.workload(outlook.workload, outlook.architecture)],
+        [replace(_answer(outlook), because=outlook.recommendation.because, label=label), *notes],
+        [Sheet(head, rows, 0, 3), *(Remark(line, "caption") for line in [*about, say.legend(outlook)] if line)],
+        made=f"Made by quantkit {version} from sizes and figures; nothing was run.",
     )
 
 

@@ -1,0 +1,40 @@
+"""`quantkit recommend`: which recipe to try first, from sizes and figures alone."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from quantkit.cli.answer import Answer
+from quantkit.cli.options import Json, Target, batches
+
+
+def recommend(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A name (llama-3-8b, qwen3-30b-a3b, …), a folder or a config.json (./config.json), or a bundle.",
+        ),
+    ] = "smollm2-135m",
+    target: Target = None,
+    batch: Annotated[str, typer.Option(metavar="N", help="Sequences at once.")] = "1",
+    prompt: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="That come in with a request; default: 1,024.")
+    ] = None,
+    output: Annotated[int | None, typer.Option(metavar="TOKENS", help="That go out; default: 256.")] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Rank the recipes for a model on a target: memory, size, time of a step, expected loss. Nothing is run."""
+    import quantkit
+    from quantkit.pipeline.plan import PlanQuestion, every
+    from quantkit.pipeline.plan import plan as answer
+    from quantkit.planning.ranking import rank
+    from quantkit.report.plan.as_json import ranked_as_dict
+    from quantkit.report.plan.document import ranking
+
+    sizes = tuple(batches(batch) or ())
+    outlook, ranked = rank(answer(every(PlanQuestion(model, (), target, batches=sizes, prompt=prompt, output=output))))
+    tree = ranking(outlook, ranked, quantkit.__version__)
+    return Answer(ranked_as_dict(outlook, ranked), [tree], warnings=list(outlook.notes))

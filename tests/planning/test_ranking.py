@@ -1,0 +1,93 @@
+"""The order of recipes follows what fits, what is native, the loss and the time; losses are those of the records."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quantkit import content
+from quantkit.pipeline.plan import PlanQuestion, every, plan
+from quantkit.planning.outlook import Outlook, PlannedCell
+from quantkit.planning.ranking import Loss, Losses, rank
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def outlook(model: str = "llama-3-8b", target: str = "h100", batch: int = 1, recipes: tuple[str, ...] = ()) -> Outlook:
+    question = PlanQuestion(model, recipes, target, batches=(batch,))
+    return plan(question if recipes else every(question), samples=())
+
+
+def losses(**kl: float) -> Losses:
+    return Losses(
+        schema=1, model="another", recipes={name.replace("_", "-"): Loss(kl=value) for name, value in kl.items()}
+    )  # type: ignore[call-arg]
+
+
+def order(whole: Outlook, known: Losses | None = None) -> list[str]:
+    return [one.candidate.recipe for one in rank(whole, known)[1]]
+
+
+def test_the_first_is_recommended_and_every_recipe_that_runs_has_its_place() -> None:
+    whole, ranked = rank(outlook())
+    assert whole.recommendation.label == ranked[0].candidate.label == "int4-best"
+    assert len(ranked) == len(whole.candidates) > 15
+    assert any("2.74 times fewer bytes" in reason for reason in ranked[0].because)
+    assert any("quantkit tax" in reason for reason in whole.recommendation.because)
+
+
+def test_of_small_losses_the_faster_comes_first_and_a_larger_loss_comes_later() -> None:
+    whole = outlook(recipes=("float", "int8-weights", "awq-int4"))
+    assert order(whole, losses(int8_weights=0.01, awq_int4=0.05)) == ["awq-int4", "int8-weights", "float"]
+    assert order(whole, losses(int8_weights=0.01, awq_int4=0.15)) == ["int8-weights", "float", "awq-int4"]
+
+
+def test_about_as_fast_the_smaller_loss_comes_first() -> None:
+    whole = outlook(recipes=("awq-int4", "int4-symmetric"))
+    assert order(whole, losses(awq_int4=0.05, int4_symmetric=0.06)) == ["awq-int4", "int4-symmetric"]
+    assert order(whole, losses(awq_int4=0.06, int4_symmetric=0.05)) == ["int4-symmetric", "awq-int4"]
+
+
+def test_what_does_not_fit_and_what_is_emulated_comes_after_what_is_neither() -> None:
+    whole = outlook("llama-3-70b", batch=16)
+    ranked = rank(whole)[1]
+    assert [one.fits for one in ranked] == sorted((one.fits for one in ranked), reverse=True)
+    assert not ranked[-1].fits and "it does not fit" in ranked[-1].because
+    first = whole.candidates[1]
+    emulated = replace(first, cells=[PlannedCell("int4", "weights", "emulated", "test")])
+    ranked = rank(replace(whole, candidates=[whole.candidates[0], emulated, *whole.candidates[2:]]))[1]
+    place = next(number for number, one in enumerate(ranked) if one.candidate is emulated)
+    assert all(one.native for one in ranked[:place]) and "smaller, not faster" in ranked[place].because[-2]
+
+
+def test_a_loss_of_more_bits_than_the_recipe_has_here_does_not_count() -> None:
+    known = Losses(schema=1, model="another", recipes={"awq-int4": Loss(kl=0.01, bits=5.4)})  # type: ignore[call-arg]
+    whole = outlook(recipes=("float", "awq-int4"))
+    assert [one.loss is None for one in rank(whole, known)[1]] == [False, True]
+
+
+def test_of_a_model_that_does_not_decode_no_loss_is_claimed() -> None:
+    whole, ranked = rank(outlook("bert-base", "cpu-x86"))
+    assert all(one.loss is None for one in ranked)
+    assert whole.recommendation.label == "int8-encoder"
+    assert sum("is known" in reason for reason in whole.recommendation.because) == 2, "neither loss nor time"
+
+
+def test_the_shipped_losses_are_those_of_the_records() -> None:
+    shipped, rows = Losses.shipped(), {}
+    for path in {loss.record for loss in shipped.recipes.values()}:
+        for row in json.loads((RESULTS / f"{path}.json").read_text(encoding="utf-8"))["rows"]:
+            name = row.get("recipe") or ("int4-cpu" if row.get("side") == "quantkit" else f"gguf-{row.get('type')}")
+            if row.get("model", shipped.model) == shipped.model and row.get("text", "speeches") == "speeches":
+                rows[path, name] = row
+    for name, loss in shipped.recipes.items():
+        assert name in content.names("recipes")
+        assert loss.kl == pytest.approx(rows[loss.record, name]["kl"], abs=5e-5)
+
+
+def test_the_classes_of_losses() -> None:
+    names = [Loss(kl=kl).name for kl in (0.0, 0.02, 0.1, 0.25, 0.3)]
+    assert names == ["none", "tiny", "small", "moderate", "large"]
