@@ -71,8 +71,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Quantize and compile a model, and measure on the target whether it pays.",
     epilog="Exit codes: 0 fine; 1 a gate, check, comparison or --strict failed; 2 wrong use or input; 3 too noisy to "
-    "decide; 75 stopped safely, continue with --resume. Start with: quantkit compile --recipe awq-int4. Tab completion: "
-    "quantkit --install-completion",
+    "decide; 75 stopped safely, continue with --resume. Start with: quantkit compile --recipe awq-int4; "
+    "tab completion: quantkit --install-completion",
 )
 # in the order of the help
 _COMMANDS = (
@@ -232,8 +232,8 @@ def run(arguments: Sequence[str]) -> int:
             finally:
                 rebuilt = [str(warning.message) for warning in caught]
     except BaseException as problem:  # a panic of a Rust library is not an `Exception`
-        if parsed is None and isinstance(problem, SystemExit) and not problem.code:  # typer has answered a shell's completion
-            return 0
+        if parsed is None and isinstance(problem, SystemExit) and not problem.code:
+            return 0  # typer has answered a shell's completion
         answer.error = _as_error(problem, name)
         if answer.error.code in ("internal-error", "plugin-failed") and os.environ.get("QUANTKIT_TRACEBACK"):
             traceback.print_exc()

@@ -81,14 +81,6 @@ def test_help_names_every_command_and_every_exit_code(quantkit: Any) -> None:
     assert quantkit().out == ran.out
 
 
-def test_help_names_the_completion_and_a_shell_is_answered() -> None:
-    """What bash asks at `quantkit reco<TAB>`."""
-    asked = {"_QUANTKIT_COMPLETE": "complete_bash", "COMP_WORDS": "quantkit reco", "COMP_CWORD": "1"}
-    command = [sys.executable, "-c", "import sys; sys.argv = ['quantkit']; from quantkit.cli import main; main()"]
-    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
-    assert (done.stdout.split(), done.stderr) == (["recommend"], "")
-
-
 def test_recommend_ranks_recipes_on_a_target(quantkit: Any) -> None:
     ran = quantkit("recommend", "llama-3-8b", "--target", "h100")
     assert ran.code == 0

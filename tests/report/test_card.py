@@ -225,3 +225,13 @@ def test_files_are_named_as_they_were_typed() -> None:
     assert usage.measure(manifest, "out", typed) == [
         "quantkit measure out --runtime onnxruntime --baseline '/data/my models/x.onnx' --calibration /data/set.npz"
     ]
+
+
+def test_servers_stand_on_the_card_where_the_bundle_has_what_they_read() -> None:
+    file = planted.manifest().files[0].model_dump(by_alias=True)
+    gguf = planted.manifest(files=[{**file, "path": "gguf/model.gguf", "role": "weights"}])
+    text = card(gguf, planted.rows(), [])
+    assert "llama-server -m gguf/model.gguf" in text and "vllm serve" not in text
+    text = card(planted.manifest(), planted.rows(), [])
+    assert "vllm serve ./model" in text and "llama-server" not in text
+    assert "vllm serve" not in card(onnx_only(), [], [])

@@ -88,7 +88,7 @@ def commands(manifest: Manifest) -> list[Code]:
         made.append(Code("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
     if (runtime := file_runtime(manifest)) is not None:
         lines = ["# pip install 'quantkit[gguf]'", generate(".", runtime), _measured(manifest, ".", runtime)]
-        lines += ["llama-cli -m gguf/model.gguf", "llama-server -m gguf/model.gguf --port 8080"]
+        lines += ["llama-cli -m gguf/model.gguf", "llama-server -m gguf/model.gguf"]
         made.append(Code("llama.cpp", "\n".join(lines)))
     if has(manifest, "engine/"):
         lines = ["# pip install 'quantkit[tensorrt]'; on the GPU that it was built for"]
