@@ -379,7 +379,9 @@ def with_prompts(found: Verdict, rows: Sequence[Row], *, setting: str = "") -> V
     prompts = PromptVerdict(faster=by["faster"], slower=by["slower"], open=by["open"]) if worst else None
     ends = list(dict.fromkeys([*list(worst)[:1], *list(worst)[-1:]]))
     because = [*found.because, *(sentence(worst[length][0]) for length in ends)]
-    lost = [f"batches above {found.batch}"] if found.answer == "ship_up_to" else []
+    steps = [row.batch or 0 for row in rows if row.name == "latency.decode_step" and row.value]
+    slower = found.answer == "ship_up_to" and max(steps, default=math.inf) > (found.batch or 0)
+    lost = [f"batches above {found.batch}"] if slower else []
     lost += ["the other batches"] if found.answer == "intervals" else []
     # where there is a setting, what gains nothing is told of it too
     behind = sorted([*by["slower"], *(by["open"] if setting else [])])

@@ -21,7 +21,7 @@ from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.calibrate.tokens.ids import load_tokens
 from quantkit.errors import InputError, QuantkitError
-from quantkit.measurement.accuracy.positions import Items, against, flipped
+from quantkit.measurement.accuracy.positions import Items, against, common, flipped
 from quantkit.measurement.compared import (
     Compared,
     DecidedCell,
@@ -330,8 +330,13 @@ def _scored(
         ran = runtime or next((quantity.runtime for quantity in asked if quantity.runtime), default_runtime(a.bundle))
         return _Scored(asked, f"{data.items:,} items of {data.set} ({data.split})", (ran, ran), None, notes)
     first, second, notes = common_runtime(a, b, runtime)
-    data = demand_one_text(a, b, a.data(first), b.data(second))
-    before, after = a.read(first), b.read(second)
+    read, known = (a.read(first), b.read(second)), (a.data(first), b.data(second))
+    before, after = read
+    if known[0] is not None and known[1] is not None and known[0].sha256 != known[1].sha256:
+        # a compile scores the first sequences of what `measure` scores
+        before, after = common(*read)
+        known = (known[1],) * 2 if before is not read[0] else (known[0],) * 2 if after is not read[1] else known
+    data = demand_one_text(a, b, *known)
     asked = by_item(before, after, margin, second, f"{a.name} and {b.name}")
     text, missing = scored_text(a, before, data, calibration) if examples else (None, [])
     words = None if text is None else flips(before, after, text, examples)

@@ -36,7 +36,7 @@ from quantkit.measurement.engine_layers import NAME
 from quantkit.measurement.rows import Row, write_rows
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.estimate import demand_disk, line
-from quantkit.pipeline.gates import judge, refuse, warnings
+from quantkit.pipeline.gates import judge, near, refuse, warnings
 from quantkit.pipeline.progress import Progress, Stage, Stages
 from quantkit.pipeline.request import Request, demand_model, takes_graph
 from quantkit.pipeline.subject import Subject
@@ -189,7 +189,7 @@ def _compiled(subject: Subject) -> Compiled:
     rows = subject.score(bundle)
     judged, unjudged = judge(request.recipe.gates, rows, request.gates_asked)
     subject.checks += judged
-    subject.decisions += unjudged
+    subject.decisions += [*unjudged, *near(request.recipe.gates, rows)]
     if request.strict:
         refuse(subject.decisions)
     rows += subject.time(bundle)

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 from quantkit.bundle import Check, Decision, Manifest
 from quantkit.errors import GateError
-from quantkit.measurement.rows import Row
+from quantkit.measurement.rows import Interval, Row
 from quantkit.passes import NOTE, decision
 from quantkit.planning.assigned import ASKED, EXPERTS, FLOATS
 from quantkit.planning.support import EMULATED
 from quantkit.recipe import Gates
 from quantkit.report.bundle import figures
+from quantkit.report.kit import words
 
-UNJUDGED = "gate-not-judged"
+UNJUDGED, NEAR = "gate-not-judged", "gate-within-interval"
 _WHERE = "gates."
 
 
@@ -38,14 +39,31 @@ def _points_lost(row: Row) -> float | None:
     return None if lost is None else round(-100 * lost, 9) + 0.0
 
 
+def _own_interval(row: Row) -> Interval | None:
+    return row.ci95
+
+
+def _ratio_interval(row: Row) -> Interval | None:
+    # a row's ratio says how many times better it is
+    ends = row.baseline.ratio_ci95 if row.baseline is not None else None
+    return (1 / ends[1], 1 / ends[0]) if ends and ends[0] > 0 else None
+
+
+def _lost_interval(row: Row) -> Interval | None:
+    ends = row.baseline.difference_ci95 if row.baseline is not None else None
+    return (-100 * ends[1], -100 * ends[0]) if ends else None
+
+
 @dataclass(frozen=True)
 class _Subject:
-    """Rows of a name, what has them, what is held against the limit; of a classifier's answers, or of next words."""
+    """Rows of a name, what has them, what is held against the limit with its interval; of a classifier's answers, or of
+    next words."""
 
     name: str
     takes: str
     read: Callable[[Row], float | None] = _itself
     classes: bool | None = None
+    sure: Callable[[Row], Interval | None] = _own_interval
 
     def has(self, row: Row) -> bool:
         """Tell whether a gate is about a row; longer contexts, and answers that the original is sure of, are told."""
@@ -62,10 +80,12 @@ _WORDS, _CLASSES = (
 _SUBJECTS = {
     "kl_max": _Subject("accuracy.kl", "next words or classes"),
     "top1_agreement_min": _Subject("accuracy.top1_agreement", _WORDS, classes=False),
-    "perplexity_ratio_max": _Subject("accuracy.perplexity", _WORDS, _ratio),
-    "top1_drop_max": _Subject("accuracy.top1", f"{_CLASSES}, and labels", _points_lost),
+    "perplexity_ratio_max": _Subject("accuracy.perplexity", _WORDS, _ratio, sure=_ratio_interval),
+    "top1_drop_max": _Subject("accuracy.top1", f"{_CLASSES}, and labels", _points_lost, sure=_lost_interval),
     "agreement_min": _Subject("accuracy.top1_agreement", _CLASSES, classes=True),
-    "recall_drop_max": _Subject("accuracy.recall_at_1", "an encoder, and pairs of texts", _points_lost),
+    "recall_drop_max": _Subject(
+        "accuracy.recall_at_1", "an encoder, and pairs of texts", _points_lost, sure=_lost_interval
+    ),
     "cosine_min": _Subject("accuracy.cosine", "a model that gives vectors"),
     "bits_per_weight_max": _Subject("size.bits_per_weight", "quantized layers"),
 }
@@ -102,6 +122,19 @@ def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None
     ]
 
 
+def near(gates: Gates, rows: Sequence[Row]) -> list[Decision]:
+    """List the gates whose limit lies inside a row's 95 % interval: more items may decide otherwise."""
+    decisions = []
+    for gate, limit in gates.model_dump().items():
+        for row in filter(_SUBJECTS[gate].has, rows) if limit is not None else ():
+            ends = _SUBJECTS[gate].sure(row)
+            if ends is not None and ends[0] < limit < ends[1]:
+                low, high = map(words.short, ends)
+                reason = f"the mean over {row.n:,} items decides; its 95 % interval in {row.runtime}, {low} to {high}, "
+                decisions.append(decision("gates", NEAR, f"{_WHERE}{gate}", f"{reason}holds the limit", limit))
+    return decisions
+
+
 def allowed(gates: Gates, name: str, before: float | None) -> float | None:
     """Return how much worse than another model the gates allow a bundle to be in a thing; None where none is about it.
 
@@ -131,10 +164,11 @@ def allowed(gates: Gates, name: str, before: float | None) -> float | None:
 
 
 def warnings(decisions: Sequence[Decision]) -> list[str]:
-    """Say what a reader has to know: of gates that were asked for and not judged, of formats that are not computed in,
+    """Say what a reader has to know: of gates that were not judged or are close, of formats that are not computed in,
     of weights that stay in floats."""
     texts = {
         UNJUDGED: "{0.where} {0.from_:g} is {0.reason}",
+        NEAR: "{0.where} {0.from_:g}: {0.reason}",
         EMULATED: "{0.where}: {0.reason}",
         FLOATS: "{0.reason}",
     }
@@ -142,9 +176,9 @@ def warnings(decisions: Sequence[Decision]) -> list[str]:
 
 
 def still_unjudged(decisions: Sequence[Decision], checks: Sequence[Check]) -> list[Decision]:
-    """Leave out decisions on gates that have a check by now."""
+    """Leave out decisions on gates that have been judged since."""
     judged = {f"{_WHERE}{check.name.rpartition('.')[2]}" for check in figures.gates(checks)}
-    return [taken for taken in decisions if taken.code not in (UNJUDGED, NOTE) or taken.where not in judged]
+    return [taken for taken in decisions if taken.code not in (UNJUDGED, NEAR, NOTE) or taken.where not in judged]
 
 
 def measured(gate: str, rows: Sequence[Row]) -> Row | None:
@@ -186,7 +220,7 @@ def demand(checks: Iterable[Check], remedy: str, *, of: str = "") -> None:
 
 def refuse(decisions: Sequence[Decision]) -> None:
     """Raise GateError for the first decision that the recipe did not ask for, if there is any."""
-    unasked = [taken for taken in decisions if taken.code not in {*ASKED, NOTE}]
+    unasked = [taken for taken in decisions if taken.code not in {*ASKED, NEAR, NOTE}]
     if unasked:
         first = unasked[0]
         rule = f"--strict allows no decision beyond the recipe; {first.reason} ({len(unasked)} in all)"

@@ -29,7 +29,7 @@ from quantkit.errors import GateError, InputError, MissingDependency, QuantkitEr
 from quantkit.kernels import GPUS, too_old
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of, read_rows, size_rows
-from quantkit.measurement.timing.schedule import TimingPlan
+from quantkit.measurement.timing.schedule import LARGEST, TimingPlan
 from quantkit.passes import decision
 from quantkit.pipeline.baseline import float_export, float_format
 from quantkit.pipeline.engines import look
@@ -50,12 +50,11 @@ if TYPE_CHECKING:
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.graphs.answers import SampleCost
 
-# a compile looks at a few shapes; `quantkit measure` at all of them
-QUICK = TimingPlan(batches=(1, 4, 16), contexts=(128,), prefills=(256, 1024), seconds=60.0, cell_seconds=60.0, rounds=4)
+# a compile looks at a step and a prompt; `quantkit measure` at all shapes
+QUICK = TimingPlan(batches=(1,), contexts=(128,), prefills=(64,), seconds=7.0, cell_seconds=7.0, rounds=5)
+_OTHERS = TimingPlan(seconds=60.0, cell_seconds=60.0, rounds=4)
 # of a model that does not decode: one text and many, as short as a query and as long as a passage
 _TEXTS, _LENGTHS = (1, 32), (32, 128)
-# batches beyond this are for prefill and servers; a decode step of them takes a CPU most of a second
-_LARGEST = 32
 # bytes of memory a weight takes while a float graph is made and loaded again: of Gemma 3 270M 3.9 GB were seen
 _MAKING = 15
 
@@ -516,8 +515,8 @@ def _steps_on_gpu(bundle: Bundle, runtime: str, progress: Progress) -> bool:
 def quick(kind: str) -> TimingPlan:
     """Return what a compile looks at, for a kind of model."""
     if kind == "network":
-        return replace(QUICK, batches=_TEXTS, seconds=40.0)
-    return QUICK if kind == "decoder" else replace(QUICK, batches=_TEXTS, seconds=60.0)
+        return replace(_OTHERS, batches=_TEXTS, seconds=40.0)
+    return QUICK if kind == "decoder" else replace(_OTHERS, batches=_TEXTS)
 
 
 def fitting(plan: TimingPlan, context: int, kind: str = "decoder") -> TimingPlan:
@@ -531,7 +530,7 @@ def fitting(plan: TimingPlan, context: int, kind: str = "decoder") -> TimingPlan
 
 def batches_of(bundle: Bundle) -> list[int]:
     """List the target's batches, up to 32."""
-    return [size for size in target_of(bundle.manifest).batches if size <= _LARGEST] or [1]
+    return [size for size in target_of(bundle.manifest).batches if size <= LARGEST] or [1]
 
 
 def with_changes(plan: TimingPlan, batches: Sequence[int] | None, seconds: float | None) -> TimingPlan:

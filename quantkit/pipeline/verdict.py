@@ -20,10 +20,11 @@ from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import FALLBACK, NAME, stored
 from quantkit.measurement.rows import Row, read_rows
+from quantkit.measurement.timing.schedule import LARGEST
 from quantkit.measurement.verdict import MeasuredFormat, sentence, speed_up, verdict, with_prompts
 from quantkit.passes import decision
 from quantkit.pipeline import engines
-from quantkit.pipeline.gates import judge, still_unjudged
+from quantkit.pipeline.gates import judge, near, still_unjudged
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.planning import efficiency
@@ -109,6 +110,13 @@ def decide(
         return None
     judged = verdict(MeasuredFormat(format_of(layers), own, checks), batches or target.batches)
     beside = []
+    most = max(measured, default=0)
+    if steps and not failed and any(most < batch <= LARGEST for batch in target.batches):
+        # a batch that was not timed has not won
+        judged = (
+            judged.model_copy(update={"answer": "ship_up_to", "batch": most}) if judged.answer == "ship_it" else judged
+        )
+        beside.append(f"batches above {most}: not timed; `quantkit measure BUNDLE` times them")
     others = [name for name in of_one_file(RUNTIME) if name != RUNTIME]
     if runtime in others:
         beside.append(f"timed in {runtime} alone: what {RUNTIME} makes of the file is not known")
@@ -273,11 +281,12 @@ def _judged(manifest: Manifest, rows: Sequence[Row]) -> Manifest:
     order = runtimes_of(manifest)
     known = [row for row in rows if row.runtime in order]
     ordered = sorted(known, key=lambda row: order.index(str(row.runtime))) + [row for row in rows if row not in known]
-    checks, _ = judge(Gates.model_validate(manifest.recipe.get("gates") or {}), ordered)
+    gates = Gates.model_validate(manifest.recipe.get("gates") or {})
+    checks, _ = judge(gates, ordered)
     named: dict[str, Check] = {check.name: check for check in [*manifest.checks, *checks]}
     failed = any(not check.ok for name, check in named.items() if name.startswith("gate."))
     state = "gate_failed" if failed else "complete"
-    decisions = still_unjudged(manifest.decisions, checks)
+    decisions = [*still_unjudged(manifest.decisions, checks), *near(gates, ordered)]
     return manifest.model_copy(update={"checks": list(named.values()), "state": state, "decisions": decisions})
 
 
@@ -305,7 +314,9 @@ def _kind(row: Row, against: str) -> tuple[Any, ...]:
     export = tuple(row.settings.get(key) for key in told)
     baseline = row.baseline.subject if row.baseline else against
     device = row.device.id if row.device and is_timing(row) else None
-    return row.on, row.name, baseline, row.runtime, export, device, row.batch, tuple(sorted((row.shape or {}).items()))
+    # of another number of sequences it is the same figure, better or worse known
+    shape = tuple(sorted(item for item in (row.shape or {}).items() if item[0] != "sequences"))
+    return row.on, row.name, baseline, row.runtime, export, device, row.batch, shape
 
 
 def page(

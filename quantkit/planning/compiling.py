@@ -46,8 +46,9 @@ from quantkit.scheme import WeightScheme
 ACTIVATION_BYTES, ALIVE = 768 * 2**20, 6
 # what adds to the residual stream, or begins a new shared input, by how such linears are called
 OUTWARD = ("o_proj", "out_proj", "down_proj", "dense", "output", "fc2", "c_proj", "w2")
-# positions that a compile scores at least, and tokens of a sequence where the calibration set says nothing of them
-SCORED, LENGTH = 6000, 512
+# positions that a compile scores at least, by the kind of model; tokens of a sequence where the calibration set says
+# nothing of them
+SCORED, LENGTH = {"decoder": 2000, "encoder": 6000}, 512
 # sequences of a forward that scores; of a quantized cache's long contexts, tokens and sequences
 SCORED_TOGETHER, LONG, LONG_SEQUENCES = 4, 2048, 4
 # a model of so many bytes is held against plain transformers as a whole, whatever else its compile takes; a larger one
@@ -204,7 +205,12 @@ class CompileSpec:
 
 
 def described(
-    architecture: Architecture, recipe: Recipe, *, speed: bool = False, baseline: bool = True, positions: int = SCORED
+    architecture: Architecture,
+    recipe: Recipe,
+    *,
+    speed: bool = False,
+    baseline: bool = True,
+    positions: int | None = None,
 ) -> CompileSpec:
     """Describe the compile of a model by a recipe, where the model is not opened.
 
@@ -212,7 +218,7 @@ def described(
         recipe: its exports are those that the target reads (`planning.support`).
         speed: whether what it exports is timed, if it can be.
         baseline: whether its graph has to be made to be timed against.
-        positions: that are scored, at least.
+        positions: that are scored, at least; None: as many as a compile scores.
 
     Raises:
         InputError: those of `assign_sizes`; `compile-unknown`, a network of images.
@@ -232,7 +238,7 @@ def described(
         schemes,
         calibration.samples if looks else 0,
         length,
-        -(-positions // max(scored - 1, 1)) * scored,
+        -(-(positions or SCORED[architecture.kind]) // max(scored - 1, 1)) * scored,
         scored,
         timed=speed and bool(schemes) and timed(recipe) is not None,
         baseline=baseline,

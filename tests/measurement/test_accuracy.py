@@ -13,7 +13,15 @@ from reference.plain_accuracy import score
 from quantkit.errors import GateError, InputError
 from quantkit.measurement.accuracy import positions as module
 from quantkit.measurement.accuracy.labelled import About
-from quantkit.measurement.accuracy.positions import Accuracy, Items, against, flipped, load_items, standard_error
+from quantkit.measurement.accuracy.positions import (
+    Accuracy,
+    Items,
+    against,
+    common,
+    flipped,
+    load_items,
+    standard_error,
+)
 from quantkit.measurement.rows import Data, Device
 from quantkit.stats.decision import decide
 
@@ -268,3 +276,16 @@ def test_other_text_is_refused():
         against(one, replace(items(2), sequence=one.sequence + 1), MARGINS)
     with pytest.raises(InputError, match="nothing-scored"):
         against(items(1, sequences=0), items(2, sequences=0), MARGINS)
+
+
+def test_two_that_were_scored_on_more_and_on_less_of_one_text_have_its_beginning_in_common() -> None:
+    whole, first = scored(), scored(sequences=4)
+    one, other = common(whole, first)
+    assert other is first and one.n == first.n
+    np.testing.assert_array_equal(one.kl, first.kl)
+    assert common(first, whole)[0] is first
+    assert against(one, other, {"accuracy.kl": 0.01})["accuracy.kl"].effect == 0
+    moved = replace(first, nll_original=first.nll_original + 0.1)
+    assert common(whole, moved) == (whole, moved), "another text"
+    half = Items(**{name: getattr(whole, name)[:20] for name in module.DTYPES})
+    assert common(whole, half) == (whole, half), "no whole sequences"

@@ -12,7 +12,7 @@ import pytest
 from quantkit.bundle import Check
 from quantkit.errors import GateError
 from quantkit.measurement.rows import Baseline, Row
-from quantkit.pipeline.gates import demand, judge, still_unjudged, warnings
+from quantkit.pipeline.gates import NEAR, demand, judge, near, refuse, still_unjudged, warnings
 from quantkit.recipe import Gates
 
 
@@ -147,3 +147,21 @@ def test_the_first_that_failed_is_named() -> None:
     with pytest.raises(GateError) as caught:
         demand([check("c", None, ok=False, where="layer")], "report it", of="float baseline")
     assert (caught.value.where, caught.value.value) == ("float baseline: layer", "c is not known")
+
+
+def test_a_limit_inside_the_interval_is_said_and_no_error_under_strict() -> None:
+    kl = row("accuracy.kl", 0.2).model_copy(update={"ci95": (0.15, 0.25), "n": 2044, "runtime": "torch"})
+    ratio = Baseline(subject="b", value=30.0, ratio=1 / 1.1, ratio_ci95=(1 / 1.2, 1 / 1.0))
+    perplexity = row("accuracy.perplexity", 33.0).model_copy(update={"baseline": ratio, "n": 2044})
+    taken = near(Gates(kl_max=0.21, perplexity_ratio_max=1.15), [kl, perplexity])
+    assert [(each.code, each.where) for each in taken] == [
+        (NEAR, "gates.kl_max"),
+        (NEAR, "gates.perplexity_ratio_max"),
+    ]
+    said = "gates.kl_max 0.21: the mean over 2,044 items decides; its 95 % interval in torch, 0.150 to 0.250, holds"
+    assert warnings(taken)[0].startswith(said)
+    refuse(taken)
+    assert still_unjudged(taken, judge(Gates(kl_max=0.21), [kl])[0]) == taken[1:]
+    lost = share("accuracy.top1", 0.912, 0.914).model_copy(update={"n": 500})
+    assert near(Gates(top1_drop_max=0.5), [lost])
+    assert not near(Gates(kl_max=0.3), [kl]) and not near(Gates(kl_max=0.1), [kl])

@@ -74,7 +74,8 @@ def test_everything_that_the_runtime_runs_is_measured_and_decided_on(made: Made,
     assert {row.subject for row in found if row.runtime} == {bundle.manifest.content_sha256}
     after = Bundle.load(bundle.path)
     assert isinstance(after.manifest.verdict, Verdict)
-    assert after.manifest.verdict.answer == "ship_it"
+    # the target has larger batches than were timed
+    assert (after.manifest.verdict.answer, after.manifest.verdict.batch) == ("ship_up_to", max(PLAN.batches))
     times = [row for row in stored(bundle, "latency.decode_step") if row.baseline]
     because = " ".join(after.manifest.verdict.because)
     assert all(f"{row.baseline.ratio:.2f} times" in because for row in times if row.baseline)
@@ -98,7 +99,7 @@ def test_rows_of_a_kind_are_there_once_and_torch_leaves_the_verdict(made: Made, 
     assert not [row for row in found if is_timing(row)]
     before = Bundle.load(bundle.path)
     assert before.manifest.verdict is not None
-    assert before.manifest.verdict.answer == "ship_it"
+    assert before.manifest.verdict.answer == "ship_up_to"
     assert len(timer.jobs) == 1
     assert [check.name for check in before.manifest.checks] == [check.name for check in bundle.manifest.checks]
     timer.ratio = lambda batch: 0.5
@@ -204,7 +205,7 @@ def test_a_shape_that_did_not_fit_once_gives_way_when_it_does(
     measure_bundle(bundle, str(made.model), plan=PLAN)
     found = Bundle.load(bundle.path).manifest.verdict
     assert found is not None
-    assert found.answer == "ship_it"
+    assert found.answer == "ship_up_to"
 
 
 # --- gates ------------------------------------------------------------------------------------------------------------

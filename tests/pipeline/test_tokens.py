@@ -253,3 +253,28 @@ def test_an_encoder_sees_what_the_tokenizer_puts_around_a_text(byte_tokenizer: A
         assert found is not None
         assert (found.ids[:, 0] == 256).all()
         assert (found.ids[:, -1] == 257).all()
+
+
+def test_a_compile_scores_the_first_sequences_of_what_measure_scores(
+    byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "LOOKED", 100)
+    asked: dict[str, Any] = {"calibrate": True, "decisions": []}
+    _, looked = tokens.load(recipe(), source(byte_tokenizer), whole=False, **asked)
+    _, whole = tokens.load(recipe(), source(byte_tokenizer), **asked)
+    assert 100 <= looked.items < 100 + 31 and whole.items >= 300
+    first = whole.first(len(looked.ids))
+    assert torch.equal(first.ids, looked.ids)
+    assert (first.sha256, first.whole) == (looked.sha256, whole.sha256)
+    assert whole.first(len(whole.ids)) is whole
+
+
+def test_a_set_with_too_little_for_measure_is_scored_on_as_many_positions_as_a_compile(
+    byte_tokenizer: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "LOOKED", 100)
+    decisions: list[Decision] = []
+    _, scoring = tokens.load(recipe(ids(6)), source(byte_tokenizer), calibrate=False, decisions=decisions)
+    assert (scoring.items, {each.code for each in decisions}) == (4 * 31, {"note"})
+    _, scoring = tokens.load(recipe(ids(3)), source(byte_tokenizer), calibrate=False, decisions=decisions)
+    assert (scoring.name, decisions[-1].code) == ("prose-en", "scored-elsewhere")

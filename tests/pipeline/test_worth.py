@@ -103,7 +103,7 @@ def test_a_compile_times_what_fits_against_the_same_export_of_the_source(
     (asked,) = timer.jobs
     assert (asked.ours.subject, asked.ours.format) == (ours, "int4")
     assert (asked.theirs.subject, asked.theirs.format) == (source.sha256, "float32")
-    assert (asked.plan.batches, asked.plan.contexts, asked.plan.prefills) == ((1, 4, 16), (63,), (64,))
+    assert (asked.plan.batches, asked.plan.contexts, asked.plan.prefills) == ((1,), (63,), (64,))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,9 @@ def test_prompts_stand_beside_the_steps_and_are_offered_what_the_exporter_has() 
     found = verdict.decide(timed, [], LAYERS, fast, [{"onnx": {"head_rows": 8}}])
     assert found is not None
     assert found.prompts is not None
-    assert (found.answer, found.prompts.slower) == ("ship_it", [8])
+    # of the target's batches those above 8 were not timed, and what was not timed has not won
+    assert (found.answer, found.batch, found.prompts.slower) == ("ship_up_to", 8, [8])
+    assert "batches above 8: not timed; `quantkit measure BUNDLE` times them" in found.because
     assert "`--set onnx.prefill=int8`" in found.instead
     without = verdict.decide(timed, [], LAYERS, fast, [{"checkpoint": None}])
     assert without is not None

@@ -55,7 +55,7 @@ def test_summary_shows_every_figure_of_its_rows(monkeypatch: pytest.MonkeyPatch)
         *("82.1 %", "81.0 % to 83.2 %", "43.1 %", "41.2 %", "−1.9 points", "6,132 positions of prose-en (eval)"),
         *("gate kl_max", "0.143 ≤ 0.5", "check reload.transformers", "3e-07 ≤ 0.0001", "damping-raised (gptq)"),
         *("layers.0.mlp", "0.01 → 0.1", "no factor", planted.NOTE, "ot measured yet: nothing says"),
-        *("1 min 13 s in all", "1.90 GB", "a-model", "rtn-int4", "cpu-x86", "quantkit verify '/somewhere/a bundle'"),
+        *("1 min 13 s in all", "1.90 GB", "a-model", "rtn-int4", "cpu-x86", "quantkit measure '/somewhere/a bundle'"),
         "quantkit generate",
         # half of 0.016 over Student's t for 12 sequences, 2.201
         "± 0.0036 nats",

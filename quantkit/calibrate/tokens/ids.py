@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -53,6 +53,7 @@ class TokenSet:
         begins: the special tokens that every sequence begins with, as text: `<bos>`; None where there are none.
         generated: how many of the samples, the last ones, the model wrote itself.
         longest: ids that a text of the pairs has at most, for the model's positions.
+        whole: `sha256` of the set that these samples are the first of; empty where they are all of it.
     """
 
     ids: torch.Tensor
@@ -64,6 +65,14 @@ class TokenSet:
     begins: str | None = None
     generated: int = 0
     longest: int = LONGEST
+    whole: str = ""
+
+    def first(self, samples: int) -> TokenSet:
+        """Keep the first samples."""
+        if samples >= len(self.ids):
+            return self
+        ids = self.ids[:samples]
+        return replace(self, ids=ids, sha256=ids_sha256(ids.numpy()), whole=self.whole or self.sha256)
 
     @property
     def items(self) -> int:

@@ -45,6 +45,8 @@ Array = NDArray[Any]
 # logits worked on at a time: on a CPU two float32 buffers of this many stay in the cache, twice as fast as in memory; a
 # GPU wants to be busy
 _ELEMENTS, _ON_GPU = 1 << 18, 1 << 25
+# nats; by which one original's log-likelihoods of one text differ between machines, at most
+_SAME_TEXT = 0.01
 # of the arrays of `Items`
 DTYPES: dict[str, type] = {
     "sequence": np.int32,
@@ -154,6 +156,17 @@ def load_items(path: Path) -> Items:
     if {array.shape for array in arrays.values()} != {(items.n,)}:
         raise InputError("items-invalid", where=str(path), value="arrays of different lengths", remedy="measure again")
     return items
+
+
+def common(one: Items, other: Items) -> tuple[Items, Items]:
+    """Cut the longer of two to the sequences of the shorter, where it begins with the same text; else return both."""
+    short, long = sorted((one, other), key=lambda items: items.n)
+    count, begins = short.n, np.array_equal(short.sequence, long.sequence[: short.n])
+    whole = 0 < count < long.n and begins and long.sequence[count] != long.sequence[count - 1]
+    if not whole or np.abs(short.nll_original - long.nll_original[:count]).max() > _SAME_TEXT:
+        return one, other
+    cut = Items(**{name: getattr(long, name)[:count] for name in DTYPES})
+    return (one, cut) if one is short else (cut, other)
 
 
 def standard_error(row: Row) -> float | None:

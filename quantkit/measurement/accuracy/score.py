@@ -40,15 +40,16 @@ def original_answers(model: StreamedModel, tokens: TokenSet) -> Answers:
     """
     from quantkit.model.streaming.stream import Answers
 
-    place = kept_at(model, tokens.sha256)
+    count, length = tokens.ids.shape
+    place = kept_at(model, tokens.whole or tokens.sha256)
     kept = cached.read_tensor(place)
-    if kept is None or kept.shape[:2] != tokens.ids.shape:
+    if kept is None or len(kept) < count or kept.shape[1] != length:
         calls = model.through(tokens.ids)
         if calls.live:  # what its blocks leave for each other cannot be kept
             return Answers(calls, tokens.ids)
         kept = calls.hidden
         cached.keep_tensor(place, kept)
-    return model.answers_of(None, tokens.ids, kept)
+    return model.answers_of(None, tokens.ids, kept[:count])
 
 
 def vocabulary(model: nn.Module) -> int:

@@ -209,6 +209,7 @@ class _Cell:
     parts: list[Timing] = field(default_factory=list)
     skipped: str = ""
     done: bool = False
+    seconds: list[float] = field(default_factory=list)
 
     @property
     def timing(self) -> Timing:
@@ -219,11 +220,13 @@ class _Cell:
         """Prepare and warm up all sides, then take the times of one round, or of all remaining rounds."""
         began = self.clock()
         steps: dict[str, Step] = {}
-        seconds = []
         for name, side in self.sides.items():
             try:
                 steps[name] = self.shape.step(side.model)
-                seconds.append(warm(steps[name], self.clock))
+                if self.parts:
+                    steps[name]()  # faults the pages in
+                else:
+                    self.seconds.append(warm(steps[name], self.clock))
             except InputError as error:
                 if error.code not in TOO_LARGE:
                     raise
@@ -234,11 +237,11 @@ class _Cell:
         rounds = left if prepared > share else 1
         self.done = rounds == left
         visit = self.parts[0].visit if self.parts else None
-        visit = visit or Visit.fitting(max(seconds))
+        visit = visit or Visit.fitting(max(self.seconds))
         part = rounds / self.plan.rounds
         wanted = math.ceil(FEWEST[self.shape.kind] / (2 * visit.burst) * part)
         floor, most = (math.ceil(blocks * part) for blocks in _BLOCKS)
-        least = max(min(wanted, int(self.plan.cell_seconds * part / visit.block(seconds))), floor)
+        least = max(min(wanted, int(self.plan.cell_seconds * part / visit.block(self.seconds))), floor)
         blocks, left_over = (least, max(least, most)), share * rounds - prepared
         how: dict[str, Any] = {"generator": generator, "visit": visit, "clock": self.clock}
         self.parts.append(replace(interleave(steps, blocks=blocks, seconds=left_over, **how), shape=self.shape))

@@ -34,6 +34,8 @@ SUBJECT, BASELINE = "subject", "baseline"
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (128, 1024)
 PREFILLS = (64, 256, 1024)
+# batches beyond this are for prefill and servers; a decode step of them takes a CPU most of a second
+LARGEST = 32
 # errors that concern one shape only; the other shapes go on
 TOO_LARGE = {"out-of-memory", "prompt-too-long", "shape-unsupported"}
 # a step of fewer seconds is timed twice a visit, after an untimed one

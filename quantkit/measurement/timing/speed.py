@@ -14,6 +14,7 @@ import resource
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -151,7 +152,8 @@ def run(job: SpeedJob, progress: Report | None = None) -> list[Row]:
     weighed: list[dict[str, int]] = []
     if job.samples is None:
         demand_room([Path(part.path) for part in job.sides])
-        weighed = [footprint(part, job.threads) for part in (job.ours, job.theirs)]
+        with ThreadPoolExecutor() as both:
+            weighed = list(both.map(partial(footprint, threads=job.threads), (job.ours, job.theirs)))
     rows = [*map(Row.model_validate, child.run(_time, asdict(job), progress, remedy=_REMEDY))]
     if not weighed:
         return rows

@@ -181,7 +181,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
         decisions.append(decision("open", NOTE, "auto_map", reason))
     looks = looks_at_data(steps, layers.activations.values(), recipe.scheme.kv_cache)
     calibration, scoring = seen or tokens.load(
-        recipe, source, calibrate=looks, decisions=decisions, write=whole and write
+        recipe, source, calibrate=looks, decisions=decisions, write=whole and write, whole=False
     )
     notes = list(settled.items())
     if added:

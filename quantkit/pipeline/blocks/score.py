@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from quantkit.measurement.size import folder_of
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.prepared import Prepared
+from quantkit.pipeline.gates import near
 from quantkit.pipeline.measure import MeasuredAgainst, measure, sizes
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import HARM
@@ -30,6 +32,7 @@ from quantkit.runtimes import load_runtime
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quantkit.calibrate.tokens.ids import TokenSet
     from quantkit.measurement.accuracy.harm import Harm
     from quantkit.measurement.accuracy.positions import Items
     from quantkit.model.source.open import Source
@@ -44,7 +47,9 @@ LOSS, KL, ORIGINAL, OUTPUT = "score.loss", "score.kl", "score.original", "score.
 # nats; of outputs, of the Euclidean norm of a token's. Where a library multiplies in kernels of its own, more is
 # allowed: `model/streaming/transforms.py`
 LIMIT = 1e-3
-_SEQUENCES, _TOKENS = 2, 96
+_SEQUENCES, _TOKENS = 2, 64
+# positions of a second export of a decoder, whose logits the reload check has compared with those of its weights
+_AGAIN = 500
 # positions whose logits are in float64 at one time
 _PART = 8
 
@@ -58,6 +63,9 @@ def score_exports(
     prepared: Prepared, build: Build, progress: Progress, bundle: Bundle, built: Mapping[str, str], *, whole: bool
 ) -> tuple[list[Row], list[Check]]:
     """Score and weigh every export in its own runtime; `harm.json` is written with the first.
+
+    The first export of a decoder is scored on all of the text, the others on `_AGAIN` positions of it. Where the limit
+    of a gate then lies inside the interval, they are scored on all of it too.
 
     Args:
         bundle: as it was just written.
@@ -86,13 +94,17 @@ def score_exports(
             continue
         else:  # the values that it was built from, since nothing else was exported that runs here
             runtime, candidate = "torch", _dense(prepared, build, step)
-        count, unit = score.counted(original, scoring)
+        few = scoring if number == 0 or original.source.kind != "decoder" else _few(scoring)
+        count, unit = score.counted(original, few)
         progress.at("score", number / len(exports), f"{count} {unit}s of {scoring.name}, {runtime}")
 
         def tell(done: float, number: int = number) -> None:
             progress.at("score", (number + _SCORED * done) / len(exports))
 
-        scored, items = measure(bundle, against, runtime, candidate=candidate, weighed=folder, scored=tell)
+        how: dict[str, Any] = {"candidate": candidate, "weighed": folder, "scored": tell}
+        scored, items = measure(bundle, replace(against, tokens=few), runtime, **how)
+        if few is not scoring and near(prepared.request.recipe.gates, scored):
+            scored, items = measure(bundle, against, runtime, **how)
         rows += scored if number == 0 else _without_bits(scored)
         if items is not None:
             items.save(bundle.path / ("items.safetensors" if number == 0 else f"items-{runtime}.safetensors"))
@@ -108,6 +120,10 @@ def score_exports(
             rows += _score_long(prepared, bundle, original, progress)
     # of two exports, the original is confirmed with each
     return rows, list({check.name: check for check in checks}.values())
+
+
+def _few(scoring: TokenSet) -> TokenSet:
+    return scoring.first(-(-_AGAIN // max(scoring.ids.shape[1] - 1, 1)))
 
 
 def _without_bits(rows: Sequence[Row]) -> list[Row]:

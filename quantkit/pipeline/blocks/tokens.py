@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
     from quantkit.model.source.open import Source
 
-# positions that accuracy is scored on, at least
-SCORED = 6000
+# positions that accuracy is scored on, at least: by `quantkit measure`, and of a decoder by a compile
+SCORED, LOOKED = 6000, 2000
 # tokens of a text that gets one answer, a class
 _TEXT = 64
 # scored on where a calibration set has nothing left to score
@@ -80,17 +80,24 @@ def demand_talking(choice: CalibrationChoice, kind: str) -> None:
 
 
 def load(
-    recipe: Recipe, source: Source, *, calibrate: bool, decisions: list[Decision], write: bool = True
+    recipe: Recipe,
+    source: Source,
+    *,
+    calibrate: bool,
+    decisions: list[Decision],
+    write: bool = True,
+    whole: bool = True,
 ) -> tuple[TokenSet | None, TokenSet]:
     """Load what to calibrate on (None if no pass looks at data), and what to score on.
 
     Args:
         decisions: gets what was done otherwise than asked.
         write: have the model write its share; else sequences of the set stand in for it, for their number and length.
+        whole: score on `SCORED` positions, or on the `LOOKED` of a shorter set; else a decoder on `LOOKED`.
 
     Raises InputError: of `load_tokens`; `nothing-to-score-on`; `calibration-template` and `-generated`, an encoder's.
     """
-    from quantkit.calibrate.tokens.ids import LONGEST, is_pairs, load_pair_tokens, load_tokens
+    from quantkit.calibrate.tokens.ids import LONGEST, is_pairs, load_pair_tokens
     from quantkit.measurement.accuracy.purpose import purpose_of
 
     choice = recipe.calibration
@@ -107,10 +114,10 @@ def load(
     calibration = _calibrating(recipe, source, common, decisions, write=write) if calibrate else None
     if source.kind == "encoder" and purpose_of(source).gives == "text":
         common["tokens"] = min(tokens, _TEXT)  # one answer a text: more texts rather than longer ones
-    samples = -(-SCORED // max(common["tokens"] - 1, 1))
+    positions = SCORED if whole or source.kind != "decoder" else _fewest()
     problem, code = "it is too short to score on", "scored-elsewhere"
     try:
-        scoring = load_tokens(choice.set, "eval", samples=samples, **common)
+        scoring = _scoring(choice.set, positions, common)
         if calibration is None:  # else it has the same to say
             decisions += [decision("score", NOTE, public(choice.set), note) for note in scoring.notes]
         if calibration is None or not _overlap(calibration, scoring):
@@ -121,18 +128,34 @@ def load(
             problem, code = "its tokens are drawn at random", NOTE
             # as long as other recipes' sequences, so that their scores compare
             common["tokens"] = sequence_length(CalibrationChoice().tokens, source, [])
-            samples = -(-SCORED // max(common["tokens"] - 1, 1))
         elif error.code != "calibration-short":
             raise
     if common["tokenizer"] is None or choice.set == _FALLBACK:
         remedy = "give a longer set, or one with an eval split, or a model folder with a tokenizer"
         raise _nothing(choice.set, problem, remedy)
     decisions.append(decision("score", code, public(choice.set), problem, public(choice.set), _FALLBACK))
-    return calibration, load_tokens(_FALLBACK, "eval", samples=samples, **common)
+    return calibration, _scoring(_FALLBACK, positions, common)
+
+
+def _fewest() -> int:
+    return min(LOOKED, SCORED)
+
+
+def _scoring(reference: str, positions: int, common: dict[str, Any]) -> TokenSet:
+    """Load so many positions, or the fewest that count where the set has no more."""
+    from quantkit.calibrate.tokens.ids import load_tokens
+
+    length = max(common["tokens"] - 1, 1)
+    try:
+        return load_tokens(reference, "eval", samples=-(-positions // length), **common)
+    except InputError as error:
+        if error.code != "calibration-short" or positions <= _fewest():
+            raise
+        return load_tokens(reference, "eval", samples=-(-_fewest() // length), **common)
 
 
 def _nothing(where: str, value: str, remedy: str) -> InputError:
-    rule = f"accuracy is scored on at least {SCORED} positions that did not calibrate"
+    rule = f"accuracy is scored on at least {_fewest()} positions that did not calibrate"
     return InputError("nothing-to-score-on", where=where, value=value, rule=rule, remedy=remedy)
 
 

@@ -22,6 +22,7 @@ from quantkit.report.bundle import accuracy as accuracies
 from quantkit.report.bundle import curves, engine, figures, speed, usage
 from quantkit.report.bundle import harm as harms
 from quantkit.report.bundle.speed import DeviceRows
+from quantkit.report.bundle.summary import closing
 from quantkit.report.kit import markdown, tree, words
 from quantkit.report.kit.tree import MARK, Cell, Code, FigureTile, Line, On, Part, Remark, Section, Sheet, Styled
 
@@ -66,7 +67,7 @@ def document(
         ("size", "Size", On.PAGE, list(harms.sizes(manifest, rows))),
         ("decisions", "Decisions and checks", On.ALL if whole else _FILES, _decisions(manifest, took)),
         ("run", "Run it", On.PAGE, _run(manifest)),
-        ("next", "Next", On.SCREEN, _next(path, manifest) if whole and path is not None else []),
+        ("short", "", On.SCREEN, closing(manifest, rows, near(path)) if whole and path is not None else []),
         ("origin", "Where it comes from", On.CARD, _origin(manifest, rows)),
     ]
     ok, name = manifest.state == "complete", str(manifest.recipe.get("name", "quantized"))
@@ -204,21 +205,6 @@ def _run(manifest: Manifest) -> list[Part]:
     link = Styled("report.html", href="report.html")
     page = ("The figures and every decision stand in ", link, ", one page that needs no network.")
     return [Remark(here), *([Remark(page, on=On.CARD)] if usage.has(manifest, "report.html") else []), *commands]
-
-
-def _next(path: Path, manifest: Manifest) -> list[Part]:
-    """Build the commands that one would type next; all relative to where one is."""
-    place, checkpoint = shlex.quote(near(path)), usage.has(manifest, "model/")
-    commands = [f"quantkit verify {place}"]
-    if manifest.model.kind == "decoder":
-        alone = usage.file_runtime(manifest) or usage.engine_runtime(manifest)
-        runtime = "onnxruntime" if usage.has(manifest, "onnx/") else alone
-        commands.append(usage.generate(place, None if checkpoint else runtime))
-    if checkpoint:
-        auto = usage.auto_class(manifest)
-        commands.append(f"{auto}.from_pretrained({str(Path(near(path)) / 'model')!r})  # Python, transformers")
-    page = [Code("report", str(Path(near(path)) / "report.html"))] if usage.has(manifest, "report.html") else []
-    return [Code("", "\n".join(commands)), *page]
 
 
 def near(path: Path) -> str:

@@ -13,6 +13,7 @@ from quantkit.errors import MissingDependency
 from quantkit.measurement.accuracy.outputs import NOTHING
 from quantkit.measurement.accuracy.positions import standard_error
 from quantkit.measurement.rows import Row
+from quantkit.measurement.timing.schedule import LARGEST
 from quantkit.model.source.alias import ALIASES
 from quantkit.planning.assigned import FLOATS_LIMIT
 from quantkit.report.kit import words
@@ -224,6 +225,8 @@ def scored(rows: Sequence[Row]) -> str:
     what = f"{words.plural(row.data.items, counted(row))} of {row.data.set} ({row.data.split})"
     if sequences:
         what += f" in {words.plural(sequences, 'sequence')}{begins(row.data.begins)}"
+    fewer = {each.runtime: each.data.items for each in rows if each.name == "accuracy.kl" and each.data is not None}
+    what += "".join(f", {n:,} of them in {runtime}" for runtime, n in fewer.items() if n < row.data.items)
     over = "" if groups is None else f" over {words.plural(groups, 'group')} of {counted(row)}s that are alike"
     paired = any(row.baseline is not None and row.baseline.difference is not None for row in rows)
     how = ", ± standard error" if sequences and not of_classes(row) else ""
@@ -348,12 +351,15 @@ _ANSWERS = {
 }
 
 
-def verdict(manifest: Manifest, rows: Sequence[Row]) -> tuple[str, list[str]]:
+def verdict(manifest: Manifest, rows: Sequence[Row], *, prompts: bool = True) -> tuple[str, list[str]]:
     """Give (the verdict in words, what decided it), or why there is none.
 
     It says how much is quantized, where that is not most of what the recipe's name lets one expect.
+
+    Args:
+        prompts: whether it says what holds of prompts.
     """
-    answer, because = _answer(manifest, rows)
+    answer, because = _answer(manifest, rows, prompts=prompts)
     share = _in_floats(manifest.weights)
     if manifest.layers and share is not None and share > FLOATS_LIMIT:
         answer += f"; {1 - share:.0%} of the linear weights are quantized"
@@ -367,7 +373,7 @@ def _in_floats(entries: Sequence[WeightsEntry]) -> float | None:
     return sum(entry.elements for entry in linear if entry.state != "quantized") / whole if whole else None
 
 
-def _answer(manifest: Manifest, rows: Sequence[Row]) -> tuple[str, list[str]]:
+def _answer(manifest: Manifest, rows: Sequence[Row], *, prompts: bool) -> tuple[str, list[str]]:
     judged = manifest.verdict
     if judged is None:
         if not manifest.layers:
@@ -376,10 +382,14 @@ def _answer(manifest: Manifest, rows: Sequence[Row]) -> tuple[str, list[str]]:
             return "not judged yet: its speed has been measured", []
         return "not measured yet: nothing says whether it is faster", []
     text = _ANSWERS.get(judged.answer, judged.answer.replace("_", " "))
+    if judged.answer == "ship_up_to" and judged.batch == 1:
+        text = "ship it at batch 1"
+    elif judged.answer == "do_not_quantize" and untimed(manifest, rows) and manifest.state == "complete":
+        text += f" at batch {words.listed(_batches(rows))}"
     text = text.format(batch=judged.batch, format=judged.format)
     if judged.answer == "use_instead" and judged.batch is not None:
         text += f", up to batch {judged.batch}"
-    text += _prompts(judged.prompts)
+    text += _prompts(judged.prompts) if prompts else ""
     return (f"forecast: {text}" if judged.forecast else text), [reason.rstrip(". ") for reason in judged.because]
 
 
@@ -401,6 +411,18 @@ def tone(manifest: Manifest) -> str:
         return "open"
     tones = {"ship_it": "good", "ship_up_to": "good", "intervals": "open", "inconclusive": "inconclusive"}
     return tones.get(manifest.verdict.answer, "bad")
+
+
+def _batches(rows: Sequence[Row]) -> list[int]:
+    """The batches whose decode step was timed."""
+    return sorted({row.batch for row in rows if row.name == "latency.decode_step" and row.value and row.batch})
+
+
+def untimed(manifest: Manifest, rows: Sequence[Row]) -> list[int]:
+    """List the target's batches above the largest one whose decode step was timed; none where none was."""
+    timed_ = _batches(rows)
+    wanted: list[int] = (manifest.target or {}).get("batches") or [] if timed_ else []
+    return [batch for batch in wanted if timed_[-1] < batch <= LARGEST]
 
 
 def timed(rows: Sequence[Row]) -> bool:
