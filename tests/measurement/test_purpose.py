@@ -13,6 +13,7 @@ import transformers
 import zoo
 from exported import check_as, write_as
 from safetensors.torch import save_file
+from thorough import beside
 
 from measurement.test_labelled import about
 from quantkit.bundle import Bundle
@@ -295,10 +296,10 @@ def test_a_row_says_how_many_answers_are_the_original_s(
 @pytest.mark.parametrize(
     ("name", "dtype", "changes"),
     [
-        ("RobertaForSequenceClassification", torch.bfloat16, {"num_labels": 1}),
-        ("Qwen3ForSequenceClassification", torch.bfloat16, {"num_labels": 2}),
         ("DistilBertForQuestionAnswering", torch.float32, {}),
-        ("BertForTokenClassification", torch.float32, {"num_labels": 3}),
+        ("Qwen3ForSequenceClassification", torch.bfloat16, {"num_labels": 2}),
+        pytest.param("RobertaForSequenceClassification", torch.bfloat16, {"num_labels": 1}, marks=pytest.mark.thorough),
+        pytest.param("BertForTokenClassification", torch.float32, {"num_labels": 3}, marks=pytest.mark.thorough),
     ],
 )
 def test_a_graph_has_the_head_of_its_class(
@@ -336,7 +337,7 @@ def test_a_head_that_no_graph_has_is_a_decision(tmp_path: Path) -> None:
         assert not OnnxModel(tmp_path / name / "onnx", threads=1).headed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", beside([torch.bfloat16], [torch.float32, torch.bfloat16]))
 def test_a_classifier_is_compiled_judged_and_loaded_with_its_head(
     tmp_path: Path, byte_tokenizer: Any, dtype: torch.dtype
 ) -> None:
