@@ -1,6 +1,6 @@
-"""Number formats, one a file: quantize, dequantize, pack, unpack, bits per weight. Reference, exact.
+"""Number formats, one a file: quantize, dequantize, pack, unpack, bits per weight. Reference code, exact.
 
-`QuantTensor` is all that exporters, runtimes and kernels see of a quantized weight. Modules are torch-free at import.
+Exporters, runtimes and kernels see a quantized weight only as a `QuantTensor`. Modules do not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Nested:
 
 @dataclass(frozen=True)
 class SuperBlocks:
-    """Scales and offsets as whole numbers, 256 weights under a d and dmin: `scale = d * sc`, `offset = -dmin * mn`."""
+    """Scales and offsets as integers; 256 weights share a d and a dmin: `scale = d * sc`, `offset = -dmin * mn`."""
 
     d: Tensor  # [N, K / 256] float16
     sc: Tensor  # [N, G] int8
@@ -45,20 +45,20 @@ class SuperBlocks:
 class QuantTensor:
     """A quantized matrix: `w[n, k] = value(codes[n, k]) * scale[n, g(k)] * global_scale + offset[n, g(k)]`.
 
-    `value` is `codes - zero` of integers, `codebook[codes]` where there is a codebook, and the codes themselves where
-    they are floating-point numbers. For weights [4096, 4096] in groups of 128: codes [4096, 4096], scale and zero
-    [4096, 32]; per channel G = 1; per tensor scale is [1, 1]; in blocks of 128 it is [32, 32].
+    `value` is `codes - zero` for integers, `codebook[codes]` if there is a codebook, and the code itself if it is a
+    floating-point number. For weights [4096, 4096] in groups of 128: codes [4096, 4096], scale and zero [4096, 32]; per
+    channel G = 1; per tensor scale is [1, 1]; in blocks of 128 it is [32, 32].
 
     Args:
-        codes: [N, K], unpacked; int8 of integers, of either symmetry (int4 codes lie in -8..7); uint8 places in the
+        codes: [N, K], unpacked; int8 for integers, symmetric or not (int4 codes are in -8..7); uint8 indices into the
             codebook; torch's float8 types.
-        scale: [N, G] (or [1, 1]), in the dtype it is stored in; of nested scales the effective float32 values.
-        zero: [N, G], int8, in the range of the codes; None when symmetric.
-        codebook: [2^bits] float32, what each code stands for.
+        scale: [N, G] (or [1, 1]), in its storage dtype; the effective float32 values of nested scales.
+        zero: [N, G], int8, in the range of the codes; None if symmetric.
+        codebook: [2^bits] float32, value of every code.
         global_scale: [] float32, one more factor for the whole matrix.
-        nested: the stored form of scales that are quantized themselves.
-        offset: [N, G], what code 0 stands for, float16 or the effective float32 values; None: nothing is added.
-        super_blocks: the stored form of scales and offsets that are whole numbers under a float16.
+        nested: stored form of scales that are quantized themselves.
+        offset: [N, G], value of code 0, float16 or the effective float32 values; None: nothing is added.
+        super_blocks: stored form of scales and offsets that are integers times a float16.
     """
 
     codes: Tensor
@@ -77,18 +77,18 @@ class QuantTensor:
         return self.codes.shape[0], self.codes.shape[1]
 
     def dense(self) -> Tensor:
-        """Expand the codes to the values that they stand for, [N, K] float32."""
+        """Expand the codes to their values, [N, K] float32."""
         return load_format(self.scheme.format).dequantize(self)
 
     def replace(self, **changes: object) -> QuantTensor:
-        """Copy it with some fields changed."""
+        """Copy the tensor with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
 def joined(parts: Sequence[QuantTensor]) -> QuantTensor:
-    """Put matrices of one scheme below one another: [N1, K], [N2, K] -> [N1 + N2, K]. Nothing is rounded again.
+    """Stack matrices of one scheme along N: [N1, K], [N2, K] -> [N1 + N2, K]. Nothing is rounded again.
 
-    Raises ValueError: different schemes, or scales that rows share.
+    Raises ValueError: different schemes, or scales shared between rows.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -99,7 +99,7 @@ def joined(parts: Sequence[QuantTensor]) -> QuantTensor:
 
 
 def _each(parts: Sequence[QuantTensor], make: Callable[[list[Tensor]], Tensor]) -> QuantTensor:
-    """The tensor whose every field with rows is made of that field of all parts."""
+    """Make a tensor by combining every per-row field of all parts."""
 
     def fields(holders: Sequence[object], *names: str) -> dict[str, Any]:
         of_all = {name: [getattr(holder, name) for holder in holders] for name in names}
@@ -113,9 +113,9 @@ def _each(parts: Sequence[QuantTensor], make: Callable[[list[Tensor]], Tensor]) 
 
 
 def apart(tensor: QuantTensor, rows: Sequence[int]) -> list[QuantTensor]:
-    """Cut what was `joined`: [N1 + N2, K] -> [N1, K], [N2, K]. A scale of the whole matrix is that of every part.
+    """Split a `joined` matrix: [N1 + N2, K] -> [N1, K], [N2, K]. Every part gets the scale of the whole matrix, if any.
 
-    Raises ValueError: scales that some of the rows share.
+    Raises ValueError: scales that only some rows share.
     """
     if len(rows) == 1:
         return [tensor]
@@ -130,29 +130,29 @@ def apart(tensor: QuantTensor, rows: Sequence[int]) -> list[QuantTensor]:
 
 
 class Format(Protocol):
-    """What every format's constant `FORMAT` offers. Tensors are torch's; inputs are never modified."""
+    """Interface of every format's constant `FORMAT`. Tensors are torch's; inputs are never modified."""
 
     @property
     def name(self) -> str:
-        """The file's stem."""
+        """Stem of the file."""
         ...
 
     @property
     def bits(self) -> int:
-        """Bits of one code."""
+        """Bits of a code."""
         ...
 
     @property
     def rules(self) -> Rules:
-        """What its schemes may say."""
+        """Rules for its schemes."""
         ...
 
     def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
-        """Round [N, K] to nearest, each range from the smallest to the largest weight it covers."""
+        """Round [N, K] to nearest; every range spans the smallest to the largest of its weights."""
         ...
 
     def dequantize(self, tensor: QuantTensor) -> Tensor:
-        """Return the values that the codes stand for, [N, K] float32."""
+        """Return the values of the codes, [N, K] float32."""
         ...
 
     def pack(self, codes: Tensor) -> Tensor:
@@ -172,6 +172,6 @@ load_format = Kind[Format]("formats").load
 
 
 def stored_bits(shape: tuple[int, int], scheme: WeightScheme) -> float:
-    """Count all stored bits of a [N, K] matrix: codes, scales, zero points, and what fills up the last group."""
+    """Count all stored bits of a [N, K] matrix: codes, scales, zero points, and padding of the last group."""
     rows, columns = shape[0], shape[1] + scheme.padding(shape[1])
     return load_format(scheme.format).bits_per_weight((rows, columns), scheme) * rows * columns

@@ -3,5 +3,5 @@
 from quantkit.formats import Format
 from quantkit.formats.base.integers import IntegerFormat
 
-# |q| <= 64, and 2 · 255 · 64 < 2¹⁵: what x86 processors without VNNI add up of u8 by s8 at a time
+# |q| <= 64, and 2 · 255 · 64 < 2¹⁵: x86 processors without VNNI add two u8 · s8 products in 16 bits
 FORMAT: Format = IntegerFormat("int7", 7)

@@ -1,14 +1,13 @@
-"""4-bit quantiles of the normal distribution (NormalFloat), in groups of 64, their scales 8-bit again if `double`.
+"""4-bit quantiles of the normal distribution (NormalFloat), in groups of 64; `double` quantizes their scales to 8 bits.
 
-    w = codebook[code] · max|w|        codebook: -1 … 1, each value as likely as any other of normal weights
+    w = codebook[code] · max|w|        codebook: -1 … 1; all values are equally likely for normal weights
 
-The scale puts the largest magnitude on ±1. With `scale: double` scales, less their mean, are stored as 8-bit codes of a
-dynamic floating-point type under a float32 for every 256: 4.127 bits a weight instead of 4.5. Codes, scales and values
-are bitsandbytes' to the last bit, which is why a weight is multiplied by the rounded reciprocal of its scale, codes are
-chosen before scales are doubled, and these go through a table of 2^16 places. Rows hold whole groups (bitsandbytes
-counts on over row ends; the two agree where the group divides K).
-(Dettmers et al., "QLoRA", 2023, arXiv 2305.14314; Dettmers, "8-Bit Approximations for Parallelism in Deep Learning",
-2015, arXiv 1511.04561.)
+The scale maps the largest magnitude to ±1. With `scale: double` the scales, minus their mean, are stored as 8-bit codes
+of a dynamic floating-point type with a float32 for every 256: 4.127 bits a weight instead of 4.5. Codes, scales and
+values equal those of bitsandbytes to the last bit. For this a weight is multiplied by the rounded reciprocal of its
+scale, codes are chosen before scales are doubled, and these go through a table of 2^16 entries. A row has whole groups
+(groups of bitsandbytes run across the ends of rows; the two agree if the group divides K). (Dettmers et al., "QLoRA",
+2023, arXiv 2305.14314; Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2015, arXiv 1511.04561.)
 """
 
 from __future__ import annotations
@@ -33,29 +32,29 @@ VALUES = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-# steps a unit of the table; no two middles lie in one step, and none on the edge of one
+# steps of the table in a unit; a step holds at most one midpoint, and none lies on its edge
 _FINE = 2048
-# scales that share one when they are quantized themselves
+# scales that share an absmax when they are quantized themselves
 _NESTED = 256
 
 
 @dataclass(frozen=True)
 class NormalFloat:
-    """The codebook; codes are uint8, places in it in rising order."""
+    """Codebook of NF4; codes are uint8, indices in ascending order."""
 
     top: float = 1.0
 
     def snap(self, units: Tensor) -> Tensor:
-        """See `Element`."""
+        """Return the nearest values, float32."""
         return self.decode(self.encode(units))
 
     def encode(self, units: Tensor) -> Tensor:
-        """Return the nearest places; halfway between two, the lower one."""
+        """Return the nearest indices; halfway between two, the lower one."""
         values = self.codebook()
         middles = torch.cat([(values[1:] + values[:-1]) / 2, torch.tensor([torch.inf])])
-        # torch.bucketize takes five times as long: a table of fine steps leaves one middle to compare with
+        # torch.bucketize takes five times as long: with a table of fine steps, one comparison is left
         below = torch.bucketize(torch.arange(2 * _FINE + 1) / _FINE - 1, middles[:-1], out_int32=True)
-        # without waiting for what the device does at the time
+        # asynchronous: no wait for the device
         middles, below = (table.to(units.device, non_blocking=True) for table in (middles, below))
         exact = units.float().reshape(-1)
         place = exact.clamp(-1, 1).nan_to_num_(1.0).add_(1).mul_(_FINE).int()
@@ -64,25 +63,25 @@ class NormalFloat:
         return codes.to(torch.uint8).reshape(units.shape)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """See `Element`."""
+        """Return the values of codes, float32."""
         return self.codebook(codes.device).index_select(0, codes.int().reshape(-1)).reshape(codes.shape)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Put two in a byte, the first in the high half, as bitsandbytes does; odd rows are filled up."""
+        """Pack two codes in a byte, the first in the high half, as bitsandbytes does; odd rows are padded."""
         even = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
         return (even[:, ::2] << 4) | even[:, 1::2]
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:
-        """See `Element`."""
+        """Invert `pack`."""
         return torch.stack([packed >> 4, packed & 15], dim=2).reshape(packed.shape[0], -1)[:, :columns]
 
     def codebook(self, device: torch.device | None = None) -> Tensor:
-        """Return [16] float32, rising."""
+        """Return [16] float32, ascending."""
         return torch.tensor(VALUES).to(device, non_blocking=True)
 
 
 class Nf4(ScaledFormat):
-    """See the module."""
+    """Format `nf4`."""
 
     rules: ClassVar[Rules] = Rules(
         granularities={"group": 64},
@@ -92,7 +91,7 @@ class Nf4(ScaledFormat):
     )
 
     def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
-        """See `GridFormat`: as it is; a group of zeros has scale 0."""
+        """Return scales unchanged; a group of zeros has scale 0."""
         return scale.float()
 
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -100,7 +99,7 @@ class Nf4(ScaledFormat):
         return self.element.encode(weight.float() * (1.0 / scale.float().clamp(min=1e-38)))
 
     def kept(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None) -> dict[str, Any]:
-        """Keep scales, doubled if the scheme says so."""
+        """Return the scales, quantized if the scheme says `double`."""
         fields = super().kept(scale, scheme, global_scale)
         if scheme.scale == "double":
             nested = doubled(fields["scale"])
@@ -109,7 +108,7 @@ class Nf4(ScaledFormat):
 
 
 def dynamic_values() -> Tensor:
-    """List the 8-bit type of doubled scales, [256] float32, rising: seven decades, each with twice the steps."""
+    """List the values of the 8-bit type for scales, [256] float32, ascending: seven decades."""
     values = [torch.tensor([0.0, 1.0])]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
@@ -124,7 +123,7 @@ def doubled(scale: Tensor) -> Nested:
     offset = flat.mean()
     parts = torch.nn.functional.pad(flat - offset, (0, -len(flat) % _NESTED)).reshape(-1, _NESTED)
     absmax = parts.abs().amax(dim=1)
-    # all scales alike leave 0 / 0; whatever code they get then stands for 0
+    # equal scales leave 0 / 0; any code then has the value 0
     units = (parts / absmax.unsqueeze(1)).nan_to_num(-1.0).clamp(-1, 1).reshape(-1)
     places = (((units + 1) * 0.5) * 65535 + 0.5).int()
     values = dynamic_values()

@@ -2,7 +2,7 @@
 
     g = max|W| / (448 · 6)        s = e4m3(max|w| / 6 / g)        w = code · s · g
 
-so that the largest group's scale is E4M3's largest number. W is all linears that share an input: vLLM fuses them, and
+so the scale of the largest group is E4M3's largest number. W is all linears that share an input: vLLM fuses them, and
 keeps one g. compressed-tensors and vLLM store the reciprocal: their `weight_global_scale` is 1/g. A scale that E4M3
 would round to zero becomes its smallest number, 2^-9. (NVIDIA, "Introducing NVFP4 for Efficient and Accurate
 Low-Precision Inference", 2025.)
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 class Nvfp4(ScaledFormat):
-    """See the module."""
+    """Format `nvfp4`."""
 
     rules: ClassVar[Rules] = Rules(granularities={"group": 16}, symmetric=(True,), scales=("fp8_e4m3",), groups=(16,))
-    # the largest weight on 4 instead of 6: between these two there is no value, and often enough much to lose
+    # also try the largest weight on 4 instead of 6: between these two there is no value
     # (Cook et al., "Four Over Six", 2025)
     stretches: ClassVar[tuple[float, ...]] = (1.5,)
 
     def global_scale(self, amax: Tensor, scheme: WeightScheme) -> Tensor:
-        """Return `g` of a matrix whose largest magnitude is `amax`; 1 of zeros."""
+        """Return `g` for a matrix with the largest magnitude `amax`; 1 for zeros."""
         whole = amax.float() / (FP8_E4M3.top * self.element.top)
         return torch.where(whole >= torch.finfo(torch.float32).tiny, whole, torch.ones_like(whole))
 
     def shares_scale(self, scheme: WeightScheme) -> bool:
-        """See `GridFormat`: always."""
+        """Tell whether linears share a scale: always."""
         return True
 
     def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
@@ -46,7 +46,7 @@ class Nvfp4(ScaledFormat):
         return FP8_E4M3.snap((scale.float() / whole).clamp(min=2**-9)) * whole
 
     def kept(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None) -> dict[str, Any]:
-        """Keep effective scales as `s` and `g`."""
+        """Return effective scales as `s` and `g`."""
         assert global_scale is not None
         fields = super().kept(scale / global_scale, scheme, global_scale)
         return {**fields, "global_scale": global_scale.float()}

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Q80(BlockFormat):
-    """See the module."""
+    """Format `q8_0`."""
 
     @property
     def low(self) -> float:
-        """The smallest value, as far as the highest."""
+        """Smallest value, of the same magnitude as the largest."""
         return -self.high
 
     def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:

@@ -1,4 +1,4 @@
-"""Passes, one a file: torch-free at import, with `PASS`; their mathematics is in `solvers/` as functions of tensors."""
+"""Passes, one a file: no torch at import, constant `PASS`; their mathematics is in `solvers/`, functions of tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quantkit.bundle import decision as decision
 from quantkit.plugins import Kind
 from quantkit.scheme import WeightScheme as WeightScheme
 
-if TYPE_CHECKING:  # the words of a pass's signatures: passes take them from here
+if TYPE_CHECKING:  # types in the signatures of passes, which import them from here
     from torch import Tensor as Tensor
 
     from quantkit.calibrate.statistics.collected import Stats as Stats
@@ -25,16 +25,16 @@ if TYPE_CHECKING:  # the words of a pass's signatures: passes take them from her
     from quantkit.model.structure.traced import SharedInput as SharedInput
     from quantkit.passes.solvers.moments import Moments as Moments
 
-# a decision with this code tells how an input was read; it is no fallback
+# a decision with this code reports how an input was read; it is no fallback
 NOTE = "note"
 
 
 @dataclass
 class Outcome:
-    """What a pass did to a block.
+    """Result of a pass on a block.
 
     Args:
-        decisions: what was done otherwise than asked, or not at all, each with its reason.
+        decisions: deviations from what was asked, each with its reason.
         errors: linear -> relative squared weight error, [] on the block's device, from the pass that assigned codes.
     """
 
@@ -43,17 +43,17 @@ class Outcome:
     errors: dict[str, Tensor] = field(default_factory=dict)
 
     def note(self, name: str, code: str, where: str, reason: str, *values: Any) -> None:
-        """Add a decision of a pass; `values`: what was requested and what was applied."""
+        """Add a decision of a pass; `values`: the requested one and the applied one."""
         self.decisions.append(decision(name, code, where, reason, *values))
 
 
 @dataclass
 class ModelOutcome:
-    """What a pass of scope `model` will do.
+    """Plan of a pass of scope `model`.
 
     Args:
-        transform: applied to each part as it loads; None where the pass declined.
-        unties: a head that shares its weight with the embedding will not be equal to it any more.
+        transform: function applied to every part when it loads; None if the pass declined.
+        unties: whether a head that shares its weight with the embedding will differ from it.
     """
 
     transform: Transform | None
@@ -62,19 +62,16 @@ class ModelOutcome:
 
 
 class Pass(Protocol):
-    """One transformation of the model; a pass inherits what it does not declare.
+    """Interface of a pass, a transformation of the model, with defaults.
 
     Attributes:
-        scope: `block`, or `model` for what reaches every block: its `transform` is then applied to each block, and to
-            the rest of the model, as they load.
+        scope: `block`, or `model` for a pass that changes every block: its `transform` is then applied to every block,
+            and to the rest of the model, when they load.
         needs: statistics: "hessian", "mean_square", "absmax", "mean", "original_inputs", "original_outputs";
-            "weight_errors": what codes lose of the weights of linears with a bias. `needs_with` says what
-            settings add.
-        requires, ensures: facts about a block: "codes" (assigned), "unassigned", "folded", "moved" (inputs, before they
-            are quantized).
-        on_graphs: why it has nothing to do on a float ONNX graph; "" where it works there.
-        for_blocks: whether a recipe for both may have it for the sake of transformers alone: then `--strict` takes it
-            on a graph, too.
+            "weight_errors": loss by the codes in weights of linears with a bias. `needs_with` depends on settings.
+        requires, ensures: facts about a block: "codes" (assigned), "unassigned", "folded", "moved" (inputs).
+        on_graphs: reason why it has nothing to do on a float ONNX graph; "" if it works there.
+        for_blocks: whether a recipe for both kinds may list it for transformers: `--strict` then accepts it on a graph.
     """
 
     name: str
@@ -88,21 +85,21 @@ class Pass(Protocol):
     Settings: type[BaseModel]
 
     def needs_with(self, settings: Any) -> frozenset[str]:
-        """Return the statistics that it needs with these settings."""
+        """Return the statistics needed with these settings."""
         return self.needs
 
     def run(self, block: Block, stats: Stats, settings: Any) -> Outcome:
-        """Change the block in place. Of scope `block`."""
+        """Change the block in place. For scope `block`."""
         raise AssertionError(f"{self.name} is of scope {self.scope}")
 
     def transform(self, model: Whole, settings: Any, seed: int) -> ModelOutcome:
-        """Return what to do to each block and to the rest as they load, seeded or in closed form. Of scope `model`."""
+        """Return the change to every block and the rest when they load, seeded or in closed form. For scope `model`."""
         raise AssertionError(f"{self.name} is of scope {self.scope}")
 
     def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Any) -> QuantTensor:
-        """Return codes [N, K] of a graph's product; `moments` is None where nothing is known of its input.
+        """Return codes [N, K] for a graph's product; `moments` is None if nothing is known about its input.
 
-        Of passes that require "unassigned" and ensure "codes".
+        For passes that require "unassigned" and ensure "codes".
         """
         raise AssertionError(f"{self.name} assigns no codes")
 
@@ -111,23 +108,23 @@ class Pass(Protocol):
         return
 
     def brought(self, head: str, columns: int, settings: Any) -> Moments | None:
-        """What its settings bring on a head's inputs [.., K = columns], instead of calibration; None: nothing."""
+        """Return moments of a head's inputs [.., K = columns] from the settings, instead of calibration; None: none."""
         return None
 
 
-def unkept(found: Pass) -> str:
-    """Return the method that a pass declares to have and has not; "" where it has all."""
-    needed = "unassigned" in found.requires and "codes" in found.ensures and not found.on_graphs
-    if needed and getattr(type(found), "product", None) is Pass.product:
-        return "product, which assigns codes on graphs and to heads; or say in on_graphs why not"
+def unkept(subject: Pass) -> str:
+    """Describe the method missing from a pass despite its declarations; "" if none is missing."""
+    needed = "unassigned" in subject.requires and "codes" in subject.ensures and not subject.on_graphs
+    if needed and getattr(type(subject), "product", None) is Pass.product:
+        return "product, which assigns codes on graphs and to heads; or a reason in on_graphs"
     return ""
 
 
 load_pass = Kind[Pass]("passes").load
-# of a step of a recipe
+# pass of a recipe's step
 pass_of = Kind[Pass]("passes").of
 
 
 def declined(name: str, block: str, reason: str, code: str = "nothing-to-do") -> Outcome:
-    """Return a pass that found nothing to do, with its reason."""
+    """Make the outcome of a pass without anything to do, with its reason."""
     return Outcome(False, [decision(name, code, block, reason)])

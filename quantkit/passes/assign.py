@@ -1,7 +1,7 @@
-"""Where weights, their scheme and what calibration saw become codes: for blocks, graphs and the head.
+"""Assign codes from weights, their scheme and calibration statistics: for blocks, graphs and the head.
 
-What all assigners need stands here: the last group filled up, weights that have a scale in common, products in several
-groups, statistics that are missing. Their mathematics is in `solvers/`.
+All assigners need these: padding of the last group, weights that share a scale, products with several groups, missing
+statistics. Their mathematics is in `solvers/`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from quantkit.model.structure.block import Block
     from quantkit.passes import Pass
 
-# where nothing else makes an error good, looking further for the grid pays: 8 % of the KL
+# a longer search of the grid pays if nothing compensates an error: 8 % of the KL
 _WIDE = ranges.Search(smallest=0.55, steps=6, refinements=2)
 Range = Literal["minmax", "mse", "importance"]
-# elements of a head rounded at a time, in float32
+# elements of a head that are rounded at a time, in float32
 PIECE = 1 << 23
 
 
 def assign(block: Block, linear: str, tensor: QuantTensor) -> Tensor:
-    """`Block.assign`; in two launches on a device, if codes are integers and rows have scales of their own."""
+    """Assign codes to a linear as `Block.assign` does; in two launches on a device for integers with scales by row."""
     codes, scale = tensor.codes, tensor.scale
     known = tensor.scheme.rows_apart and not codes.is_floating_point() and scale.dtype.itemsize > 1
     known = known and tensor.offset is None
@@ -54,17 +54,17 @@ def nearest(
     range: Range = "mse",  # noqa: A002
     importance: Tensor | None = None,
 ) -> QuantTensor:
-    """Return a weight rounded to nearest.
+    """Round a weight to nearest.
 
     Args:
-        weight: [N, K], filled up to whole groups, of any float dtype.
-        range: spans all of a group (`minmax`), or is searched for the least squared error, weighted by `importance`.
-        importance: [K] without padding: what an error of each input costs; the search then looks further.
+        weight: [N, K], padded to whole groups, of any float dtype.
+        range: span of a group (`minmax`), or a search for the least squared error, weighted by `importance`.
+        importance: [K] without padding: cost of an error of every input; the search is then longer.
     """
     form = load_grid(scheme.format)
     if range == "minmax":
         return form.quantize(weight, scheme)
-    if importance is not None:  # what no token reached counts alike
+    if importance is not None:  # inputs that no token reached count as equal
         importance = filled(torch.where(importance.amax() > 0, importance, 1.0), weight.shape[1])
     if isinstance(form, BlockFormat):
         with one_thread(weight):
@@ -80,7 +80,7 @@ def nearest_alike(
     range: Range,  # noqa: A002
     importance: Tensor | None = None,
 ) -> Iterator[tuple[str, QuantTensor]]:
-    """Linears that share an input, each with its nearest codes; as one matrix where they have a scale in common."""
+    """Yield linears with one input and their nearest codes; as one matrix if they share a scale."""
     for names in block.alike(linears):
         scheme = block.scheme(names[0])
         together = load_grid(scheme.format).shares_scale(scheme)
@@ -91,11 +91,11 @@ def nearest_alike(
 
 
 def product(weight: Tensor, moments: Moments | None, scheme: WeightScheme, passes: Mapping[str, Any]) -> QuantTensor:
-    """Codes of a graph's product or a head [N, K], by the recipe's pass that assigns them; nearest where there is none.
+    """Compute codes for a graph's product or a head [N, K] by the recipe's assigning pass; nearest without one.
 
     Args:
-        moments: of what it multiplies; None where nothing came there, or nothing is asked of it.
-        passes: of the recipe, name -> settings.
+        moments: moments of its input; None if no token arrived there, or if the pass needs none.
+        passes: passes of the recipe, name -> settings.
     """
     assigning = assigner(passes)
     if assigning is None:
@@ -107,14 +107,14 @@ def product(weight: Tensor, moments: Moments | None, scheme: WeightScheme, passe
 def in_pieces(
     weight: Tensor, moments: Moments | None, scheme: WeightScheme, passes: Mapping[str, Any]
 ) -> tuple[QuantTensor, float]:
-    """`product` of a weight [N, K] of any float dtype, a piece of its rows at a time.
+    """Apply `product` to a weight [N, K] of any float dtype, some rows at a time.
 
     Returns:
         codes [N, K + padding of the last group], and the relative squared error `||W - dequantize(codes)||² / ||W||²`.
     """
     form = load_grid(scheme.format)
     rows, columns = weight.shape
-    # rows that share a scale are taken at once
+    # rows that share a scale stay together
     step = max(1, PIECE // columns) if scheme.rows_apart else rows
     parts: list[QuantTensor] = []
     lost = energy = torch.zeros((), dtype=torch.float64, device=weight.device)
@@ -129,7 +129,7 @@ def in_pieces(
 
 
 def assigner(passes: Mapping[str, Any]) -> Pass | None:
-    """Return the pass of a recipe that gives codes to weights of products; None where there is none."""
+    """Return the recipe's pass for codes of products; None if there is none."""
     for step in map(load_pass, passes):
         if "unassigned" in step.requires and "codes" in step.ensures and not step.on_graphs:
             return step

@@ -1,8 +1,8 @@
-"""AWQ: scale inputs so that what matters most is rounded most finely, and fold the scales into what produces them.
+"""AWQ: scale inputs so that important ones are rounded finely, and fold the scales into the preceding operator.
 
 Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and Acceleration", 2024,
-arXiv 2306.00978. One search (`solvers/awq.py`) per shared input, on the block's original weights; a scale goes where
-the block's structure proves that it can. Codes are assigned by the pass that follows.
+arXiv 2306.00978. One search (`solvers/awq.py`) per shared input, on the block's original weights; a scale is
+folded where the block's structure proves that it can be. A later pass assigns the codes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Awq(Pass):
-    """See the module."""
+    """Pass `awq`."""
 
     name = "awq"
     paper = "arXiv 2306.00978"
@@ -29,15 +29,15 @@ class Awq(Pass):
     on_graphs = "its scales are for groups of 4-bit weights; those of a graph have 8 bits and one scale a channel"
 
     class Settings(Closed):
-        """How scales are searched.
+        """Settings of the search for scales.
 
         Args:
-            grid: how many exponents in (0, 1] are tried for the scales; 0 folds nothing.
-            cost: what rounding costs: `rounding` counts the whole error at the output, as the paper does; `gptq` counts
-                what is left of it once later columns have made up for earlier ones, for a `gptq` that follows.
-            shrink: as in `gptq`; only with `cost: gptq`.
-            clip: also cut weights to the range that costs least; for an assigner without a range search of its own.
-            sequences: how many calibration sequences the search looks at, the first ones; null looks at all.
+            grid: number of exponents in (0, 1] to try for the scales; 0 folds nothing.
+            cost: cost of rounding: `rounding` counts the whole error at the output, as the paper does; `gptq` counts
+                the error left after later columns have compensated earlier ones, for a `gptq` that follows.
+            shrink: share as in `gptq`; only with `cost: gptq`.
+            clip: whether to clip weights to the range that costs least; for an assigner without a range search.
+            sequences: number of calibration sequences for the search, the first ones; null uses all.
         """
 
         grid: int = Field(default=20, ge=0)
@@ -81,7 +81,7 @@ class Awq(Pass):
                     tied=fold.tied,
                     importance=importance,
                 ).scales
-                # where nothing is better than ones, they are folded: no value changes, and a GPU is not waited for
+                # scales of one are folded too: they change no value, and testing them would wait for a GPU
                 applied = block.fold(group, scales, device.folding(scales))
                 if settings.clip:
                     hessian = awq.transformed(hessian, applied)

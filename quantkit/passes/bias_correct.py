@@ -1,15 +1,15 @@
-"""Bias correction: give back to each bias what rounding has taken from the mean of its output; needs assigned codes.
+"""Bias correction: add to every bias the shift of the mean output by rounding; needs assigned codes.
 
     E[W x] - E[Ŵ x] = (W - Ŵ) E[x]
 
 Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", 2019, arXiv 1906.04721, section
-4.2; here with means from calibration text, each of inputs that corrected linears have made. A linear without a bias is
-left alone: its class would not load one. It may help or not. Mean cosine of pooled sentence embeddings to the float
+4.2; here with means from calibration text, of inputs computed by corrected linears. A linear without a bias stays
+unchanged: its class would not load one. It may help or not. Mean cosine of pooled sentence embeddings to the float
 model's, all-MiniLM-L6-v2, int4 per channel, symmetric; 32 x 64 tokens of addresses to calibrate, 128 verses to score:
 
     rtn  0.9425, corrected 0.9377: worse        gptq 0.9680, corrected 0.9699: a little better
 
-So it is in no recipe: try it on text of your own, with the gate `cosine_min`.
+So it is in no recipe: try it on your own text, with the gate `cosine_min`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def shift(error: Tensor, mean: Tensor) -> Tensor:
-    """What a weight's rounding error [N, K] takes from the mean output of a linear on inputs of mean [K]: [N]."""
+    """Return the shift [N] of a linear's mean output by a weight's rounding error [N, K], for inputs of mean [K]."""
     return (error.double() @ mean.double()).float()
 
 
 class BiasCorrect(Pass):
-    """See the module."""
+    """Pass `bias_correct`."""
 
     name = "bias_correct"
     paper = "arXiv 1906.04721"
@@ -38,10 +38,10 @@ class BiasCorrect(Pass):
     on_graphs = ""
 
     class Settings(Closed):
-        """None."""
+        """No settings."""
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
-        """Correct the bias of every linear with codes that has one."""
+        """Correct the bias of every linear with codes and a bias."""
         from torch import nn
 
         biased = [name for name in block.tensors if getattr(block.module.get_submodule(name), "bias", None) is not None]

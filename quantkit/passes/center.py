@@ -1,11 +1,11 @@
-"""Center and scale the channels of what linears receive, where a kernel is about to quantize it with one fixed scale.
+"""Center and scale the channels of inputs that a kernel quantizes with one fixed scale.
 
     x' = (x - m) / c        W' = W diag(c)        b' = b + W m        W' x' + b' = W x + b
 
-m_k is the middle of what calibration saw of channel k, c_k its half width to the power of α: what is not evened out in
-the inputs stays out of the weights. (Wei et al., "Outlier Suppression+", 2023, arXiv 2304.09145. They fold both into
-the norm before; here they are part of quantizing the input, so that norms which feed a residual stream are no
-obstacle.) It costs a subtraction and a product for each input value, and exports that hold them: `onnx`, `tensorrt`.
+m_k is the middle of channel k's range in calibration, c_k half its width to the power of α. (Wei et al., "Outlier
+Suppression+", 2023, arXiv 2304.09145. They fold both into the norm before; here they are part of quantizing the input,
+so that they also work behind norms that feed a residual stream.) It costs a subtraction and a product for every input
+value, and needs an export that can hold them: `onnx`, `tensorrt`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def moves(low: Tensor, high: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-    """Shift and scale of channels that lie between `low` and `high` [K]; the scales' geometric mean is 1."""
+    """Return shift and scale of channels between `low` and `high` [K]; the scales' geometric mean is 1."""
     half = ((high - low) / 2).double()
     reach = torch.maximum(half, half.max() * 1e-4)
     scale = torch.where(reach > 0, reach, 1.0).log() * alpha
@@ -31,7 +31,7 @@ def moves(low: Tensor, high: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
 
 
 class Center(Pass):
-    """See the module."""
+    """Pass `center`."""
 
     name = "center"
     paper = "arXiv 2304.09145"
@@ -42,16 +42,16 @@ class Center(Pass):
     for_blocks = True
 
     class Settings(Closed):
-        """How far channels are evened out.
+        """Strength of the scaling.
 
         Args:
-            alpha: 0 leaves their widths as they are, 1 makes them one width.
+            alpha: exponent: 0 leaves the widths of channels as they are, 1 makes them equal.
         """
 
         alpha: float = Field(default=0.5, ge=0, le=1)
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
-        """Measure, and move every shared input that will have a fixed scale."""
+        """Measure the channels, and move every shared input with a fixed scale."""
         from quantkit.formats.base.activation import Moved
 
         groups = [group for group in block.groups() if _fixed(block, group)]
@@ -66,9 +66,9 @@ class Center(Pass):
                 continue
             shift, scale = moves(*reaches[name], settings.alpha)
             if any(block.module.get_submodule(member).bias is None for member in group.members):
-                shift = shift.new_zeros(shift.shape)  # there is nothing that could take W m
+                shift = shift.new_zeros(shift.shape)  # no bias could take W m
             for member in group.members:
-                block.move(member, Moved(shift.clone(), scale.clone()))  # each is stored by itself
+                block.move(member, Moved(shift.clone(), scale.clone()))  # stored separately
             outcome.changed = True
         stats.outputs = None
         return outcome

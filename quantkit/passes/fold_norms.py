@@ -1,9 +1,9 @@
-"""Fold a norm's weight into the linears behind it, so that their columns are comparable.
+"""Fold a norm's weight into the linears after it, so that their columns are comparable.
 
     W (w * n(x)) = (W diag(w)) n(x)
 
-With the norm's weight at one, the linears alone say how much an input matters. Exact; declined where a weight is too
-close to zero to divide by, and where something else reads the norm's output.
+With a norm's weight of one, only the linears determine how much an input matters. Exact; declined if a weight is too
+close to zero to divide by, or if another operator reads the norm's output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SMALLEST = 1e-4
 
 
 class FoldNorms(Pass):
-    """See the module."""
+    """Pass `fold_norms`."""
 
     name = "fold_norms"
     requires = frozenset({"unassigned"})
@@ -28,10 +28,10 @@ class FoldNorms(Pass):
     on_graphs = "batch norms are in the convolutions before any pass comes (`conv_batch_norm`), other norms stay"
 
     class Settings(Closed):
-        """None."""
+        """No settings."""
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
-        """Divide each norm by its own weight."""
+        """Divide every norm by its weight."""
         outcome = Outcome(False)
         for group in block.groups():
             fold = block.folds.get(block.group_name(group))

@@ -1,9 +1,9 @@
-"""Mark linears that share an input (q/k/v, gate/up) to be stored as one, where the destination gains from it.
+"""Mark linears that share an input (q/k/v, gate/up) to be stored as one, if the export gains from it.
 
     [q; k; v] = [Wq; Wk; Wv] x        one product instead of three: the input is read once, and one kernel is launched
 
-Outputs are concatenated along N (`formats.joined`); nothing is rounded again. A checkpoint's classes have the linears
-apart and keep them so; exporters that build their own graph read the marks.
+Outputs are concatenated along N (`formats.joined`); nothing is rounded again. The classes of a checkpoint keep the
+linears separate; exporters that build their own graph read the marks.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class FuseQkv(Pass):
-    """See the module."""
+    """Pass `fuse_qkv`."""
 
     name = "fuse_qkv"
     requires = frozenset({"codes"})
     on_graphs = "the products of a graph stay as they are written"
 
     class Settings(Closed):
-        """None."""
+        """No settings."""
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
-        """Mark every shared input whose quantized members have one scheme."""
+        """Mark every shared input if its quantized members have one scheme."""
         groups = [group.members for group in block.groups() if len(group.members) > 1]
         if not groups:
             return declined(self.name, block.name, "no two quantized linears share an input")
         if not block.fuses:
             names = ", ".join(name.rpartition(".")[2] for name in groups[0])
-            return declined(self.name, block.name, f"no destination gains: a checkpoint's class loads {names} apart")
+            return declined(self.name, block.name, f"no export gains: a checkpoint's class loads {names} separately")
         outcome = Outcome(False)
         for members in groups:
             schemes = {block.scheme(name) for name in members}

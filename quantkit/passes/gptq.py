@@ -1,8 +1,8 @@
-"""GPTQ: second-order rounding, each column making up for the errors of those before it.
+"""GPTQ: second-order rounding, in which every column compensates the errors of those before it.
 
 Frantar et al., "GPTQ", 2023, arXiv 2210.17323; the solver is `solvers/gptq.py`. Here: one Hessian and one factor per
-shared input, in the order in which the block runs, so that each linear is fitted to the inputs it will really see, and
-made up for what these have drifted from the original ones (Li et al., "GPTAQ", 2025, arXiv 2504.02692).
+shared input, in the order in which the block runs. So every linear is fitted to its real inputs, and
+compensates their drift from the original ones (Li et al., "GPTAQ", 2025, arXiv 2504.02692).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Gptq(Pass):
-    """See the module."""
+    """Pass `gptq`."""
 
     name = "gptq"
     paper = "arXiv 2210.17323"
@@ -31,26 +31,23 @@ class Gptq(Pass):
     on_graphs = ""
 
     class Settings(Closed):
-        """How codes are chosen.
+        """Settings of the solver.
 
         Args:
-            damping: added to the Hessian's diagonal, as a share of its mean; raised, with a record, if need be.
-            shrink: share taken off the Hessian's entries beside the diagonal: a few thousand tokens overstate how far
-                one input can make up for another, which is what overfits. `auto` estimates the share that is chance
-                from two halves of the calibration set.
-            correction: share of the inputs' drift that weights make up for before they are rounded: blocks and linears
-                that came before are quantized, so inputs are no longer what they were, nor is what outputs are added
-                to. 0 spares the original stream, a forward of the model.
-            ridge: how little the correction trusts the calibration text: 0 takes all that it foretells; the more, the
-                less of what rests on few tokens.
-            act_order: choose the columns that matter most first; the ranges stay static groups.
-            range: how the range of a group is chosen: `minmax`, `mse`, or `hessian` (squared error weighted by the
-                Hessian's diagonal).
-            sweeps: rounds of coordinate descent over the codes afterwards.
-            refit: fit the scales to the codes between sweeps; done for groups up to 64.
-            unsaturated: bound int8 codes, one scale a channel, by those of their neighbours, so that two products with
-                unsigned bytes fit 16 bits: what x86 processors without VNNI add up. Signed codes are then exact in
-                the fastest kernels everywhere, for 1.5 times the squared error (`int7`: 4 times).
+            damping: share of the Hessian's mean diagonal that is added to it; raised, with a record, if necessary.
+            shrink: share taken off the Hessian's off-diagonal entries: a few thousand tokens overstate how well one
+                input can compensate another, which overfits. `auto` estimates the random share from two halves.
+            correction: share of the inputs' drift that weights compensate before they are rounded: earlier blocks and
+                linears are quantized, so the inputs, and the stream to which outputs are added, differ from the
+                original. 0 saves a forward of the original model.
+            ridge: caution of the correction: 0 trusts the calibration text; more drops corrections from few tokens.
+            act_order: whether to choose the most important columns first; ranges stay static groups.
+            range: choice of a group's range: `minmax`, `mse`, or `hessian` (error weighted by the Hessian's diagonal).
+            sweeps: rounds of coordinate descent on the codes afterwards.
+            refit: whether to fit the scales to the codes between sweeps; for groups up to 64.
+            unsaturated: whether to bound int8 codes, with one scale a channel, by their neighbours, so that two
+                products with unsigned bytes fit 16 bits, as x86 processors without VNNI add them. Signed codes are then
+                exact in the fastest kernels everywhere, for 1.5 times the squared error (`int7`: 4 times).
         """
 
         damping: float = Field(default=0.01, ge=0)
@@ -66,11 +63,11 @@ class Gptq(Pass):
         @model_validator(mode="after")
         def _sweeps_keep_no_bounds(self) -> Self:
             if self.unsaturated and self.sweeps:
-                raise ValueError("`unsaturated` goes without `sweeps`: they know no bounds")
+                raise ValueError("`unsaturated` needs `sweeps: 0`: sweeps ignore its bounds")
             return self
 
     def needs_with(self, settings: Settings) -> frozenset[str]:
-        """Return the original stream as well, if anything is corrected."""
+        """Add the original stream if anything is corrected."""
         return self.needs | {"original_inputs"} if settings.correction else self.needs
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
@@ -119,7 +116,7 @@ class Gptq(Pass):
                 bounds = neighbours(width).to(hessian.device) if settings.unsaturated and bounded(scheme) else None
                 results = gptq_shared(weights, factors[width], scheme, neighbours=bounds, **_chosen(settings))
                 for name, result in zip(names, results, strict=True):
-                    if drift is not None:  # whether there was a second factor is seen in what the codes cost
+                    if drift is not None:  # the cost of the codes shows whether there was a second factor
                         stats.doubt(result.costs, whole.name, again=True)
                     outcome.errors[name] = assign(block, name, result.tensor)
 
@@ -127,10 +124,10 @@ class Gptq(Pass):
         return outcome
 
     def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Settings) -> QuantTensor:
-        """Return codes of a graph's product or a head, each group of its rows with a Hessian of its own.
+        """Return codes of a graph's product or a head; every group of its rows has its own Hessian.
 
         `correction` is W' = W E[x x̂ᵀ] (E[x̂ x̂ᵀ] + λ)⁻¹. A weight with one scale and several groups is rounded to
-        nearest, since each group would find a scale of its own; so is one whose inputs nothing is known of.
+        nearest, since every group would find another scale; so is a weight whose inputs are unknown.
         """
         from quantkit.formats import QuantTensor, joined
         from quantkit.passes.assign import nearest
@@ -151,7 +148,7 @@ class Gptq(Pass):
                 lower, pivots = torch.linalg.lu_factor(moments.hessian + settings.ridge * size[:, None, None] * unit)
                 return lower, pivots
 
-            # W' − W = W (E[x x̂ᵀ] − E[x̂ x̂ᵀ]) (E[x̂ x̂ᵀ] + λ)⁻¹: with λ it is W that is fallen back to, not zero
+            # W' − W = W (E[x x̂ᵀ] − E[x̂ x̂ᵀ]) (E[x̂ x̂ᵀ] + λ)⁻¹: a large λ leads back to W, not to zero
             lost = (parts.double() @ (cross - moments.hessian)).transpose(1, 2)
             moved = torch.linalg.lu_solve(*moments.once(("held", settings.ridge), held), lost).transpose(1, 2)
             parts = parts.double() + settings.correction * moved

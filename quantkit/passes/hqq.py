@@ -1,10 +1,10 @@
-"""HQQ: round to nearest on grids fitted to the weights alone, outliers forgiven. No data needed.
+"""HQQ: round to nearest on grids fitted to the weights alone, with a norm that tolerates outliers. Needs no data.
 
 Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023,
-https://mobiusml.github.io/hqq_blog. The solver is `solvers/hqq.py`. Zero points are whole numbers here, as they are
-stored, with which the l_p norm gains nothing over least squares: on text, the four shared inputs of a middle block of
-SmolLM2-135M lose 13 % more (20 turns) than with `rtn: {range: mse}`, several times as fast; `rtn: {range: importance}`
-on `random-tokens` loses 35 % less.
+https://mobiusml.github.io/hqq_blog. The solver is `solvers/hqq.py`. Zero points are integers here, as they are stored,
+and with these the l_p norm gains nothing over least squares: on text, the four shared inputs of a middle block of
+SmolLM2-135M lose 13 % more (20 iterations) than with `rtn: {range: mse}`, which is several times as fast;
+`rtn: {range: importance}` on `random-tokens` loses 35 % less.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Hqq(Pass):
-    """See the module."""
+    """Pass `hqq`."""
 
     name = "hqq"
     paper = "https://mobiusml.github.io/hqq_blog"
@@ -31,13 +31,13 @@ class Hqq(Pass):
     on_graphs = ""
 
     class Settings(Closed):
-        """How grids are fitted.
+        """Settings of the solver.
 
         Args:
             norm: p of the norm of the errors; below 1, so that a few large ones count little.
-            beta: how much the split-off errors are trusted in the first turn.
-            growth: by what that grows each turn.
-            iterations: turns.
+            beta: weight of the quadratic penalty in the first iteration.
+            growth: factor on `beta` in every iteration.
+            iterations: number of iterations.
         """
 
         norm: float = Field(default=0.7, gt=0, le=1)
@@ -57,7 +57,7 @@ class Hqq(Pass):
         return outcome
 
     def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Settings) -> QuantTensor:
-        """Return codes of one weight [N, K]; nothing else is looked at."""
+        """Return codes of one weight [N, K]; its inputs are ignored."""
         from quantkit.passes.solvers.hqq import half_quadratic
 
         grid = half_quadratic(weight, scheme, **settings.model_dump())

@@ -1,13 +1,13 @@
-"""Mixed precision in a graph: the few products that the gates need are kept in floats; needs assigned codes.
+"""Mixed precision in a graph: keep as few products in floats as the gates need; needs assigned codes.
 
 Wu et al., "Integer Quantization for Deep Learning Inference", 2020, arXiv 2004.09602, section 5.2 (partial
-quantization). The harm of quantizing a layer alone, at the model's output, is set against what it saves:
+quantization). The harm of quantizing only one layer, at the model's output, is divided by its savings:
 
     rank = harm / (its share of all weights' bytes + its share of all multiply-accumulates)
 
-Harms do not add up, so each point is compiled and scored on the `tune` split as the graph would be. As many products
-are kept as meet all gates of the recipe; points are doubled and then halved between, not all tried. Without gates
-nothing is kept. `pipeline/graphs/mixed.py` does this; the blocks of a transformer are mixed by `quantkit tune`.
+Harms do not add up, so a number of kept products is compiled and scored on the `tune` split. The smallest number that
+meets all gates of the recipe is searched by doubling and bisection. Without gates nothing is kept.
+`pipeline/graphs/mixed.py` does this; `quantkit tune` mixes the formats of a transformer's blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Mixed(Pass):
-    """See the module."""
+    """Pass `mixed`."""
 
     name = "mixed"
     paper = "arXiv 2004.09602"
@@ -32,14 +32,14 @@ class Mixed(Pass):
     on_graphs = ""
 
     class Settings(Closed):
-        """On what a choice rests.
+        """Data for the choice.
 
         Args:
-            samples: of the `tune` split, at most, that the points of the curve are scored on.
-            views: of each image, where samples are images and the model tells classes apart: moved a little, and every
-                other one mirrored. A share of 18 images is known to 5.6 points, of 8 views each to less; intervals are
-                by image, or by what the set says is alike.
-            alone: samples that the harm of each product alone is measured on.
+            samples: largest number of samples of the `tune` split for scoring a number of kept products.
+            views: views of every image, if samples are images and the model is a classifier: shifted a little, and
+                every other one mirrored. A share of 18 images has a resolution of 5.6 points, of 8 views each a finer
+                one; intervals count images, or the set's groups of similar ones.
+            alone: samples for measuring the harm of one product alone.
         """
 
         samples: int = Field(default=256, ge=1)
@@ -47,8 +47,8 @@ class Mixed(Pass):
         alone: int = Field(default=32, ge=1)
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
-        """Declined: this is no graph."""
-        return declined(self.name, block.name, "it knows graphs; `quantkit tune` mixes the formats of a transformer")
+        """Decline: a block is no graph."""
+        return declined(self.name, block.name, "it works on graphs; `quantkit tune` mixes the formats of a transformer")
 
 
 PASS: Pass = Mixed()

@@ -1,13 +1,13 @@
 """Rotate: turn the residual stream by an orthogonal matrix, so that no channel is an outlier; exact before rounding.
 
-Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", 2024, arXiv 2404.00456, of which this is the
-part that costs nothing at run time: the rotation is folded into the weights (`model/structure/residual.py` finds what
-touches the stream, `turn.py` turns it). Every block, the embedding and the head are proved in float64 before any work
-begins: outputs within 1e-10 of the original's. Where that fails the model stays as it is, with the reason: norms behind
-the linears (Gemma 2 and 3, BERT) do not turn, nor does what no parameter of the class holds (draft heads, towers).
-The last norm's weight goes into the head, which then differs from an embedding that it was tied to: the model is
+Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", 2024, arXiv 2404.00456. This is the part that
+costs nothing at run time: the rotation is folded into the weights (`model/structure/residual.py` finds the weights on
+the stream, `turn.py` turns them). Before any work, every block, the embedding and the head are proved in float64:
+outputs within 1e-10 of the original's. If that fails, the model stays as it is, with the reason: norms after the
+linears (Gemma 2 and 3, BERT) cannot be turned, nor tensors that no parameter of the class holds (draft heads, towers).
+The last norm's weight is folded into the head, which then differs from an embedding that it was tied to: the model is
 untied, and larger by one table. It helps where one scale serves many weights: SmolLM2-135M, int4, `rtn`, a symmetric
-scale for each output channel has a KL of 1.140 without and 0.817 with it (2,048 tokens of prose).
+scale for every output channel has a KL of 1.140 without and 0.817 with it (2,048 tokens of prose).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from quantkit.model.structure.turn import Ends, Residual
     from quantkit.passes.solvers.rotate import Rotation
 
-# tokens to trace and prove on
+# tokens for tracing and proving
 _PROBE = (2, 12)
 
 
 @dataclass(frozen=True)
 class Turning:
-    """The rotation of a whole model, as its parts load; `heads`: head size -> rotation of the value paths."""
+    """Rotation of a whole model, as its parts load; `heads`: head size -> rotation of the value paths."""
 
     rotation: Rotation
     heads: Callable[[int], Rotation] | None
@@ -55,7 +55,7 @@ class Turning:
 
 
 class Rotate(Pass):
-    """See the module."""
+    """Pass `rotate`."""
 
     name = "rotate"
     paper = "arXiv 2404.00456"
@@ -65,20 +65,19 @@ class Rotate(Pass):
     on_graphs = "it turns the residual stream of a transformer, which a convolution or an activation would not let pass"
 
     class Settings(Closed):
-        """Which rotations.
+        """Choice of the rotations.
 
         Args:
-            matrix: `hadamard`, with random signs: every channel becomes a mean of all, equally weighted. Where the
-                width is of no known order, the product of one with a random orthogonal matrix. `random`: a random
-                orthogonal matrix, dense.
-            values: also turn each head's values, undone in the output projection.
+            matrix: `hadamard`, with random signs: every channel becomes a mean of all, equally weighted. For a width
+                without a known matrix, its product with a random orthogonal matrix. `random`: only the latter.
+            values: whether to also turn every head's values, undone in the output projection.
         """
 
         matrix: Literal["hadamard", "random"] = "hadamard"
         values: bool = True
 
     def transform(self, model: Whole, settings: Settings, seed: int) -> ModelOutcome:
-        """Find what touches the residual stream, and prove that all of it turns."""
+        """Find all weights on the residual stream, and prove that they can be turned."""
         from quantkit.model.structure.residual import Unturnable
         from quantkit.passes.solvers import rotate as solver
 
@@ -95,7 +94,7 @@ class Rotate(Pass):
 
 
 def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
-    """Return the rotation, proved on every part. Raises Unturnable (with the reason)."""
+    """Return the rotation, proved on every part. Raises Unturnable with the reason."""
     from quantkit.model.streaming.calls import Call
     from quantkit.model.structure.fold import TOLERANCE
     from quantkit.model.structure.residual import Unturnable, find, find_heads
@@ -137,7 +136,7 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
     for index, name in enumerate(model.block_names):
         error = prove(part(index), like, rotation, heads)
         if error > TOLERANCE and index:
-            # not like the first: with an attention of another kind, say
+            # unlike the first one: another kind of attention, say
             like = find(part(index))
             error = prove(part(index), like, rotation)
         if not error <= TOLERANCE:
@@ -148,20 +147,20 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
 
 
 def _prove_ends(ends: Ends, outside: Residual, rotation: Rotation, hidden: Tensor) -> None:
-    """Embedding and head. Raises Unturnable (they do not turn)."""
+    """Prove the embedding and the head. Raises Unturnable."""
     from quantkit.model.structure.fold import TOLERANCE, disagreement
     from quantkit.model.structure.residual import Unturnable
     from quantkit.model.structure.turn import ModelPart, prove
 
-    before, given = ends.start()
+    before, inputs = ends.start()
     error = prove(ModelPart(ends.model, ends.finish, hidden, turns_output=False), outside, rotation)
     if not error <= TOLERANCE:
         raise Unturnable(f"logits differ by {error:.1e} after turning")
     after, still = ends.start()
     error = disagreement(rotation.apply(before), after)
-    moved = [disagreement(*pair) for pair in zip(given, still, strict=True) if pair[0].is_floating_point()]
+    moved = [disagreement(*pair) for pair in zip(inputs, still, strict=True) if pair[0].is_floating_point()]
     if not max([error, *moved]) <= TOLERANCE:
-        raise Unturnable(f"what the first block is given differs by {max([error, *moved]):.1e} after turning")
+        raise Unturnable(f"the first block's inputs differ by {max([error, *moved]):.1e} after turning")
 
 
 PASS: Pass = Rotate()

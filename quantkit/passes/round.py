@@ -1,18 +1,18 @@
-"""Learned rounding: codes and scales moved down the gradient of what a block puts out wrong, watched on held-out text.
+"""Learned rounding: gradient descent on codes and scales, for the error of a block's output, checked on held-out text.
 
 Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023, arXiv
-2309.05516 (SignRound, AutoRound). The quantizer and its gradient are `solvers/round.py`. Here: the block's output
-against what the unquantized model puts out there, token by token,
+2309.05516 (SignRound, AutoRound). The quantizer and its gradient are in `solvers/round.py`. The loss compares the
+block's output with the unquantized model's, token by token,
 
     L = mean over tokens of ||y^_t - y_t||² / ||y_t||²
 
-since the norm behind it divides by a token's size, and a few tokens are a thousand times larger than the others. A part
-of the calibration sequences, the same for every block, is never learned from: the state that does best there is kept,
-and that may be the first. Alone it starts at the nearest codes in searched ranges, and stays behind `gptq`; after
-`gptq`, `hqq` or `rtn` it goes on from theirs. After `gptq` steps have to be small (`rate` 0.02 or less), since its
-codes sit on the edges of their cells: on the second of two middle blocks of SmolLM2-135M (int4, groups of 64, 8 x 256
-tokens) the error on text not seen went from 0.33 % to 0.27 % of its output, from 0.30 % to 0.28 % where `gptq` corrects
-for drift. 10 steps take three times as long as `gptq`.
+since the next norm divides by a token's size, and a few tokens are a thousand times larger than the others. Some
+calibration sequences, the same for every block, are held out: the state with the least loss on them is kept, possibly
+the first. Alone it starts from the nearest codes in searched ranges, and is worse than `gptq`; after `gptq`, `hqq` or
+`rtn` it starts from their codes. After `gptq` steps must be small (`rate` 0.02 or less), since its codes lie on the
+edges of their cells: on the second of two middle blocks of SmolLM2-135M (int4, groups of 64, 8 x 256 tokens) the error
+on unseen text fell from 0.33 % to 0.27 % of its output, or from 0.30 % to 0.28 % if `gptq` corrects drift. 10 steps
+take three times as long as `gptq`.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 
 
 class Round(Pass):
-    """See the module."""
+    """Pass `round`."""
 
     name = "round"
     paper = "arXiv 2309.05516"
     needs = frozenset({"original_outputs"})
-    # neither codes nor their absence: it assigns them, or improves what another pass assigned
+    # requires neither codes nor their absence: it assigns codes, or improves those of another pass
     ensures = frozenset({"codes"})
     on_graphs = ""
 
     class Settings(Closed):
-        """How codes are learned.
+        """Settings of the descent.
 
         Args:
-            iterations: steps a block; each block costs their number times `batch` forwards and backwards.
+            iterations: steps a block; a block costs `iterations` times `batch` forwards and backwards.
             batch: sequences a step.
-            rate: how far an offset goes in the first step, in cells; then linearly less. An offset ends at half a cell.
-            scale_rate: how far a scale goes in the first step, as a share of it; 0 leaves scales as they are.
-            held_out: share of the sequences that is not learned from but chooses the state to keep.
-            checks: how often it is asked, in equal distances.
+            rate: length of the first step of an offset, in cells, falling linearly; an offset is at most half a cell.
+            scale_rate: length of the first step of a scale, as a share of it; 0 keeps scales.
+            held_out: share of the sequences that are not learned from, but choose the state to keep.
+            checks: number of evenly spaced checks on the held-out sequences.
         """
 
         iterations: int = Field(default=20, ge=1)
@@ -62,7 +62,7 @@ class Round(Pass):
         checks: int = Field(default=4, ge=1)
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
-        """Assign codes to every linear of the block, or improve those that it has."""
+        """Assign codes to every linear of the block, or improve existing ones."""
         from quantkit.model.structure.traced import weight_of
         from quantkit.passes.assign import assign, nearest
         from quantkit.passes.solvers.round import LearnedRounding
@@ -78,7 +78,7 @@ class Round(Pass):
         width = {name: weight_of(block.module.get_submodule(name)).shape[1] for name in start}
         samples = stats.hidden.shape[0]
         if samples < 2:
-            outcome.decisions += declined(self.name, block.name, "one sequence leaves none to hold out").decisions
+            outcome.decisions += declined(self.name, block.name, "with one sequence, none can be held out").decisions
             best = start
         else:
             held = min(max(1, round(settings.held_out * samples)), samples - 1)
@@ -90,19 +90,19 @@ class Round(Pass):
                 outcome.decisions += declined(self.name, block.name, reason, "no-better").decisions
             outcome.changed |= better
         for name, tensor in best.items():
-            block.replace(name, weights[name][:, : width[name]])  # the error is that against the original weight
+            block.replace(name, weights[name][:, : width[name]])  # the error is measured against the original weight
             outcome.errors[name] = assign(block, name, tensor)
         stats.outputs = None
         return outcome
 
 
 def _put(block: Block, learned: dict[str, LearnedRounding]) -> None:
-    """Let the block compute with the present codes."""
+    """Set the block's weights to the present codes."""
     from quantkit.model.structure.traced import weight_of
 
-    for name, each in learned.items():
+    for name, rounding in learned.items():
         width = weight_of(block.module.get_submodule(name)).shape[1]
-        block.replace(name, each.values()[:, :width])
+        block.replace(name, rounding.values()[:, :width])
 
 
 def _learn(
@@ -113,7 +113,7 @@ def _learn(
     held_out: int,
     settings: Round.Settings,
 ) -> tuple[dict[str, QuantTensor], bool]:
-    """Return the best of the states on the held-out sequences, and whether it is not the first."""
+    """Return the best state on the held-out sequences, and whether it differs from the first."""
     targets = stats.original_outputs()
     rows = torch.arange(stats.hidden.shape[0])
     seen, held = rows[:-held_out], rows[-held_out:]
@@ -138,12 +138,12 @@ def _learn(
         if (number + 1) % every == 0 or number + 1 == settings.iterations:
             loss = measured()
             if loss < least:
-                best, better, least = {name: each.tensor() for name, each in learned.items()}, True, loss
+                best, better, least = {name: rounding.tensor() for name, rounding in learned.items()}, True, loss
     return best, better
 
 
 def _gradients(block: Block, stats: Stats, targets: Tensor, rows: list[int], names: list[str]) -> dict[str, Tensor]:
-    """Of the loss on some sequences, one after the other, by the weights, [N, K + padding]."""
+    """Sum the gradients of the loss over some sequences, for every weight [N, K + padding]."""
     from quantkit.model.structure.traced import is_transposed
 
     modules: dict[str, nn.Module] = {name: block.module.get_submodule(name) for name in names}
@@ -152,9 +152,9 @@ def _gradients(block: Block, stats: Stats, targets: Tensor, rows: list[int], nam
     for row in rows:
         with torch.enable_grad():
             loss = _loss(block, stats, targets, row)
-        # a linear that these tokens do not reach has no gradient
-        found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-        total = list(found) if total is None else [left + right for left, right in zip(total, found, strict=True)]
+        # zero for a linear that these tokens do not reach
+        partial = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        total = list(partial) if total is None else [left + right for left, right in zip(total, partial, strict=True)]
     assert total is not None
     gradients = {}
     for (name, module), gradient in zip(modules.items(), total, strict=True):

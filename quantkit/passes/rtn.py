@@ -1,7 +1,7 @@
-"""Round to nearest: each weight to its closest code, after choosing the range of every group.
+"""Round to nearest: every weight to its closest code, after choosing the range of every group.
 
 `minmax` spans all weights of a group; `mse` searches the range with the least squared rounding error; `importance`
-weighs each error by the mean square of its input, which takes one forward over the calibration set: an importance
+weighs an error by the mean square of its input, which takes one forward over the calibration set: an importance
 matrix, as llama.cpp calls it (`llama-imatrix`; Kawrakow, 2024).
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Rtn(Pass):
-    """See the module."""
+    """Pass `rtn`."""
 
     name = "rtn"
     requires = frozenset({"unassigned"})
@@ -30,12 +30,11 @@ class Rtn(Pass):
     on_graphs = ""
 
     class Settings(Closed):
-        """How ranges are chosen.
+        """Choice of the ranges.
 
         Args:
-            range: `minmax`; `mse`: the least squared rounding error; or `importance`: the same weighted by the mean
-                square of each input.
-            imatrix: a file of such mean squares, of llama-imatrix or `quantkit imatrix`; "" takes those of calibration.
+            range: `minmax`; `mse`: the least squared rounding error; or `importance`: weighted by inputs' mean squares.
+            imatrix: file of these mean squares, from llama-imatrix or `quantkit imatrix`; "" uses calibration.
         """
 
         range: Literal["minmax", "mse", "importance"] = "mse"
@@ -44,11 +43,11 @@ class Rtn(Pass):
         @model_validator(mode="after")
         def _weighed(self) -> Self:
             if self.imatrix and self.range != "importance":
-                raise ValueError("`imatrix` is what `range: importance` weighs by")
+                raise ValueError("`imatrix` needs `range: importance`")
             return self
 
     def needs_with(self, settings: Settings) -> frozenset[str]:
-        """Squared inputs, where the range weighs by them."""
+        """Add squared inputs if the range is weighted by them."""
         looks = settings.range == "importance" and not settings.imatrix
         return self.needs | {"mean_square"} if looks else self.needs
 
@@ -78,7 +77,7 @@ class Rtn(Pass):
         return outcome
 
     def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Settings) -> QuantTensor:
-        """Codes of a graph's product; a scale that its groups have in common is fitted to the mean of their inputs."""
+        """Return codes of a graph's product; a scale shared by its groups is fitted to the mean of their inputs."""
         from quantkit.passes.assign import nearest
 
         if moments is None or settings.range != "importance":
@@ -88,7 +87,7 @@ class Rtn(Pass):
         return joined([nearest(part, scheme, settings.range, own) for part, own in parts])
 
     def accepts(self, columns: Mapping[str, int], settings: Settings) -> None:
-        """Refuse a file of another model.
+        """Refuse a file made for another model.
 
         Raises:
             InputError: `imatrix-damaged`, `imatrix-foreign`, `file-missing`.
@@ -99,7 +98,7 @@ class Rtn(Pass):
             imatrix.read(Path(settings.imatrix)).demand_of(columns, settings.imatrix)
 
     def brought(self, head: str, columns: int, settings: Settings) -> Moments | None:
-        """By a file, under the head's own name or that of the table which it is tied to; raises as `accepts`."""
+        """Read the file's entry for the head, or for the embedding that it is tied to; raises as `accepts`."""
         if not settings.imatrix:
             return None
         from quantkit.calibrate.statistics import imatrix
@@ -115,7 +114,7 @@ class Rtn(Pass):
 
 
 def _stated(block: Block, file: str) -> dict[str, Tensor]:
-    """Linear of a block -> [K], what a file says of its inputs."""
+    """Map every linear of a block to the file's mean squares of its inputs, [K]."""
     from quantkit.calibrate.statistics import imatrix
 
     names = {block.full_name(linear): linear for group in block.groups() for linear in group.members}

@@ -1,8 +1,8 @@
-"""SmoothQuant: even out inputs and weights before both are quantized, by scales folded into what produces the inputs.
+"""SmoothQuant: balance inputs and weights before both are quantized, by scales folded into the preceding operator.
 
-Xiao et al., "SmoothQuant", 2023, arXiv 2211.10438; the mathematics is in `solvers/smoothquant.py`. A scale goes where
-the block's structure proves that it can: a norm, as in the paper, and also the value projection and the up projection,
-whose products hold the largest outliers of a gated block.
+Xiao et al., "SmoothQuant", 2023, arXiv 2211.10438; the mathematics is in `solvers/smoothquant.py`. A scale is
+folded where the block's structure proves that it can be: into a norm, as in the paper, and also into the value
+projection and the up projection, whose outputs hold the largest outliers of a gated block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SmoothQuant(Pass):
-    """See the module."""
+    """Pass `smoothquant`."""
 
     name = "smoothquant"
     paper = "arXiv 2211.10438"
@@ -32,14 +32,13 @@ class SmoothQuant(Pass):
     on_graphs = "its scales go into the norms of a transformer; in a graph `equalize` moves what convolutions take"
 
     class Settings(Closed):
-        """How much is moved.
+        """Strength of the balancing.
 
         Args:
-            alpha: the share of the outliers that goes into the weights; `search` takes, for each shared input, the one
-                with the least error at the output of some calibration tokens, weights and inputs rounded as the recipe
-                says.
+            alpha: share of the outliers that moves into the weights; `search` takes, for every shared input, the one
+                with the least error at the output of some calibration tokens, weights and inputs rounded.
             grid: steps of α from 0 to 1; only with `alpha: search`.
-            through: `norms` smooths what norms put out, as the paper does; `all` also what linears do.
+            through: `norms` smooths outputs of norms, as the paper does; `all` also outputs of linears.
         """
 
         alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = 0.5
@@ -47,7 +46,7 @@ class SmoothQuant(Pass):
         through: Literal["norms", "all"] = "all"
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
-        """Measure, choose and fold."""
+        """Measure, choose and fold the scales."""
         from quantkit.passes.solvers import device, smoothquant
 
         outcome = Outcome(False)
@@ -70,7 +69,7 @@ class SmoothQuant(Pass):
             if settings.alpha == "search":
                 rounded = [_rounded(block, member) for member in group.members]
                 seen = [_seen(block, member) for member in group.members]
-                # where nothing is better than ones, they are folded: no value changes, and a GPU is not waited for
+                # scales of one are folded too: they change no value, and testing them would wait for a GPU
                 scales = smoothquant.search(
                     sample, reach, weights, rounded, seen, settings.grid, fold.index, fold.channels
                 ).scales
@@ -83,7 +82,7 @@ class SmoothQuant(Pass):
 
 
 def _rounded(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
-    """Return a weight [N, K] -> what plain rounding makes of it under the linear's scheme."""
+    """Return a function from a weight [N, K] to its plain rounding under the linear's scheme."""
     scheme = block.scheme(linear)
     form = load_grid(scheme.format)
 
@@ -96,7 +95,7 @@ def _rounded(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
 
 
 def _seen(block: Block, linear: str) -> Callable[[Tensor], Tensor]:
-    """Return an input -> what the linear's kernel sees of it; a scale that will be fixed is the sample's for now."""
+    """Return a function from an input to its rounding by the linear's kernel; a fixed scale comes from the sample."""
     from quantkit.formats.base import activation
 
     hook = block.inputs.get(linear)

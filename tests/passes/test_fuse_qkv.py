@@ -60,7 +60,7 @@ def test_declined_where_none_gains_or_all_is_fused_already() -> None:
     blocks, outcomes = run(zoo.tiny("llama"), zoo.ids(2, 8), RTN, FUSE)
     assert not any(block.fusions for block in blocks)
     assert [[each.code for each in outcome.decisions] for outcome in outcomes] == [["nothing-to-do"]] * 3
-    assert "loads q_proj, k_proj, v_proj apart" in outcomes[0].decisions[0].reason
+    assert "loads q_proj, k_proj, v_proj separately" in outcomes[0].decisions[0].reason
     _, outcomes = run(zoo.tiny("phi3"), zoo.ids(2, 8), RTN, FUSE, fuses=True)
     assert outcomes[0].decisions[0].reason == "no two quantized linears share an input"
 

@@ -114,7 +114,7 @@ def test_outliers_are_spread() -> None:
         ("gemma2", "through post_attention_layernorm"),
         ("gemma3", "through post_attention_layernorm"),
         ("bert", "the residual stream itself passes through"),
-        ("bloom", "what the first block is given differs"),  # a norm behind the embedding
+        ("bloom", "the first block's inputs differ"),  # a norm behind the embedding
     ],
 )
 def test_what_cannot_be_turned_stays_as_it_is_with_a_reason(name: str, reason: str) -> None:

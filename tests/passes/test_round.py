@@ -64,7 +64,7 @@ def test_the_same_seed_learns_the_same_and_another_does_not() -> None:
 def test_one_sequence_leaves_none_to_hold_out() -> None:
     nearest, _ = apply("llama", ["rtn"], samples=1)
     pipeline, _ = apply("llama", [LEARN], samples=1)
-    assert [each.reason for each in pipeline.decisions] == ["one sequence leaves none to hold out"]
+    assert [each.reason for each in pipeline.decisions] == ["with one sequence, none can be held out"]
     for name, tensor in nearest.tensors.items():
         assert torch.equal(pipeline.tensors[name].codes, tensor.codes)
 

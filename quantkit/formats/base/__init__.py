@@ -1,1 +1,1 @@
-"""What formats have in common: grids, scales, packing of bits, layouts of groups, quantized activations."""
+"""Common parts of formats: grids, scales, bit packing, layouts of groups, quantized activations."""

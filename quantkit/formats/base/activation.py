@@ -1,4 +1,4 @@
-"""Quantizing activations: what a linear's kernel makes of its input [..., K], computed in the dtype of the input.
+"""Quantize activations as a linear's kernel does with its input [..., K], in the dtype of the input.
 
     symmetric:   s = max|x| / ((high - low) / 2)      x̂ = clip(x / s, low, high) rounded to a code, times s
     asymmetric:  s = (max - min) / (high - low)       z = round(clip(low - min / s, low, high))
@@ -9,7 +9,7 @@ for int8, ±448 for fp8_e4m3. A range without extent takes the dtype's epsilon f
 compressed-tensors computes, bit for bit (its `quantization/utils/helpers.py` and `lifecycle/forward_helpers.py`);
 vLLM's int8 kernels divide by 127 instead of 127.5 when they quantize dynamically: their steps are 0.4 % longer.
 
-What shares a scale: a `token` (one row of [..., K]), a `group` of its features, or the whole `tensor`.
+Values that share a scale: a `token` (one row of [..., K]), a `group` of its features, or the whole `tensor`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Moved:
-    """Channels that are moved before they are quantized: (x - shift) / scale, both [K] float32."""
+    """Channels that are shifted and scaled before they are quantized: (x - shift) / scale, both [K] float32."""
 
     shift: Tensor
     scale: Tensor
@@ -36,14 +36,14 @@ class Moved:
 
 @dataclass(frozen=True)
 class InputScale:
-    """A scale that calibration fixed, of any shape that broadcasts against what it is for."""
+    """A scale fixed by calibration, of any shape that broadcasts against its input."""
 
-    scale: Tensor  # in the dtype that the model is stored in
+    scale: Tensor  # in the model's storage dtype
     zero: Tensor | None = None  # int8, as `scale`; None when symmetric
-    moved: Moved | None = None  # what becomes of the channels before; nothing here applies it
+    moved: Moved | None = None  # shift and scale of channels beforehand; not applied here
 
     def on(self, device: torch.device) -> InputScale:
-        """Copy it to a device."""
+        """Copy the scale to a device."""
         zero = None if self.zero is None else self.zero.to(device)
         moved = None if self.moved is None else Moved(self.moved.shift.to(device), self.moved.scale.to(device))
         return InputScale(self.scale.to(device), zero, moved)
@@ -51,12 +51,12 @@ class InputScale:
 
 @dataclass(frozen=True)
 class InputCodes:
-    """How the input of a linear is quantized, in plain numbers."""
+    """Quantization of a linear's input, in plain numbers."""
 
-    scheme: ActivationScheme  # granularity, and whether it has a zero point
-    scale: float | None = None  # fixed by calibration; None where it comes from the values as the model runs
-    zero: int = 0  # as int8 has it; 0 where there is none
-    # shift and scale of each channel, (x - shift) / scale, before that; empty where they stay
+    scheme: ActivationScheme  # granularity and symmetry
+    scale: float | None = None  # fixed by calibration; None if computed as the model runs
+    zero: int = 0  # int8; 0 if there is none
+    # shift and scale of every channel beforehand, (x - shift) / scale; empty if there are none
     moved: tuple[tuple[float, ...], ...] = ()
 
 
@@ -77,7 +77,7 @@ def _positive(scale: Tensor) -> Tensor:
 
 
 def dynamic(x: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[Tensor, Tensor | None]:
-    """Take scale and zero point from the values, [..., 1] a token or group (K split into groups), else [1]."""
+    """Compute scale and zero point from the values: [..., 1] for a token or a group (K split into groups), else [1]."""
     if scheme.granularity == "tensor":
         low, high = torch.aminmax(x.reshape(-1))
         return parameters(low.reshape(1), high.reshape(1), scheme)
@@ -86,11 +86,11 @@ def dynamic(x: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[Tensor, 
 
 
 def fake_quantize(x: Tensor, scheme: ActivationScheme | CacheScheme, static: InputScale | None = None) -> Tensor:
-    """Round `x` to the values that its codes stand for, in its dtype; `x` is not modified.
+    """Round `x` to the values of its codes, in its dtype; `x` is not modified.
 
     Args:
         x: [..., K].
-        static: the scale that calibration found; None takes it from the values.
+        static: scale from calibration; None computes it from the values.
     """
     group = getattr(scheme, "group", None)
     shape = x.shape
@@ -103,12 +103,12 @@ def fake_quantize(x: Tensor, scheme: ActivationScheme | CacheScheme, static: Inp
 
 
 def apply(x: Tensor, scheme: ActivationScheme | CacheScheme, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Do as `fake_quantize` with a scale and zero point that broadcast against `x`."""
+    """Round as `fake_quantize` does, with a scale and zero point that broadcast against `x`."""
     form = load_grid(scheme.format)
     scaled = x / scale
     if zero is not None:
         scaled = scaled + zero.to(x.dtype)
-    # a fixed scale is stored in the model's dtype, which may be shorter than what is computed in
+    # a fixed scale is stored in the model's dtype, which may have fewer bits than the computation
     values = form.snap(scaled.clamp(form.low, form.high)).to(x.dtype)
     if zero is not None:
         values = values - zero.to(x.dtype)

@@ -1,10 +1,10 @@
-"""What formats with scales have in common: a grid of values, stretched by a scale for each part of a matrix.
+"""Formats with scales: a grid of values, stretched by a scale for every part of a matrix.
 
     w ≈ snap(w / scale) * scale        snap(u): the value of the grid that is nearest to u
 
-Each format has its own grid (`snap`, `encode`, `decode`), its way to lay a range over it (`parameters`) and its way to
-store scales (`stored`). From these follow `quantize`, `nearest`, `dequantize` and the bits a weight takes, and solvers
-need no more: they work in effective scales, which is what a weight is divided by, and hand them to `nearest` at last.
+A format has its own grid (`snap`, `encode`, `decode`), its way to choose parameters for a range (`parameters`) and its
+way to store scales (`stored`). `quantize`, `nearest`, `dequantize` and the bits per weight follow from these, and
+solvers need no more: they work in effective scales, by which a weight is divided, and end with `nearest`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from quantkit.scheme import WeightScheme
 
-# bits of one scale as it is stored; `double` also has an absmax for every 256, and an offset
+# bits of one stored scale; `double` also has an absmax for every 256, and an offset
 _SCALE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "e8m0": 8, "fp8_e4m3": 8, "double": 8}
 
 
@@ -35,28 +35,28 @@ class GridFormat:
     name: str
     bits: int
     rules: ClassVar[Rules]
-    # ranges longer than from the smallest to the largest weight that a range search should try as well
+    # ranges longer than min-max that a range search should also try
     stretches: ClassVar[tuple[float, ...]] = ()
 
     @property
     def low(self) -> float:
-        """The smallest value of the grid."""
+        """Smallest value of the grid."""
         raise NotImplementedError
 
     @property
     def high(self) -> float:
-        """The largest value of the grid."""
+        """Largest value of the grid."""
         raise NotImplementedError
 
     def global_scale(self, amax: Tensor, scheme: WeightScheme) -> Tensor | None:
-        """Return the factor for a whole matrix whose largest magnitude is `amax` []; None: this format has none."""
+        """Return the factor for a whole matrix with the largest magnitude `amax` []; None for formats without one."""
         return None
 
     def shares_scale(self, scheme: WeightScheme) -> bool:
-        """Whether linears of one input are rounded as one matrix, because they are to have a scale in common.
+        """Tell whether linears with one input are rounded as one matrix, to share a scale.
 
-        So it is where a format has a float for a whole matrix: runtimes fuse q, k and v, gate and up, and keep one such
-        number of them (vLLM). Integers on one scale would pay for it, and are read with a scale for each.
+        True for formats with one float for a whole matrix: runtimes fuse q, k and v, or gate and up, and keep one such
+        number for them (vLLM). Integers would lose accuracy on one scale, and runtimes read a scale for every matrix.
         """
         return False
 
@@ -66,18 +66,17 @@ class GridFormat:
         """Choose effective scale and zero point for values between `low` and `high`.
 
         Args:
-            low, high: any one shape, float32.
+            low, high: float32, of one shape.
             scheme: symmetry and scale type.
-            global_scale: that of the matrix, in a shape that broadcasts; None takes it from `low` and `high`.
+            global_scale: factor of the matrix, in a shape that broadcasts; None computes it from `low` and `high`.
 
         Returns:
-            scale, rounded to what can be stored (scales of type `double` are not: theirs takes the whole matrix), and
-            zero (int8; None when symmetric), of that shape.
+            scale, storable (except type `double`, which needs the whole matrix), and zero (int8; None if symmetric).
         """
         raise NotImplementedError
 
     def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
-        """Round wanted scales to the nearest effective ones that can be stored; never zero, never infinite."""
+        """Round scales to the nearest effective ones that can be stored; never zero, never infinite."""
         return stored(scale, scheme)
 
     def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
@@ -89,7 +88,7 @@ class GridFormat:
         raise NotImplementedError
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """Return what codes stand for, float32, by broadcasting."""
+        """Return the values of codes, float32, by broadcasting."""
         raise NotImplementedError
 
     def pack(self, codes: Tensor) -> Tensor:
@@ -101,7 +100,7 @@ class GridFormat:
         raise NotImplementedError
 
     def quantize(self, weight: Tensor, scheme: WeightScheme) -> QuantTensor:
-        """Round [N, K] to nearest, each range from the smallest to the largest weight it covers.
+        """Round [N, K] to nearest; every range spans the smallest to the largest of its weights.
 
         Raises InputError: `group-indivisible`.
         """
@@ -117,15 +116,15 @@ class GridFormat:
         scheme: WeightScheme,
         global_scale: Tensor | None = None,
     ) -> QuantTensor:
-        """Round [N, K] to the nearest codes under ranges that are chosen already.
+        """Round [N, K] to the nearest codes under given ranges.
 
-        A value on the grid stays there: this is also how a solver that chose values turns them into codes.
+        A value on the grid stays unchanged, so a solver that has chosen values also turns them into codes by this.
 
         Args:
             weight: [N, K] of any float dtype.
-            scale: effective, in the shape of the scheme's scales ([N, G]; [1, 1] per tensor).
+            scale: effective scale, in the shape of the scheme's scales ([N, G]; [1, 1] per tensor).
             zero: int8 of that shape, or None.
-            global_scale: the one that `scale` was made with; None takes it from `weight`.
+            global_scale: factor that `scale` was made with; None computes it from `weight`.
 
         Raises InputError: `group-indivisible`.
         """
@@ -137,11 +136,11 @@ class GridFormat:
         return QuantTensor(codes, zero=zero, scheme=scheme, **self.kept(scale, scheme, global_scale))
 
     def kept(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None) -> dict[str, Any]:
-        """Return the fields of a `QuantTensor` that hold effective scales: `scale` and what goes with it."""
+        """Return the fields of a `QuantTensor` for effective scales: `scale` and those that belong to it."""
         return {"scale": scale.to(storage(scheme))}
 
     def dequantize(self, tensor: QuantTensor) -> Tensor:
-        """See `Format`."""
+        """Dequantize as `Format.dequantize` does."""
         scale, zero = tensor.scale.float(), tensor.zero
         if tensor.global_scale is not None:
             scale = scale * tensor.global_scale
@@ -164,9 +163,9 @@ class GridFormat:
 
 
 def load_grid(name: str) -> GridFormat:
-    """Load a format that has scales, by its name.
+    """Load a format with scales by its name.
 
-    Raises InputError: `unknown-format`; `format-without-scale`, a plain floating-point number.
+    Raises InputError: `unknown-format`; `format-without-scale`, a plain floating-point format.
     """
     form = load_format(name)
     if not isinstance(form, GridFormat):
@@ -179,13 +178,13 @@ def load_grid(name: str) -> GridFormat:
 
 
 def storage(scheme: WeightScheme) -> torch.dtype:
-    """Return the dtype in which `QuantTensor.scale` is held."""
+    """Return the dtype of `QuantTensor.scale`."""
     own = {"e8m0": "float8_e8m0fnu", "fp8_e4m3": "float8_e4m3fn", "double": "float32", "super": "float32"}
     return getattr(torch, own.get(scheme.scale, scheme.scale))  # type: ignore[no-any-return]
 
 
 def effective(scheme: WeightScheme) -> torch.dtype:
-    """Return the dtype of effective scales: the stored one where a runtime multiplies in it, else float32."""
+    """Return the dtype of effective scales: the stored one if a runtime multiplies in it, else float32."""
     dtype = storage(scheme)
     return dtype if dtype.itemsize > 1 else torch.float32
 
@@ -194,5 +193,5 @@ def stored(scale: Tensor, scheme: WeightScheme) -> Tensor:
     """Round a scale of a wider float type to its dtype; never zero, never infinite there."""
     dtype = effective(scheme)
     limits = torch.finfo(dtype)
-    # the smallest normal number: a subnormal scale has too few bits to divide by
+    # at least the smallest normal number: a subnormal scale has too few bits
     return scale.clamp(min=limits.tiny, max=limits.max).to(dtype)

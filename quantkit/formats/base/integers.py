@@ -4,7 +4,7 @@
     asymmetric:  q = clip(round(w / s) + z, -2^(b-1), 2^(b-1) - 1)        s = (max - min) / (2^b - 1)
 
 where min <= 0 <= max, so that zero is a code. Rounding is to nearest, ties to even (torch.round). The scale is rounded
-to the dtype it is stored in *before* codes are chosen, so that what is read back is what was decided on.
+to its storage dtype *before* codes are chosen, so that the codes fit the scale that is read back.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 def stored(scale: Tensor, scheme: WeightScheme) -> Tensor:
     """Round a scale to its storage dtype; never zero, never infinite there.
 
-    Runtimes multiply in the dtype of the scale. A float16 scale of a format up to 4 bits keeps only as many significant
-    bits as make every product with a code exact in float16 (11 bits: 7 for int4 with a zero point, 8 without), so that
-    what they compute is what was decided on, to the last bit. It costs 0.2 % of the rounding error, since codes are
-    chosen for the scale as stored.
+    Runtimes multiply in the dtype of the scale. A float16 scale of a format with up to 4 bits keeps only so many
+    significant bits that every product with a code is exact in float16 (11 bits: 7 for int4 with a zero point, 8
+    without). So a runtime computes exactly the values that were chosen here. It costs 0.2 % of the rounding error,
+    since codes are chosen for the stored scale.
     """
     bounded = grid.stored(scale, scheme)
     bits = exact_bits(scheme)
     if bits is None:
         return bounded
-    # round the last bits of the mantissa away; a carry runs into the exponent, as it should
+    # round off the last bits of the mantissa; a carry runs into the exponent, as it should
     dropped = 11 - bits
     word = bounded.clamp(max=torch.finfo(bounded.dtype).max / 2).view(torch.int16)
     return word.add(1 << (dropped - 1)).bitwise_and_(-1 << dropped).view(bounded.dtype)
 
 
 def exact_bits(scheme: WeightScheme) -> int | None:
-    """Count the significant bits with which a scale's products with codes are exact in its dtype; None: not limited."""
+    """Count the significant bits of a scale whose products with codes are exact in its dtype; None: not limited."""
     bits = load_format(scheme.format).bits
     if scheme.scale != "float16" or bits > 4:
         return None
-    # codes less their zero point span 2^b - 1 steps; without one, the lowest code is a power of two
+    # codes minus their zero point span 2^b - 1 steps; without one, the lowest code is a power of two
     return 11 - (bits - 1 if scheme.symmetric else bits)
 
 
@@ -65,12 +65,12 @@ class IntegerFormat(GridFormat):
 
     @property
     def low(self) -> int:
-        """The smallest code."""
+        """Smallest code."""
         return -int(2 ** (self.bits - 1))
 
     @property
     def high(self) -> int:
-        """The largest code."""
+        """Largest code."""
         return int(2 ** (self.bits - 1)) - 1
 
     def parameters(
@@ -85,11 +85,11 @@ class IntegerFormat(GridFormat):
         return scale, zero.to(torch.int8)
 
     def stored(self, scale: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None) -> Tensor:
-        """See the function of this name."""
+        """Round scales as the function `stored` does."""
         return stored(scale, scheme)
 
     def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
-        """Round to whole numbers, ties to even, between the lowest and the highest code less the zero point."""
+        """Round to integers, ties to even, between the lowest and the highest code minus the zero point."""
         shift = 0.0 if zero is None else zero.float()
         return units.float().round().clamp(self.low - shift, self.high - shift)  # type: ignore[arg-type]
 

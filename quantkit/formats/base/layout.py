@@ -1,11 +1,11 @@
-"""Which weights share a scale: from a matrix [N, K] to its scales and back.
+"""Layout of scales: from a matrix [N, K] to its scales and back.
 
-tensor    [1, 1]          all
+tensor    [1, 1]          all weights share one
 channel   [N, 1]          a row
 group     [N, K / g]      g consecutive inputs of a row
 block     [⌈N/b⌉, ⌈K/b⌉]  a square tile, cut off at the edges
 
-And how codes of any width lie in bytes: densely, least significant bit first, rows padded to whole bytes.
+And packing of codes of any width: densely, least significant bit first, rows padded to whole bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def scale_shape(shape: tuple[int, int], scheme: WeightScheme) -> tuple[int, int]
 
 
 def tiles(weight: Tensor, scheme: WeightScheme) -> Tensor:
-    """Cut [N, K] into [n, b, k, b] of `granularity: block`, filled up with zeros at the edges."""
+    """Cut [N, K] into [n, b, k, b] for `granularity: block`, padded with zeros at the edges."""
     size = scheme.group or max(weight.shape)
     rows, columns = weight.shape
     whole = torch.nn.functional.pad(weight, (0, -columns % size, 0, -rows % size))
@@ -60,7 +60,7 @@ def tiles(weight: Tensor, scheme: WeightScheme) -> Tensor:
 
 
 def extremes(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
-    """Find the smallest and the largest weight under each scale, in the shape of the scales, float32.
+    """Find the smallest and the largest weight under every scale, in the shape of the scales, float32.
 
     Raises InputError: `group-indivisible`.
     """
@@ -77,7 +77,7 @@ def extremes(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
 
 
 def by_row(scales: Tensor, rows: int, scheme: WeightScheme) -> Tensor:
-    """Repeat scales (or zero points) so that each row has its own: [N, G], the same values in another shape."""
+    """Repeat scales (or zero points) so that every row has its own: [N, G], the same values in another shape."""
     if scheme.granularity == "tensor":
         return scales.expand(rows, 1)
     if scheme.granularity == "block":
@@ -86,7 +86,7 @@ def by_row(scales: Tensor, rows: int, scheme: WeightScheme) -> Tensor:
 
 
 def split(weight: Tensor, scheme: WeightScheme) -> Tensor:
-    """Reshape [N, K] so that `against` broadcasts: [N, G, K / G], or as it is in blocks.
+    """Reshape [N, K] for broadcasting with `against`: [N, G, K / G], or unchanged in blocks.
 
     Raises InputError: `group-indivisible`.
     """
@@ -98,7 +98,7 @@ def split(weight: Tensor, scheme: WeightScheme) -> Tensor:
 
 
 def against(scales: Tensor, shape: tuple[int, int], scheme: WeightScheme) -> Tensor:
-    """Reshape scales (or zero points) so that they broadcast against `split` of a matrix [N, K]."""
+    """Reshape scales (or zero points) for broadcasting with `split` of a matrix [N, K]."""
     if scheme.granularity != "block":
         return scales.unsqueeze(2)
     rows, columns = shape

@@ -1,4 +1,4 @@
-"""Solvers: functions of tensors (weight, Hessian, scheme) that know no model, file or progress bar.
+"""Solvers: functions of tensors (weight, Hessian, scheme), free of models, files and progress bars.
 
 Throughout, a linear computes `y = W x` with `W` [N, K]; `X` [T, K] holds the inputs of T calibration tokens and
 `H = Xᵀ X` [K, K] is its Hessian: a weight error `D` [N, K] costs `tr(D H Dᵀ) = ||X Dᵀ||²` at the output.
@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 class Scaling(NamedTuple):
-    """What a search for scales of a shared input yields.
+    """Result of a search for scales of a shared input.
 
     Args:
-        scales: [K] float32, positive: multiply the columns of weights, divide inputs; ones where nothing is gained.
-        alpha: the exponent that won, and the costs with these scales and (`plain`) without, [] float64.
+        scales: [K] float32, positive: factors of columns of weights, divisors of inputs; ones without a gain.
+        alpha: best exponent; `cost` and `plain` are the costs with these scales and without, [] float64.
     """
 
     scales: Tensor
@@ -30,9 +30,9 @@ class Scaling(NamedTuple):
 
 @contextmanager
 def one_thread(of: Tensor | None = None) -> Iterator[None]:
-    """Run torch's kernels on one thread, and on as many as before afterwards; nothing where `of` is on a device.
+    """Run torch's kernels in the body on one thread; does nothing if `of` is on a device.
 
-    Vectors are too short to share out here, and one thread makes sums and Cholesky factors the same on every machine.
+    Vectors are too short for several threads, and on one thread sums and Cholesky factors are equal on every machine.
     """
     if of is not None and of.device.type != "cpu":
         yield

@@ -1,4 +1,4 @@
-"""AWQ: scale inputs so that what matters most is rounded most finely, then clip what stretches the grid.
+"""AWQ: scale inputs so that important ones are rounded finely, then clip outliers that stretch the grid.
 
 Dividing the inputs by `s` [K] and multiplying the columns of `W` by it changes nothing before rounding. After it, an
 error on column k is divided by `s_k`:
@@ -8,8 +8,8 @@ error on column k is divided by `s_k`:
 `m_k` is how large input k usually is, and α is searched on a grid in [0, 1]; α = 0 changes nothing, so the result is
 never worse than plain rounding under this cost. One number is fitted for a group of linears, so it holds on other text.
 (Lin et al., "AWQ", 2024, arXiv 2306.00978. There the cost is measured
-on activations; `H` says the same for all tokens at once, and `diag(s)⁻¹ H diag(s)⁻¹` is what it is after scaling.)
-On a device all α go through at once, as far as memory allows, and the best is chosen there: nothing waits for it.
+on activations; `H` gives the same for all tokens at once, and becomes `diag(s)⁻¹ H diag(s)⁻¹` after scaling.)
+On a device all α are tried at once, as far as memory allows, and the best is chosen there without a wait.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from quantkit.passes.solvers import Scaling, device, one_thread, ranges
 from quantkit.passes.solvers.factor import check_finite
 from quantkit.scheme import WeightScheme
 
-# elements worked on at a time
+# elements in one piece of work
 _CHUNK = 1 << 17
-# bytes of errors and of their products with the Hessian on a device at a time
+# bytes of errors, and of their products with the Hessian, on a device at a time
 _MEMORY = 3_000_000_000
 
 
@@ -43,24 +43,25 @@ def search_scales(
     tied: bool = True,
     importance: Tensor | None = None,
 ) -> Scaling:
-    """The scales, among powers of the inputs' magnitude, with which rounding to nearest costs least; ones if none
-    helps.
+    """Find the scales, among powers of the inputs' magnitude, with the least cost of rounding to nearest.
 
     Args:
-        weights: each [N_i, K], of any float dtype, that receive the same input; never modified.
+        weights: weights [N_i, K], of any float dtype, with one input; never modified.
         hessian: [K, K] of that input.
-        scheme: an integer format, any granularity and symmetry, or blocks of GGUF.
-        grid: how many α above 0, up to 1, are tried.
-        producers: [K] integers: which channel of the module that absorbs the scale each input comes from. Inputs from
-            one channel (grouped heads repeat them) share a scale. None: each its own.
-        channels: how many that module has; None looks for the last one in `producers`.
-        tied: whether any two come from one channel; on a device sizes are not shared where not.
-        importance: [K], `Factor.importance`, when GPTQ assigns the codes: the cost is then `sum_k a_k |d_k|²`, what
-            is left of an error after GPTQ made up for it.
+        scheme: integer format, of any granularity and symmetry, or GGUF blocks.
+        grid: number of α above 0, up to 1, to try.
+        producers: [K] integers: channel of the module that absorbs the scale, for every input. Inputs from one channel
+            (grouped heads repeat them) share a scale. None: every input has its own.
+        channels: number of channels of that module; None takes the last one in `producers`.
+        tied: whether any two inputs come from one channel; if not, a device skips sharing.
+        importance: [K], `Factor.importance`, when GPTQ assigns the codes: the cost is then `sum_k a_k |d_k|²`, the
+            error left after GPTQ has compensated it.
+
+    Returns:
+        the scales, ones if none helps.
 
     Raises:
-        InputError: `hessian-nonfinite` (on a CPU: elsewhere looking would be waiting), `group-indivisible`,
-            `format-not-integer`.
+        InputError: `hessian-nonfinite` (on a CPU, without a wait), `group-indivisible`, `format-not-integer`.
     """
     if not device.launched(hessian):
         check_finite(hessian)
@@ -80,7 +81,7 @@ def search_scales(
         exponents = torch.arange(grid + 1, dtype=torch.float64) / max(grid, 1)
         tried = [torch.ones_like(size), *(_power(size, alpha) for alpha in exponents[1:].tolist())]
         lost = torch.tensor([_cost(target, rows, scales, costs, scheme) for scales in tried], dtype=torch.float64)
-        best = int(lost.argmin())  # the first of equals
+        best = int(lost.argmin())  # ties take the first
         return Scaling(tried[best], exponents[best], lost[best], lost[0])
 
 
@@ -90,10 +91,10 @@ def transformed(hessian: Tensor, scales: Tensor) -> Tensor:
 
 
 def clip(weight: Tensor, hessian: Tensor, scheme: WeightScheme, search: ranges.Search | None = None) -> Tensor:
-    """Return the weight [N, K] cut to the ends of the grids that cost least at the output of each group.
+    """Clip the weight [N, K] to the grid's ends with the least cost at the output, for every group.
 
-    A group's cost is `d H_gg dᵀ` with the block of the Hessian that belongs to it, as if all others were exact. What
-    rounds the result with min-max ranges then uses these grids. Raises InputError as `search_scales`.
+    A group's cost is `d H_gg dᵀ` with its block of the Hessian, as if all other groups were exact. Rounding with
+    min-max ranges then uses these grids. Raises InputError as `search_scales`.
     """
     form = ranges.integer_format(scheme)
     with one_thread(hessian):
@@ -102,7 +103,7 @@ def clip(weight: Tensor, hessian: Tensor, scheme: WeightScheme, search: ranges.S
     parts = weight.float().reshape(-1, groups, weight.shape[1] // groups_of(weight.shape[1], scheme))
     width = scale.float().unsqueeze(2)
     if zero is None:
-        # where min-max of a symmetric grid puts its ends: half a step beyond the greatest code
+        # min-max puts the ends of a symmetric grid half a step beyond the greatest code
         edge = width * (2 ** (form.bits - 1) - 0.5)
         cut = parts.clamp(-edge, edge)
     else:
@@ -112,7 +113,7 @@ def clip(weight: Tensor, hessian: Tensor, scheme: WeightScheme, search: ranges.S
 
 
 def _power(size: Tensor, alpha: float) -> Tensor:
-    """`m^α`, centred so that the largest and smallest scale are each other's inverse; inputs never seen get 1."""
+    """Return `m^α`, centred: the largest and the smallest scale are inverses; inputs never seen get 1."""
     seen = size > 0
     scales = size.clamp(min=1e-4 * float(size.max()) + 1e-30).pow(alpha)
     if not bool(seen.any()):
@@ -122,7 +123,7 @@ def _power(size: Tensor, alpha: float) -> Tensor:
 
 
 def _shared(size: Tensor, producers: Tensor | None, channels: int | None) -> Tensor:
-    """Return the magnitude of each input's producer: the root mean square over the inputs that come from it."""
+    """Return the magnitude of every input's producer: the root mean square over its inputs."""
     if producers is None:
         return size.float()
     count = int(producers.max()) + 1 if channels is None else channels
@@ -132,7 +133,7 @@ def _shared(size: Tensor, producers: Tensor | None, channels: int | None) -> Ten
 
 
 def _costs(target: Tensor, rows: list[int], powers: Tensor, hessian: Tensor, scheme: WeightScheme) -> Tensor:
-    """`_cost` of each of some scalings [A, K], in as few launches as memory allows: [A, parts], to be added up."""
+    """Return `_cost` of scalings [A, K], in as few launches as memory allows: [A, parts], to be summed."""
     from quantkit.kernels.solving.losses import losses
 
     form, columns = ranges.integer_format(scheme), target.shape[0]
@@ -141,20 +142,20 @@ def _costs(target: Tensor, rows: list[int], powers: Tensor, hessian: Tensor, sch
     whole = scheme.granularity == "tensor"
     lost = []
     for part in torch.split(target, rows, dim=1) if whole else [target]:
-        part, given = part.contiguous(), None  # noqa: PLW2901
+        part, ends = part.contiguous(), None  # noqa: PLW2901
         if whole:
-            # scaling by positive numbers keeps the order, so that the ends of each input suffice
+            # positive scales keep the order, so the smallest and largest weight of an input suffice
             low, high = ((powers * end).aminmax(dim=1) for end in (part.amin(dim=1), part.amax(dim=1)))
             scale, zero = form.parameters(low.min, high.max, scheme)
-            given = torch.stack([scale.float(), torch.zeros_like(low.min) if zero is None else zero.float()], dim=1)
+            ends = torch.stack([scale.float(), torch.zeros_like(low.min) if zero is None else zero.float()], dim=1)
         if hessian.dim() == 1:
-            lost.append(losses(part, powers, hessian.contiguous(), given, *grid))
+            lost.append(losses(part, powers, hessian.contiguous(), ends, *grid))
             continue
-        # errors, their product with the Hessian, and the copy of them that this makes
+        # three arrays: the errors, their product with the Hessian, and a copy
         paid, step = [], max(1, _MEMORY // (3 * part.numel() * part.element_size()))
         starts = range(0, len(powers), step)
         for start, some in zip(starts, powers.split(step), strict=True):
-            error = losses(part, some, None, None if given is None else given[start : start + step], *grid)
+            error = losses(part, some, None, None if ends is None else ends[start : start + step], *grid)
             flat = error.flatten(1)
             paid.append((hessian @ flat).mul_(flat).view_as(error).sum(dim=(0, 2), dtype=torch.float64))
         lost.append(torch.cat(paid).unsqueeze(1))
@@ -162,7 +163,7 @@ def _costs(target: Tensor, rows: list[int], powers: Tensor, hessian: Tensor, sch
 
 
 def _cost(target: Tensor, rows: list[int], scales: Tensor, hessian: Tensor, scheme: WeightScheme) -> float:
-    """`tr(D H Dᵀ)` of rounding target [K, N] to nearest, scaled."""
+    """Return `tr(D H Dᵀ)` for rounding the scaled target [K, N] to nearest."""
     scaled = target * scales.unsqueeze(1)
     columns = target.shape[0]
     plain = ranges.Search(steps=0, refinements=0)
@@ -175,7 +176,7 @@ def _cost(target: Tensor, rows: list[int], scales: Tensor, hessian: Tensor, sche
             scale, zero = ranges.transposed(part.reshape(-1, 1), part.numel(), scheme, None, plain)
         else:
             scale, zero = ranges.transposed(part, columns // groups_of(columns, scheme), scheme, None, plain)
-        # as many columns at a time as a cache holds: the steps in between are then not written to memory
+        # as many columns at a time as a cache holds, so that intermediate results stay in it
         for piece in torch.arange(part.shape[1]).split(max(1, _CHUNK // columns)):
             at = slice(int(piece[0]), int(piece[-1]) + 1)
             grid = slice(None) if scale.shape[1] == 1 else at

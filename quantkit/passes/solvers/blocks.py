@@ -1,11 +1,11 @@
-"""Where to put the grid of a GGUF block: its scale and offset, and the whole numbers that these are in super-blocks.
+"""Place the grid of a GGUF block: its scale and offset, and their integers in super-blocks.
 
     minimise over s, m   sum_k a_k (s v_k + m - w_k)²        v_k the nearest value to (w_k - m) / s
 
-Some scales are tried, of either sign where the grid is longer on one side. For the values that each gives, the best
-scale and offset have a closed form: a weighted regression of the weights on them (as in ggml's `make_qx_quants` and
-`make_qkx3_quants`). Here `a_k` is the Hessian's diagonal alone, and scale and offset are rounded as they are stored,
-values chosen again, then fitted once more; nothing is taken that costs more. d and dmin of super-blocks likewise.
+Some scales are tried, of either sign if the grid is longer on one side. For the values under a scale, the best scale
+and offset have a closed form: a weighted regression of the weights on the values (as in ggml's `make_qx_quants` and
+`make_qkx3_quants`). Here `a_k` is the Hessian's diagonal; scale and offset are rounded as stored, values chosen
+again, then fitted once more; a result with a higher cost is dropped. d and dmin of super-blocks likewise.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from quantkit.formats.base.blocks import SUPER_BLOCK, BlockFormat, BlockGrid, Su
 from quantkit.formats.base.layout import extremes
 from quantkit.scheme import WeightScheme
 
-# elements worked on at a time: few calls, and yet the handful of temporaries stays in the last-level cache
+# elements in one piece of work: few calls, and the temporaries still fit into the last-level cache
 _CHUNK = 1 << 18
-# lengths of the grid that are tried, as shares of that which just spans the weights
+# lengths of the grid to try, as shares of the one that just spans the weights
 _SHARES = tuple(torch.linspace(0.65, 1.25, 25).tolist())
-# of d and dmin, as shares of those under which the largest scale is the largest number
+# d and dmin to try, as shares of those that map the largest scale to the largest integer
 _STEPS = (1.0, 0.9, 0.94, 0.97, 1.03, 1.07)
 _REFINEMENTS = 3
 
@@ -35,11 +35,11 @@ def placed(target: Tensor, form: BlockFormat, importance: Tensor | None = None) 
 
     Args:
         target: [K, N] float32, the weights transposed.
-        importance: [K], not negative: how much an error of each input costs; None is 1 for all. What is weighed
-            against each other is in one block, so that costs are relative to its mean, and of any magnitude.
+        importance: [K], not negative: cost of an error of every input; None is 1 for all. Only costs within a block are
+            compared, so they are divided by their mean and may have any magnitude.
 
     Returns:
-        scale and offset [N, G], and what they are stored as.
+        scale and offset [N, G], and their stored form.
     """
     length = form.rules.groups[0]
     unit = form.rules.multiple or length
@@ -49,27 +49,27 @@ def placed(target: Tensor, form: BlockFormat, importance: Tensor | None = None) 
         seen = importance.double().reshape(-1, unit)
         mean = seen.mean(1, keepdim=True)
         costs = torch.where(mean > 0, seen / mean, costs)
-    # an input that is never seen may yet be: what its errors cost together is little beside the rest
+    # an input never seen in calibration may still occur: give its errors a small cost
     costs = (costs + 1e-3).float().flatten()
     step = max(unit, _CHUNK // rows // unit * unit)
     parts = zip(target.split(step), costs.split(step), strict=True)
-    found = [_placed(_Weights(form, w.unflatten(0, (-1, length)), a.reshape(-1, length, 1))) for w, a in parts]
-    scale, offset, *stored = (torch.cat(each).T.contiguous() for each in zip(*found, strict=True))
+    pieces = [_placed(_Weights(form, w.unflatten(0, (-1, length)), a.reshape(-1, length, 1))) for w, a in parts]
+    scale, offset, *stored = (torch.cat(part).T.contiguous() for part in zip(*pieces, strict=True))
     if not stored:
         return BlockGrid(scale, offset if form.has_offset else None)
     assert isinstance(form, SuperBlockFormat)
-    d, dmin = (each.to(torch.float16) for each in stored[::2])
-    sc, mn = (each.to(torch.int8) for each in stored[1::2])
+    d, dmin = (part.to(torch.float16) for part in stored[::2])
+    sc, mn = (part.to(torch.int8) for part in stored[1::2])
     return form.grid(SuperBlocks(d, sc, dmin, mn) if form.has_offset else SuperBlocks(d, sc))
 
 
 def spanning(target: Tensor, form: BlockFormat, scheme: WeightScheme) -> BlockGrid:
-    """Return the grid that reaches from the smallest to the largest weight of each group; arguments as of `placed`."""
+    """Return the grid from the smallest to the largest weight of every group; arguments as for `placed`."""
     return form.held(*form.parameters(*extremes(target.T, scheme), scheme))
 
 
 def storable(scale: Tensor, place: int, grid: BlockGrid, form: BlockFormat) -> Tensor:
-    """Wanted scales [N] of group `place` as the nearest that a grid can hold without another scale of it changing."""
+    """Round scales [N] of group `place` to the nearest that a grid can hold without changing another scale."""
     if grid.super_blocks is None or not isinstance(form, SuperBlockFormat):
         return float16(scale).float()
     step = grid.super_blocks.d[:, place * form.group // SUPER_BLOCK].float()
@@ -87,7 +87,7 @@ def rescaled(grid: BlockGrid, form: BlockFormat, scale: Tensor) -> BlockGrid:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Weights [G, L, N], and what an error of each costs [G, L, 1]; scales and offsets are [G, N]."""
+    """Weights [G, L, N], and the cost of an error of each [G, L, 1]; scales and offsets are [G, N]."""
 
     form: BlockFormat
     exact: Tensor
@@ -103,29 +103,29 @@ class _Weights:
         return self.form.snap(shifted * _quotient(1.0, scale).unsqueeze(1))
 
     def cost(self, values: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-        """Of values under a scale and offset."""
+        """Return the cost of values under a scale and offset."""
         return self.total((values * scale.unsqueeze(1) + offset.unsqueeze(1)).sub_(self.exact).square_())
 
     @cached_property
     def around(self) -> tuple[Tensor, Tensor]:
-        """The mean weight [G, N], and the weights less it."""
+        """Mean weight [G, N], and the weights minus it."""
         mean = self.total(self.exact) / self.costs.sum(1)
         return mean, self.exact - mean.unsqueeze(1)
 
     def fitted(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the best scale and offset for values, and by how much they lower the cost of the best offset alone."""
+        """Return the best scale and offset for values, and their gain over the best offset alone."""
         if not self.form.has_offset:
             products = self.total(values * self.exact)
             scale = _quotient(products, self.total(values.square()))
             return scale, torch.zeros_like(scale), scale * products
-        # about their means: sums of squares less squares of sums cancel where one input costs far more than the others
+        # around their means: sums of squares minus squares of sums cancel if one input costs far more than the others
         (mean, exact), count = self.around, self.costs.sum(1)
         middle = self.total(values) / count
         apart = values - middle.unsqueeze(1)
         products, squares = self.total(apart * exact), self.total(apart.square())
         slope = _quotient(products, squares)
         offset, gain = mean - slope * middle, slope * products
-        if isinstance(self.form, SuperBlockFormat):  # whose offsets are below zero
+        if isinstance(self.form, SuperBlockFormat):  # their offsets are not positive
             products = products + count * mean * middle
             alone = _quotient(products, squares + count * middle.square())
             above = offset > 0
@@ -136,7 +136,7 @@ class _Weights:
 
 @dataclass
 class _Best:
-    """The best of some grids that can be stored, its values and their cost."""
+    """Best storable grids so far, their values and costs."""
 
     weights: _Weights
     together: int = 1
@@ -145,9 +145,7 @@ class _Best:
     cost: Tensor = field(init=False)
 
     def offer(self, scale: Tensor, offset: Tensor, grid: tuple[Tensor, ...], *, apart: bool = True) -> None:
-        """Take a grid as it is stored where it costs less: each group by itself (`apart`), or all of a super-block
-        together.
-        """
+        """Take a stored grid if it costs less: by group (`apart`), or by super-block."""
         values = self.weights.nearest(scale, offset)
         cost = self.weights.cost(values, scale, offset)
         if not self.grid:
@@ -167,7 +165,7 @@ class _Best:
 
 
 def _placed(weights: _Weights) -> tuple[Tensor, ...]:
-    """Scale, offset [G, N], and d, sc, dmin, mn of super-blocks."""
+    """Return scale, offset [G, N], and d, sc, dmin, mn of super-blocks."""
     scale, offset = _free(weights)
     if isinstance(weights.form, SuperBlockFormat):
         return _super_blocks(weights, weights.form, scale, offset)
@@ -199,14 +197,14 @@ def _free(weights: _Weights) -> tuple[Tensor, Tensor]:
 
 
 def _super_blocks(weights: _Weights, form: SuperBlockFormat, scale: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
-    """Wanted scales and offsets as whole numbers under d and dmin [S, N], which are tried, then fitted in turns."""
+    """Round scales and offsets to integers times d and dmin; these are tried, then fitted in turns."""
     low, high = form.scales
     together = SUPER_BLOCK // form.group
     best = _Best(weights, together)
 
     def inside(values: Tensor) -> Tensor:
-        found: Tensor = values.unflatten(0, (-1, together))
-        return found
+        grouped: Tensor = values.unflatten(0, (-1, together))
+        return grouped
 
     def spread(values: Tensor) -> Tensor:
         return values.repeat_interleave(together, dim=0)
@@ -224,19 +222,19 @@ def _super_blocks(weights: _Weights, form: SuperBlockFormat, scale: Tensor, offs
             d, dmin = float16(largest / end * share).float(), float16(deepest / high * share).float()
             offer(d, whole(scale, d, low), dmin, whole(-offset, dmin, 0))
     for _ in range(_REFINEMENTS):
-        # of each group the best whole numbers for its values
+        # the best integers of every group for its values
         d, _, dmin, _ = best.grid
         sc = whole(weights.fitted(best.values)[0], d, low)
         over = weights.total(best.values * (spread(d) * sc).unsqueeze(1) - weights.exact) / weights.costs.sum(1)
         offer(d, sc, dmin, whole(over, dmin, 0), apart=True)
-        # of each super-block the best d and dmin for these: w = d u - dmin mn, u = sc v
+        # the best d and dmin of every super-block for these: w = d u - dmin mn, u = sc v
         _, sc, _, mn = best.grid
         units = best.values * sc.unsqueeze(1)
-        uu, uw = (inside(weights.total(units * each)).sum(1) for each in (units, weights.exact))
-        um, wm = (inside(weights.total(each) * mn).sum(1) for each in (units, weights.exact))
+        uu, uw = (inside(weights.total(units * term)).sum(1) for term in (units, weights.exact))
+        um, wm = (inside(weights.total(term) * mn).sum(1) for term in (units, weights.exact))
         mm = inside(weights.costs.sum(1) * mn.square()).sum(1)
         rest = uu * mm - um.square()
-        # where there is no offset, or all of it lies along the scales, the scales alone are fitted
+        # only the scales are fitted if there is no offset, or if it is parallel to the scales
         alone = rest <= 1e-6 * uu * mm
         d = torch.where(alone, _quotient(uw + um * dmin, uu), _quotient(uw * mm - wm * um, rest))
         dmin = torch.where(alone, dmin, _quotient(uw * um - wm * uu, rest).clamp(min=0))
@@ -246,5 +244,5 @@ def _super_blocks(weights: _Weights, form: SuperBlockFormat, scale: Tensor, offs
 
 
 def _quotient(over: Tensor | float, under: Tensor) -> Tensor:
-    """0 where there is nothing to divide by."""
+    """Divide, with 0 for a division by zero."""
     return torch.where(under == 0, 0.0, over / under)

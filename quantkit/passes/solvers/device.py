@@ -1,6 +1,6 @@
-"""Which solvers run as one kernel, and a format as the kernels know it.
+"""Which solvers run as one kernel, and a format's grid in the form that kernels take.
 
-Elsewhere than on a CPU a launch takes as long as a thousand additions, so each loop of a solver is one kernel there
+Except on a CPU, a launch takes as long as a thousand additions, so a solver's loop is one kernel
 (`quantkit/kernels/solving/`).
 """
 
@@ -22,23 +22,25 @@ if TYPE_CHECKING:
 
 
 def launched(tensor: Tensor) -> bool:
-    """Tell whether what is done to this tensor is to be few launches, and never to wait for their results."""
+    """Tell whether work on this tensor should be a few launches without waiting for results."""
     return tensor.device.type != "cpu"
 
 
 def precision() -> str:
-    """Of the products in kernels, as torch's own have it: float32, or sums of products of 10-bit mantissas, three for
-    each (`high`, in which nothing of float32 is lost that counts here) or one."""
+    """Return the precision of products in kernels, as torch sets it for its own.
+
+    float32, or sums of products of 10-bit mantissas: three of them (`high`, which loses nothing relevant here) or one.
+    """
     return {"highest": "ieee", "high": "tf32x3"}.get(torch.get_float32_matmul_precision(), "tf32")
 
 
 def known(form: GridFormat) -> bool:
-    """Tell whether the kernels know the grid of a format: whole numbers, or scaled elements of up to eight bits."""
+    """Tell whether the kernels support a format's grid: integers, or scaled elements of up to eight bits."""
     return isinstance(form, IntegerFormat | ScaledFormat)
 
 
 def folding(scales: Tensor) -> Ways | None:
-    """Return what folds scales: on a device a launch for each producer, and one for each of its readers."""
+    """Return kernels for folding scales on a device: a launch for every producer, and one for every reader."""
     if not launched(scales):
         return None
     from quantkit.kernels.solving.losses import absorbed_at_once, spread_at_once
@@ -47,22 +49,24 @@ def folding(scales: Tensor) -> Ways | None:
 
 
 def table(form: GridFormat, where: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Values of a format's grid and the edges between them, for the kernels; None of whole numbers."""
+    """Return the values of a format's grid and the edges between them, for the kernels; None for integers."""
     if not isinstance(form, ScaledFormat):
         return None, None
     from quantkit.kernels.solving.search import tabled
 
     values = form.element.codebook()
-    if values is None:  # the code is a number itself, of eight bits
+    if values is None:  # the code is itself a number, of eight bits
         values = form.unpack(torch.arange(256).to(torch.uint8)[None], 256)[0]
     rising, edges = tabled(values.float(), form.snap)
-    # without waiting for what the device does at the time
+    # asynchronous: no wait for the device
     return rising.to(where, non_blocking=True), edges.to(where, non_blocking=True)
 
 
 def kept_by_bits(scheme: WeightScheme) -> tuple[torch.dtype, list[float], list[int]]:
-    """How the scales of an integer format are stored: dtype, bounds, and bits of float32 that are rounded away, with
-    ties to even and then with ties away from zero."""
+    """Return storage of an integer format's scales: dtype, bounds, and bits of float32 to round off.
+
+    The bits are given for rounding ties to even and for rounding ties away from zero.
+    """
     dtype = grid.effective(scheme)
     limits, bits = torch.finfo(dtype), exact_bits(scheme)
     even = {torch.float16: 13, torch.bfloat16: 16}.get(dtype, 0)

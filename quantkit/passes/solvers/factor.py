@@ -1,7 +1,7 @@
-"""A Hessian `H = XᵀX`, shrunk, damped and factored in the order in which columns are chosen.
+"""Factor a Hessian `H = XᵀX`, shrunk and damped, in the order in which columns are chosen.
 
-`H = M Mᵀ`, M upper triangular, from one Cholesky of the reversed matrix. `M_jj²` is what an error on input j costs at
-the output once all inputs after it have made up for it.
+`H = M Mᵀ`, M upper triangular, from one Cholesky of the reversed matrix. `M_jj²` is the cost of an error on
+input j at the output after all later inputs have compensated it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 
-# how often damping may be raised (tenfold each time) before the Hessian is given up
+# number of times that damping is raised tenfold before the Hessian is refused
 ATTEMPTS = 6
 
 
@@ -23,12 +23,12 @@ class Factor:
 
     Args:
         hessian: [K, K] float32, damped, in the order of the weights.
-        order: [K], the columns in the order in which they are chosen.
+        order: [K], columns in the order in which they are chosen.
         unit: [K, K] upper triangular with unit diagonal, `M_ij / M_jj` in that order.
-        pivots: [K], `M_jj²`: what a squared error of column j costs once all later ones made up for it. On a device,
-            which is not waited for, they are not finite if there is no factor.
-        damping: the share of the mean diagonal that was added, and `raised` how often for the factor to exist.
-        laid: on a device, where laying them is a launch: the Hessian's diagonal and `importance` without gaps.
+        pivots: [K], `M_jj²`: cost of a squared error of column j after all later ones have compensated it. On a device,
+            without a wait, they are not finite if there is no factor.
+        damping: share of the mean diagonal that was added; `raised` is how often it was raised.
+        laid: on a device, the Hessian's diagonal and `importance` as contiguous tensors.
     """
 
     hessian: Tensor
@@ -41,14 +41,14 @@ class Factor:
 
     @property
     def diagonal(self) -> Tensor:
-        """Of the damped Hessian, [K] in the order of the weights."""
+        """Diagonal of the damped Hessian, [K] in the order of the weights."""
         return self.hessian.diagonal() if self.laid is None else self.laid[0]
 
     @property
     def importance(self) -> Tensor:
-        """What a squared error of each column costs once later ones made up for it, [K] in the order of the weights.
+        """Cost of a squared error of every column after later ones have compensated it, [K] in the weights' order.
 
-        GPTQ's own measure for ranges and scales: the diagonal without the part that it takes back.
+        GPTQ's own measure for ranges and scales: the diagonal without the part that GPTQ recovers.
         """
         if self.laid is not None:
             return self.laid[1]
@@ -58,7 +58,7 @@ class Factor:
 
 
 def check_finite(hessian: Tensor, where: str = "") -> None:
-    """Refuse a Hessian that holds NaN or infinity. Raises InputError (`hessian-nonfinite`)."""
+    """Refuse a Hessian with NaN or infinity. Raises InputError (`hessian-nonfinite`)."""
     if not bool(torch.isfinite(hessian).all()):
         value = f"{int((~torch.isfinite(hessian)).sum())} of {hessian.numel()} entries are NaN or infinite"
         rule = "the activations of the calibration text have to be finite"
@@ -67,14 +67,14 @@ def check_finite(hessian: Tensor, where: str = "") -> None:
 
 
 def raised_damping(damping: float, times: int) -> float:
-    """Return the share that is added when a factor with `damping` did not exist so often."""
+    """Return `damping` raised tenfold so many times."""
     for _ in range(times):
         damping = max(damping * 10, 1e-4)
     return damping
 
 
 def no_factor(damping: str, where: str = "") -> InputError:
-    """Return the error for a Hessian that has no factor, however much damping was added."""
+    """Make the error for a Hessian without a factor at any damping."""
     value, rule = f"no Cholesky factor with damping {damping}", "a Hessian is a sum of squares"
     remedy = "use more calibration text, or leave this layer in high precision with an override"
     return InputError("hessian-not-positive", where, value, rule, remedy)
@@ -91,16 +91,16 @@ def factor(
 ) -> Factor:
     """Shrink, damp and factor a Hessian; on a CPU damping is raised tenfold until that succeeds.
 
-    On a GPU nothing is waited for: the caller looks at `Factor.pivots` when the device is done, and comes again with
-    `raised`, until `ATTEMPTS`.
+    On a GPU there is no wait: the caller checks `Factor.pivots` later, and calls again with a larger `raised`, up to
+    `ATTEMPTS`.
 
     Args:
         hessian: [K, K], symmetric, `Xᵀ X` of the inputs, in any scale. Inputs never seen (zero diagonal) are allowed.
         damping: share of the mean diagonal added to the diagonal.
-        shrink: share taken off the entries beside the diagonal, 0 to 1: the correlations of a finite sample are too
-            large. At 1 nothing is made up for: that is plain rounding.
-        act_order: choose columns in order of falling diagonal (ties in order of index), else from left to right.
-        where: whose inputs they are, for errors.
+        shrink: share taken off the off-diagonal entries, 0 to 1: the correlations of a finite sample are too large.
+            At 1 nothing is compensated: that is plain rounding.
+        act_order: whether to choose columns in order of falling diagonal (ties by index), else from left to right.
+        where: name of the linear, for errors.
 
     Raises:
         InputError: on a CPU `hessian-nonfinite`; `hessian-not-positive` when no damping helps.
@@ -110,7 +110,7 @@ def factor(
     check_finite(hessian, where)
     diagonal = hessian.diagonal().float()
     mean = float(diagonal.mean())
-    if mean <= 0:  # no input was ever seen: plain rounding is the best there is, and what an identity yields
+    if mean <= 0:  # no input was ever seen: an identity gives plain rounding, the best choice
         hessian, diagonal, mean = torch.eye(len(diagonal)), torch.ones(len(diagonal)), 1.0
     whole = hessian.float() * (1 - shrink)
     whole.diagonal().copy_(diagonal)
@@ -121,7 +121,7 @@ def factor(
         share = raised_damping(damping, times)
         added = torch.zeros_like(diagonal)
         added += share * mean
-        # a column without any input costs nothing; some cost keeps it at the nearest code
+        # a column without input costs nothing; a small cost keeps it at the nearest code
         added[diagonal <= 0] += mean
         reordered.diagonal().copy_((diagonal + added)[backwards])
         lower, info = torch.linalg.cholesky_ex(reordered)
@@ -134,16 +134,16 @@ def factor(
 
 
 def awaited(hessian: Tensor, *, damping: float, shrink: float, act_order: bool, where: str = "") -> Factor:
-    """`factor`, also of a GPU with damping raised until it succeeds; the GPU is waited for. Raises as `factor`."""
+    """Call `factor` and wait for a GPU, raising the damping until it succeeds. Raises as `factor`."""
     for raised in range(ATTEMPTS):
-        found = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, raised=raised, where=where)
-        if not hessian.is_cuda or bool(torch.isfinite(found.pivots).all()):
-            return found
+        solved = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, raised=raised, where=where)
+        if not hessian.is_cuda or bool(torch.isfinite(solved.pivots).all()):
+            return solved
     raise no_factor(f"raised tenfold {ATTEMPTS - 1} times", where)
 
 
 def _unawaited(hessian: Tensor, share: float, shrink: float | Tensor, act_order: bool, raised: int) -> Factor:
-    """The same without a look at any value: an input that was never seen is an identity's, as are all if none was."""
+    """Factor without reading any value: a column or Hessian that was never seen becomes an identity's."""
     from quantkit.kernels.solving.gptq import damped, unit_of
 
     diagonal = hessian.diagonal().float()

@@ -1,4 +1,4 @@
-"""GPTQ: codes chosen one input at a time, each choice making up for the errors of those before it.
+"""GPTQ: choose codes one input at a time; every choice compensates the errors of those before it.
 
 The output error of codes `Q` against weights `W` [N, K] on inputs with Hessian `H = Xᵀ X` is `tr(D H Dᵀ)`, `D = Q - W`.
 With `H = M Mᵀ`, M upper triangular, it is `||D M||²`, and column j of `D M` holds only d_0 … d_j:
@@ -9,20 +9,19 @@ This is the update of the paper (Frantar et al., "GPTQ", 2023, arXiv 2210.17323)
 `U = chol(H⁻¹)`, here `M = U⁻¹`, one Cholesky of the reversed matrix. It is Babai's nearest plane for the lattice of
 codes (Chen et al., "The Geometry of LLM Quantization", 2025).
 
-- Columns go in order of falling `H_jj` (activation order): what counts most is rounded while most columns are left to
-  make up for it. Ranges are fixed before (static groups), so codes stay in the order of the weights.
-- Columns of a block are chosen one by one for all rows at once; what earlier blocks pass on arrives in one matrix
+- Columns go in order of falling `H_jj` (activation order): the most important ones are rounded while most columns are
+  left to compensate. Ranges are fixed before (static groups), so codes stay in the order of the weights.
+- Columns of a block are chosen one by one for all rows at once; the errors of earlier blocks arrive by one matrix
   product a block. On a device all of it is one launch (`kernels/solving/gptq.py`).
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
   and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
 
-`corrected` makes up for the drift of the inputs: X is not the original X + Δ, since what comes before is quantized. On
-X the matrix `W + W ΔᵀX H⁻¹` comes closest to `W (X + Δ)ᵀ` (Li et al., "GPTAQ", 2025, arXiv 2504.02692). Where the
-output is added to something that lags behind the original by R, as the residual stream does, `W + (W ΔᵀX + RᵀX) H⁻¹`
-makes up for that too. The regression is a ridge, `(H + λ D)⁻¹` with D the diagonal of H: what many tokens say is
-corrected whole, what rests on few hardly at all.
+`corrected` compensates the drift of the inputs: X differs from the original X + Δ, since earlier layers are quantized.
+On X the matrix `W + W ΔᵀX H⁻¹` comes closest to `W (X + Δ)ᵀ` (Li et al., "GPTAQ", 2025, arXiv 2504.02692). If the
+output is added to a stream that differs from the original by R, `W + (W ΔᵀX + RᵀX) H⁻¹` compensates that too. The
+regression is a ridge, `(H + λ D)⁻¹` with D the diagonal of H: a drift in many tokens is corrected fully, in few hardly.
 
-`gptq_rows` solves rows that each have a small Hessian of their own at once: the filters of a depthwise convolution.
+`gptq_rows` solves at once rows with a small Hessian each: the filters of a depthwise convolution.
 """
 
 from __future__ import annotations
@@ -47,19 +46,19 @@ from quantkit.scheme import WeightScheme
 
 Range = Literal["minmax", "mse", "hessian"]
 
-# columns chosen one by one before the others hear of it; small enough that a block stays in the cache
+# columns chosen one by one before the others are updated; small enough that a block stays in the cache
 _BLOCK = 32
 _TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class GptqResult:
-    """What a solve yields.
+    """Result of a solve.
 
     Args:
-        damping: the share of the Hessian's mean diagonal that was added to it, and how often it was `raised`.
-        costs: [N] float32, of each row `(D H Dᵀ)_nn` with the damped Hessian: its squared output error summed over the
-            calibration tokens.
+        damping: share of the Hessian's mean diagonal that was added to it; `raised` is how often it was raised.
+        costs: [N] float32, `(D H Dᵀ)_nn` of every row with the damped Hessian: its squared output error over the
+            tokens.
     """
 
     tensor: QuantTensor
@@ -74,7 +73,7 @@ class GptqResult:
 
 
 def gptq(weight: Tensor, hessian: Tensor | Factor, scheme: WeightScheme, **settings: Any) -> GptqResult:
-    """Return codes of one weight [N, K]; settings are those of `gptq_shared`."""
+    """Choose the codes of one weight [N, K]; settings are those of `gptq_shared`."""
     return gptq_shared([weight], hessian, scheme, **settings)[0]
 
 
@@ -91,18 +90,18 @@ def gptq_shared(
     refit: bool = True,
     neighbours: Tensor | None = None,
 ) -> list[GptqResult]:
-    """Return codes of weights that receive the same input, with one factor of their Hessian.
+    """Choose the codes of weights with one input, by one factor of their Hessian.
 
     Args:
-        weights: each [N_i, K], of any float dtype; never modified.
-        hessian: [K, K] of their input, or its `Factor` (then `damping`, `shrink` and `act_order` were given there).
-        scheme: for all the weights. What is one number for a whole matrix they have in common, if the format says so.
-        range: how each group's grid is placed: `minmax`, `mse` (searched) or `hessian` (searched, weighted by diag H).
+        weights: weights [N_i, K], of any float dtype; never modified.
+        hessian: [K, K] of their input, or its `Factor` (which has its own `damping`, `shrink` and `act_order`).
+        scheme: scheme of all weights. They share the numbers that exist once for a whole matrix, if the format says so.
+        range: placement of a group's grid: `minmax`, `mse` (searched) or `hessian` (searched, weighted by diag H).
         sweeps: rounds of coordinate descent on the codes afterwards.
-        refit: also refit the scales in these rounds; of integer formats and blocks of GGUF, in groups up to 64, whose
-            columns are visited together.
-        neighbours: [K], which column each is added up with in 16 bits (`unsaturated`). Of int8, one scale a channel,
-            without zero points and sweeps.
+        refit: whether to refit the scales in these rounds; for integer formats and GGUF blocks, in groups up to 64,
+            whose columns are visited together.
+        neighbours: [K], column that each is added to in 16 bits (`unsaturated`). For int8, a scale a channel, no zero
+            points or sweeps.
 
     Raises:
         InputError: `hessian-nonfinite`, `hessian-not-positive`, `group-indivisible`, `format-without-scale`.
@@ -113,7 +112,7 @@ def gptq_shared(
             hessian = factor(hessian, damping=damping, shrink=shrink, act_order=act_order)
         solved, rows, columns = hessian, [weight.shape[0] for weight in weights], weights[0].shape[1]
         group = (scheme.group or columns) if scheme.granularity == "block" else columns // groups_of(columns, scheme)
-        # one row a column of the weights: what is done for a column of all the weights is then one vector operation
+        # transposed, so that work on a column of all weights is one vector operation
         if device.launched(weights[0]):
             target = torch.cat([weight.float().T for weight in weights], dim=1).contiguous()
         else:
@@ -127,7 +126,7 @@ def gptq_shared(
             spans = range == "minmax"
             block = blocks.spanning(target, form, scheme) if spans else blocks.placed(target, form, costs)
             scale = block.scale.T.contiguous()
-            if block.offset is not None:  # what is left of the weights lies on a grid that begins at zero
+            if block.offset is not None:  # weights minus the offset lie on a grid that begins at zero
                 target = target - block.offset.T.repeat_interleave(group, dim=0)
         elif neighbours is None:
             lots = [sum(rows)] if form.shares_scale(scheme) else rows
@@ -155,7 +154,7 @@ def gptq_shared(
 
 @dataclass(frozen=True)
 class _Grid:
-    """Where codes can lie: scale, updated by a descent, and zero [G, N] float32; `block`: of a GGUF format."""
+    """Grid of the codes: scale, updated by a descent, and zero [G, N] float32; `block`: grid of a GGUF format."""
 
     form: GridFormat
     scheme: WeightScheme
@@ -170,9 +169,9 @@ class _Grid:
         return self.scale, zero, *device.table(self.form, target.device), self.form.low, self.form.high
 
     def snap(self) -> Callable[[Tensor, int, Tensor], object]:
-        """What puts the nearest values of a group's grid to a column [N], in units of its scale, into a third tensor.
+        """Return a function for writing the nearest values of a group's grid for a column [N] into a third tensor.
 
-        `form.snap` without temporaries, with ends and middles looked up beforehand.
+        `form.snap` in units of the scale, without temporaries, with ends and middles looked up beforehand.
         """
         form, zero = self.form, self.zero
         values = form.element.codebook() if isinstance(form, ScaledFormat) else None
@@ -187,14 +186,14 @@ class _Grid:
 
 
 def _tensor(units: Tensor, grid: _Grid, whole: Tensor | None) -> QuantTensor:
-    """Values in units of their scale [K, N] as a `QuantTensor`; `whole`: the global scale of a format that has one."""
+    """Make a `QuantTensor` of values in units of their scale [K, N]; `whole`: the global scale, if any."""
     form, scheme, scale, zero = grid.form, grid.scheme, grid.scale, grid.zero
     if device.launched(units) and isinstance(form, IntegerFormat) and scheme.rows_apart:
         from quantkit.kernels.solving.stored import integers
 
         stored, scales, zeros = integers(units, scale, zero, effective(scheme), grid.group)
         return QuantTensor(stored, scales, None if zero is None else zeros, scheme)
-    # rows that share a scale hold the same one
+    # rows that share a scale have equal ones
     stride = {"tensor": scale.shape[1], "block": grid.group}.get(scheme.granularity, 1)
     scales = scale.T[::stride].contiguous().to(effective(scheme))
     zeros = None if zero is None else zero.T[::stride].contiguous().to(torch.int8)
@@ -208,7 +207,7 @@ def _tensor(units: Tensor, grid: _Grid, whole: Tensor | None) -> QuantTensor:
 def _place(
     target: Tensor, rows: list[int], group: int, scheme: WeightScheme, solved: Factor, kind: Range
 ) -> tuple[Tensor, Tensor | None]:
-    """Effective scale and zero [G, N] float32 of weights of so many `rows`, that lie side by side in target [K, N]."""
+    """Return effective scale and zero [G, N] float32 of weights with these `rows`, side by side in target [K, N]."""
     search = ranges.Search(steps=0, refinements=0) if kind == "minmax" else ranges.Search()
     importance = solved.diagonal.contiguous() if kind == "hessian" else None
     if scheme.granularity not in ("tensor", "block"):
@@ -224,7 +223,7 @@ def _place(
 
 
 def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Values in units of the scale [K, N], the cost of each row [N], and `D` [K, N], in the order of the weights."""
+    """Return values in units of the scale [K, N], the cost of every row [N], and `D` [K, N], in the weights' order."""
     columns, rows = target.shape
     if device.launched(target) and device.known(grid.form) and neighbours is None:
         from quantkit.kernels.solving.gptq import choose
@@ -262,14 +261,14 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """A group of zeros may have a scale of zero; one of either sign is at least as large as the smallest number."""
+    """Invert scales; zero, the scale of a group of zeros, is raised to the smallest number."""
     return scale.clamp(min=_TINY).reciprocal() if bool((scale >= 0).all()) else torch.where(scale == 0, 0.0, 1 / scale)
 
 
 def _descend(
     target: Tensor, codes: Tensor, delta: Tensor, hessian: Tensor, grid: _Grid, sweeps: int, refit: bool
 ) -> Tensor:
-    """The cost of each row [N] after coordinate descent on codes, and on scales if `refit`; all change in place."""
+    """Run coordinate descent on codes, and on scales if `refit`, in place; returns the cost of every row [N]."""
     if device.launched(target) and device.known(grid.form):
         from quantkit.kernels.solving.gptq import descend
 
@@ -282,7 +281,7 @@ def _descend(
     pull = (hessian / hessian.diagonal()).contiguous()  # pull[i, j] = H_ij / H_jj
     snap = grid.snap()
     free = target.new_empty(target.shape[1])
-    # a block has one scale, so it never reaches over the end of a group
+    # a block has one scale, so it ends at the end of a group
     length = max(size for size in range(1, 65) if grid.group % size == 0)
     for _ in range(sweeps):
         for start in range(0, columns, length):
@@ -304,7 +303,7 @@ def _descend(
                 local = torch.addcmul(local, change, bent)
                 delta[block].addcmul_(change, codes[block])
                 scale[place] = step
-            # what each column would add to its error if it could: -gradient / curvature
+            # the best change of every column's error: -gradient / curvature
             wish = local / hessian.diagonal()[block].unsqueeze(1)
             inside = pull[block, block]
             inverse = _inverse(scale[place])
@@ -331,16 +330,16 @@ def corrected(
     share: float = 1.0,
     damping: float = 0.01,
 ) -> list[Tensor]:
-    """Weights that make up for the drift of their inputs: `W + share (W ΔᵀX + RᵀX) (H + ridge D)⁻¹`, each [N_i, K].
+    """Return weights, corrected for the drift of their inputs: `W + share (W ΔᵀX + RᵀX) (H + ridge D)⁻¹`, [N_i, K].
 
     Args:
-        weights: that receive the same input; never modified.
+        weights: weights with one input; never modified.
         hessian: [K, K] of it, `XᵀX` in any scale. Inputs never seen (zero diagonal) are allowed.
-        drift: [K, K], `ΔᵀX` in that scale, Δ the original inputs less those that are received.
-        lags: for each weight [N_i, K], `RᵀX` in that scale, R what its output is added to in the original less what it
-            is added to; None where that is nothing.
-        share: of the correction, 0 to 1.
-        damping: added to the ridged Hessian's diagonal as well, as a share of its mean; raised if it has to be.
+        drift: [K, K], `ΔᵀX` in that scale, Δ the original inputs minus the present ones.
+        lags: for every weight [N_i, K], `RᵀX` in that scale, R the original stream minus the present one, to which its
+            output is added; None if it is added to nothing.
+        share: share of the correction, 0 to 1.
+        damping: share of the ridged Hessian's mean diagonal that is added to it as well; raised if necessary.
 
     Raises:
         InputError: `drift-nonfinite`, `hessian-nonfinite`, `hessian-not-positive`.
@@ -350,7 +349,7 @@ def corrected(
         rule = "the original activations of the calibration text have to be finite"
         raise InputError("drift-nonfinite", value=value, rule=rule, remedy="compute in float32, or set correction: 0")
     with one_thread(hessian):
-        # (H + ridge D) = (1 + ridge) times H with ridge / (1 + ridge) of its entries beside the diagonal taken off
+        # (H + ridge D) = (1 + ridge) times H with a share ridge / (1 + ridge) of its off-diagonal entries taken off
         solved = factor(hessian, damping=damping, shrink=ridge / (1 + ridge), act_order=False)
         rows = [weight.shape[0] for weight in weights]
         whole = torch.cat([weight.float() for weight in weights])
@@ -369,7 +368,7 @@ def corrected(
         return list(whole.add_(added, alpha=share / (1 + ridge)).split(rows))
 
 
-# shares of the largest weight that a scale is tried for
+# shares of the largest weight to try as the end of the grid
 _SHARES = tuple(torch.linspace(1.0, 0.6, 81).tolist())
 _ATTEMPTS = 6
 
@@ -377,12 +376,12 @@ _ATTEMPTS = 6
 def gptq_rows(
     weight: Tensor, hessian: Tensor, scheme: WeightScheme, *, damping: float = 0.01, shrink: float = 0.3
 ) -> tuple[Tensor, Tensor]:
-    """Return codes [N, K] int8 and scales [N] float32.
+    """Choose codes [N, K] int8 and scales [N] float32 for rows with a Hessian each.
 
     Args:
-        hessian: [N, K, K], of each row's inputs; one that saw nothing is taken for the identity.
+        hessian: [N, K, K], of every row's inputs; an identity replaces one without inputs.
         scheme: integers without zero points, one scale a row.
-        damping, shrink: as of `factor`; a row whose Hessian then has no Cholesky factor is damped more.
+        damping, shrink: as for `factor`; a row without a Cholesky factor is damped more.
     """
     with one_thread(weight):
         form = load_grid(scheme.format)
@@ -405,7 +404,7 @@ def gptq_rows(
 
 
 def _scales(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
-    """[N]: of some shares of each row's largest weight, that with the least weighted squared error."""
+    """Return the scale of every row [N] with the least weighted squared error, among shares of its largest weight."""
     form = load_grid(scheme.format)
     top = weight.abs().amax(1, keepdim=True)
     best, least = form.parameters(-top, top, scheme)[0].float(), torch.full_like(top, torch.inf)
@@ -417,7 +416,7 @@ def _scales(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
 
 
 def _unit(hessian: Tensor, diagonal: Tensor, order: Tensor, damping: float, shrink: float) -> Tensor:
-    """[N, K, K] upper triangular with unit diagonal; see `factor`."""
+    """Return factors [N, K, K], upper triangular with unit diagonal; see `factor`."""
     mean = diagonal.mean(1, keepdim=True)
     backwards = order.flip(1)
     whole = hessian * (1 - shrink)
@@ -427,7 +426,7 @@ def _unit(hessian: Tensor, diagonal: Tensor, order: Tensor, damping: float, shri
         raised = diagonal + share * mean + torch.where(diagonal <= 0, mean, 0.0)
         damped = whole - torch.diag_embed(whole.diagonal(dim1=1, dim2=2)) + torch.diag_embed(raised)
         lower, info = torch.linalg.cholesky_ex(damped[rows, backwards[:, :, None], backwards[:, None, :]])
-        # what has its factor finds the same once more, where looking would be waiting
+        # rows that have their factor compute it again: testing them would wait for the device
         if not device.launched(hessian) and not bool(info.any()):
             break
         share = torch.where(info[:, None] > 0, (share * 10).clamp(min=1e-4), share)

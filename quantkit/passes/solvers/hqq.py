@@ -1,15 +1,15 @@
-"""HQQ: grids fitted to the weights alone, with a norm that lets a few of them lie far off.
+"""HQQ: fit grids to the weights alone, with a norm that lets a few of them lie far off.
 
     minimise over s, z, e     sum |e|^p  +  β/2 · sum (e - (w - ŵ))²        ŵ = (c - z) · s,  c = clip(round(w / s + z))
 
 by turns (half-quadratic splitting), β growing by a factor κ each time:
 
-    e = sign(r) · max(0, |r| - |r|^(p-1) / β)        r = w - ŵ: what the norm forgives, outliers above all
-    s, z: the line through (c, w - e) with the least squared distance; z to the next whole number, then s for that z
+    e = sign(r) · max(0, |r| - |r|^(p-1) / β)        r = w - ŵ: errors that the norm tolerates, mostly outliers
+    s, z: the line through (c, w - e) with the least squared distance; z to the nearest integer, then s for that z
 
-Of all turns the grid with the least `sum |r|^p` is kept, min-max among them. (Badri and Shaji, 2023,
+The grid with the least `sum |r|^p` of all iterations is kept, min-max included. (Badri and Shaji, 2023,
 https://mobiusml.github.io/hqq_blog. There the zero point is a float and the scale stays that of min-max; here zero
-points are codes, so it is the scale that has to give.)
+points are codes, so the scale is fitted instead.)
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from quantkit.formats.base.integers import IntegerFormat
 from quantkit.passes.solvers import device, one_thread, ranges
 from quantkit.scheme import WeightScheme
 
-# weights worked on at a time, so that the handful of temporaries stays in the last-level cache
+# weights in one piece of work, so that the temporaries fit into the last-level cache
 _CHUNK = 1 << 17
-# the same on a device, where a dozen temporaries are to take 3 GB at most
+# the same on a device, where a dozen temporaries may take 3 GB
 _PIECE = 1 << 26
 
 
@@ -36,11 +36,11 @@ def half_quadratic(
     growth: float = 1.01,
     iterations: int = 10,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale [N, G] as stored ([1, 1] per tensor) and zero of that shape, int8, None when symmetric.
+    """Return scale [N, G] as stored ([1, 1] per tensor) and zero of that shape, int8, None if symmetric.
 
     Args:
         weight: [N, K] of any float dtype.
-        norm, beta, growth: p, β of the first turn for weights in units of the min-max scale, and κ.
+        norm, beta, growth: p, β of the first iteration for weights in units of the min-max scale, and κ.
 
     Raises:
         InputError: `format-not-integer`, `group-indivisible`.
@@ -75,9 +75,9 @@ def _fit(
     scheme: WeightScheme,
     settings: tuple[float, float, float, int],
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero [n] for groups [n, L]."""
+    """Return scale and zero [n] for groups [n, L]."""
     norm, beta, growth, iterations = settings
-    unit = scale.float().unsqueeze(1)  # β is for weights of this size
+    unit = scale.float().unsqueeze(1)  # β is defined for weights in this unit
     least = part.new_full((len(part),), torch.inf)
     now, shift = scale, zero
     for turn in range(iterations + 1):

@@ -1,11 +1,11 @@
-"""Where to put the grid: scale and zero point of each group, from its extremes or by searching for the least error.
+"""Place the grid: scale and zero point of every group, from its extremes or by searching for the least error.
 
     min-max:  the grid spans the smallest to the largest weight
     searched: minimise over p of  sum_k a_k (decode(encode(w_k; p)) - w_k)²
               with the grid spanning p * min to p * max, p in a few steps from 1 down,
               then alternately the best scale for the codes (closed form) and the best codes for the scale
 
-`a_k` is the importance of input k: 1, or the diagonal of the Hessian. A few outliers stretch a min-max grid for all;
+`a_k` is the importance of input k: 1, or the diagonal of the Hessian. A few outliers stretch a min-max grid;
 clipping them a little costs less than it gains (Nagel et al., "A White Paper on Neural Network Quantization", 2021,
 section 3.1). Any format with scales will do; scales here are effective, global scale included. On a device whole
 numbers are one launch, other formats a few (`kernels/solving/search.py`).
@@ -26,16 +26,17 @@ from quantkit.formats.base.layout import groups_of, tiles
 from quantkit.passes.solvers import device
 from quantkit.scheme import WeightScheme
 
-# elements worked on at a time: few calls, and yet the handful of temporaries stays in the last-level cache
+# elements in one piece of work: few calls, and the temporaries still fit into the last-level cache
 _CHUNK = 1 << 17
-# a program of the kernel has a whole group: longer ones leave too few programs, and a Hessian is a matrix product then
+# a program of the kernel takes a whole group: longer groups leave too few programs, and H is a matrix product then
 LONGEST, _LONGEST_BLOCK = 1 << 15, 512
 
 
 @dataclass(frozen=True)
 class Search:
-    """How far a range search looks: lengths of the grid from `smallest`, a share of min-max, in so many steps up to
-    min-max itself, which is always tried; then so many times scale and codes are fitted to each other.
+    """Extent of a range search: `steps` lengths of the grid from `smallest`, a share of min-max, up to min-max itself.
+
+    Min-max is always tried. Then scale and codes are fitted to each other so many times.
     """
 
     smallest: float = 0.7
@@ -44,7 +45,7 @@ class Search:
 
 
 def integer_format(scheme: WeightScheme) -> IntegerFormat:
-    """Return the scheme's format, which has to be a uniform integer one. Raises InputError (`format-not-integer`)."""
+    """Return the scheme's format if it is a uniform integer one. Raises InputError (`format-not-integer`)."""
     form = load_format(scheme.format)
     if isinstance(form, IntegerFormat):
         return form
@@ -53,29 +54,28 @@ def integer_format(scheme: WeightScheme) -> IntegerFormat:
 
 
 def minmax(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
-    """Return ranges from the smallest to the largest weight of each group; the rest, errors too, as of `searched`."""
+    """Return ranges from the smallest to the largest weight of every group; results and errors as of `searched`."""
     return searched(weight, scheme, None, Search(steps=0, refinements=0))
 
 
 def searched(
     weight: Tensor, scheme: WeightScheme, importance: Tensor | None = None, search: Search | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ranges with the least (weighted) squared rounding error among those tried; never worse than min-max.
+    """Return the ranges with the least (weighted) squared rounding error of those tried; never worse than min-max.
 
     Args:
         weight: [N, K] of any float dtype.
-        importance: [K], not negative: how much an error of each input costs; None is 1 for all.
+        importance: [K], not negative: cost of an error of every input; None is 1 for all.
 
     Returns:
-        effective scale [N, G] ([1, 1] per tensor, [⌈N/b⌉, ⌈K/b⌉] in blocks) and zero of that shape, int8, None when
-        symmetric.
+        effective scale [N, G] ([1, 1] per tensor, [⌈N/b⌉, ⌈K/b⌉] in blocks) and zero of that shape, int8, or None.
 
     Raises:
         InputError: `group-indivisible`, `format-without-scale`.
     """
     target, costs = weight.float(), None if importance is None else importance.float()
     if scheme.granularity == "block":
-        # tiles over the same inputs side by side, each as one column; zeros that fill up a tile cost nothing
+        # tiles over the same inputs side by side, each as one column; padding zeros cost nothing
         size = scheme.group or max(weight.shape)
         if costs is not None:
             costs = torch.nn.functional.pad(costs, (0, -len(costs) % size)).reshape(-1, size).repeat(1, size).flatten()
@@ -92,7 +92,7 @@ def searched(
 def for_output(
     weight: Tensor, scheme: WeightScheme, hessian: Tensor, search: Search | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Like `searched`, but each group's error is measured at the output: `d H_gg dᵀ`, as if other groups were exact.
+    """Search ranges as `searched`, with a group's error measured at the output: `d H_gg dᵀ`, other groups exact.
 
     Per tensor and in blocks only the diagonal of the Hessian [K, K] is used. Raises as `searched`.
     """
@@ -118,16 +118,16 @@ def transposed(
     search: Search,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`searched` for weights that lie transposed, as the solvers hold them: every step is then one vector operation.
+    """Search ranges as `searched` for transposed weights, as solvers hold them: every step is one vector operation.
 
     Args:
         target: [K, N] float32.
         length: weights of a column that share a scale; divides K.
         importance: [K] float32, or the blocks of a Hessian [K / length, length, length], or None.
-        wide: whether both are wanted in float32; a kernel then gives them so.
+        wide: whether both results are wanted in float32; a kernel then returns them so.
 
     Returns:
-        effective scale [K / length, N], and zero of that shape, int8, None when symmetric.
+        effective scale [K / length, N], and zero of that shape, int8, None if symmetric.
     """
     form = load_grid(scheme.format)
     groups, columns = target.shape[0] // length, target.shape[1]
@@ -151,7 +151,7 @@ def transposed(
     if search.steps == search.refinements == 0:
         return scale, zero
     shares = [search.smallest + (1 - search.smallest) * number / search.steps for number in range(search.steps)]
-    if at_once:  # all grids laid together, then one launch and one a refinement
+    if at_once:  # all grids in one launch, then one launch a refinement
         from quantkit.kernels.solving.search import best_grids
 
         share = torch.tensor([1.0, *shares, *form.stretches]).to(target.device, non_blocking=True)[:, None, None]
@@ -162,7 +162,7 @@ def transposed(
             tried = form.stored(fitted, scheme, whole).float()
             best, fitted = best_grids(target, importance, length, torch.stack([best, tried]), *book)
         return best.to(grids.dtype), None
-    # of all groups at once: vectors of one group are so short that calling torch would take longer than it computes
+    # all groups at once: vectors of one group are so short that the calls would take longer than the computation
     laid = [form.parameters(low * share, high * share, scheme, whole) for share in (*shares, *form.stretches)]
     step = columns if device.launched(target) else max(1, _CHUNK // length)
     for group in range(groups):
@@ -188,7 +188,7 @@ def _search(
     grids: list[tuple[Tensor, Tensor | None]],
     whole: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The best of some grids, [n] each, for columns [L, n] of one group that fit into a cache; scale and zero [n]."""
+    """Return the best of some grids, [n] each, for columns [L, n] of one group that fit a cache; scale and zero [n]."""
     exact, codes, error = torch.empty_like(part), torch.empty_like(part), torch.empty_like(part)
     weights = part.new_ones(part.shape[0]) if costs is None else costs
 
@@ -199,7 +199,7 @@ def _search(
         return weights @ left.mul_(right)
 
     def measure(step: Tensor, shift: Tensor | None) -> Tensor:
-        """Leaves values in units of the scale in `codes`; what each column costs [n]."""
+        """Write values in units of the scale into `codes`; returns the cost of every column [n]."""
         width = step.float()
         torch.mul(part, width.reciprocal(), out=exact)
         if not isinstance(form, IntegerFormat):
@@ -225,7 +225,7 @@ def _search(
         offer(*grid)
     for _ in range(search.refinements):
         measure(scale, zero)
-        # the scale that fits these codes best; a group of zeros keeps its own
+        # the best scale for these codes; a group of zeros keeps its scale
         fitted = total(error.copy_(codes), part) / total(exact.copy_(codes), codes)
         fitted = torch.where(torch.isfinite(fitted) & (fitted > 0), fitted, scale.float())
         offer(form.stored(fitted, scheme, whole), zero)

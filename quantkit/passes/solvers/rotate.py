@@ -1,4 +1,4 @@
-"""Orthogonal matrices to turn a residual stream with: randomised Hadamard matrices, and others where none is known.
+"""Orthogonal matrices for turning a residual stream: randomised Hadamard matrices, or others where none is known.
 
 With `Q Qᵀ = 1`, a linear that reads `x Q` instead of `x` computes the same with `W Q`, and one with weight `Qᵀ W`
 writes `y Q` instead of `y`. A Hadamard matrix has entries ±1/√n, so that every turned channel is a mean of all channels
@@ -26,21 +26,21 @@ from torch import Tensor
 
 from quantkit.passes.solvers import one_thread
 
-# a power of two goes in factors up to this size: a product with a small dense matrix beats a butterfly of additions
+# a power of two is split into factors up to this size: small dense products beat a butterfly of additions
 _DENSE = 64
-# elements turned at a time, in float64
+# elements in one piece of work, in float64
 _PIECE = 1 << 22
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """An orthogonal `Q` [n, n], as `diag(signs) (F₁ ⊗ F₂ ⊗ ...) (1 - 2 u uᵀ)`.
+    """Orthogonal matrix `Q` [n, n], as `diag(signs) (F₁ ⊗ F₂ ⊗ ...) (1 - 2 u uᵀ)`.
 
     Args:
         signs: [n] float64, each 1 or -1.
-        factors: orthogonal, float64; the product of their sizes is n.
+        factors: orthogonal matrices, float64; the product of their sizes is n.
         mirror: u [n] float64 of length 1, or None. It makes `Q 1 = 1`, so that means over channels are kept and
-            LayerNorm, which takes the mean off, commutes with Q as RMSNorm does with every Q.
+            LayerNorm, which subtracts the mean, commutes with Q as RMSNorm does with every Q.
     """
 
     signs: Tensor
@@ -49,31 +49,31 @@ class Rotation:
 
     @property
     def size(self) -> int:
-        """n."""
+        """Size n."""
         return self.signs.numel()
 
     def apply(self, rows: Tensor, gain: Tensor | None = None) -> Tensor:
-        """`rows` [..., n], times `gain` [n] if there is one, times Q; in float64, returned in the dtype of `rows`."""
+        """Multiply `rows` [..., n] by `gain` [n], if any, and by Q; in float64, returned in the dtype of `rows`."""
         flat = rows.reshape(-1, self.size)
         if rows.device != self.signs.device:
             return self.on(rows.device).apply(rows, gain)
         before = self.signs if gain is None else self.signs * gain
-        found = torch.empty_like(flat, memory_format=torch.contiguous_format)
+        turned = torch.empty_like(flat, memory_format=torch.contiguous_format)
         for start in range(0, flat.shape[0], max(1, _PIECE // self.size)):
             piece = slice(start, start + max(1, _PIECE // self.size))
-            found[piece] = self._turned(flat[piece].double() * before)
-        return found.reshape(rows.shape)
+            turned[piece] = self._turned(flat[piece].double() * before)
+        return turned.reshape(rows.shape)
 
     def on(self, device: torch.device) -> Rotation:
-        """Return the same there."""
+        """Copy the rotation to a device."""
         mirror = None if self.mirror is None else self.mirror.to(device)
-        return Rotation(self.signs.to(device), tuple(each.to(device) for each in self.factors), mirror)
+        return Rotation(self.signs.to(device), tuple(factor.to(device) for factor in self.factors), mirror)
 
     def _turned(self, rows: Tensor) -> Tensor:
-        """Everything after the signs."""
+        """Apply everything after the signs."""
         turned = rows
         for factor in self.factors:
-            # the first axis of those left becomes the last; after all factors, the order is what it was
+            # the first remaining axis becomes the last; after all factors, the order is restored
             turned = turned.reshape(rows.shape[0], factor.shape[0], -1).transpose(1, 2) @ factor
         turned = turned.reshape(rows.shape)
         if self.mirror is not None:
@@ -81,7 +81,7 @@ class Rotation:
         return turned
 
     def keeping_means(self) -> Rotation:
-        """This rotation followed by the reflection that makes `Q 1 = 1`."""
+        """Return this rotation followed by the reflection for `Q 1 = 1`."""
         ones = torch.ones(1, self.size, dtype=torch.float64)
         # Q 1 = D F (R 1) is 1 if R takes 1 to Fᵀ D 1, which is the row of ones, turned
         gap = (ones - Rotation(self.signs, self.factors).apply(ones))[0]
@@ -90,8 +90,10 @@ class Rotation:
 
 
 def hadamard_rotation(size: int, seed: int) -> Rotation:
-    """A Hadamard matrix of that order with random signs; where none is constructed, that of the largest power of two
-    that divides it, and a random orthogonal matrix as the other factor (see `is_hadamard`).
+    """Return a Hadamard matrix of this order with random signs.
+
+    If none is known, the factors are that of the largest power of two in it, and a random orthogonal one
+    (`is_hadamard`).
     """
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
@@ -110,7 +112,7 @@ def random_rotation(size: int, seed: int) -> Rotation:
 
 
 def is_hadamard(size: int) -> bool:
-    """Tell whether a Hadamard matrix of that order is constructed here."""
+    """Tell whether a Hadamard matrix of this order can be constructed here."""
     return hadamard_orders(size) is not None
 
 
@@ -118,13 +120,13 @@ def _random(size: int, generator: torch.Generator) -> Tensor:
     with one_thread():
         square, triangle = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
         # signs of the diagonal: without them the distribution is not uniform (Mezzadri, 2007)
-        found: Tensor = square * triangle.diagonal().sign()
-    return found.contiguous()
+        square_root: Tensor = square * triangle.diagonal().sign()
+    return square_root.contiguous()
 
 
 @cache
 def hadamard_orders(size: int) -> tuple[int, ...] | None:
-    """Orders that multiply to `size`, each a power of two up to 64 or one of Paley's; None where there are none.
+    """Return factors of `size`, each a power of two up to 64 or one of Paley's; None if there are none.
 
     hadamard_orders(576) == (12, 12, 4), hadamard_orders(4096) == (64, 64), hadamard_orders(100) is None
     """
@@ -146,10 +148,10 @@ def hadamard(order: int) -> Tensor:
         while matrix.shape[0] < order:
             matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
         return matrix
-    found = _paley(order)
-    if found is None:
+    construction = _paley(order)
+    if construction is None:
         raise ValueError(f"no Hadamard matrix of order {order} is constructed here")
-    prime, kind = found
+    prime, kind = construction
     squares = {i * i % prime for i in range(1, prime)}
     legendre = torch.tensor([0.0, *(1.0 if i in squares else -1.0 for i in range(1, prime))], dtype=torch.float64)
     at = torch.arange(prime)

@@ -1,18 +1,18 @@
-"""Learned rounding: move codes and scales down the gradient of what the block puts out wrong.
+"""Learned rounding: gradient descent on codes and scales for the error of the block's output.
 
-A code is chosen from where its weight lies on the grid, plus a learned offset; a scale is the given one times a learned
-factor:
+A code is chosen from its weight's position on the grid plus a learned offset; a scale is the initial one times a
+learned factor:
 
     s = stored(s0 · ρ)        x = w / s + t        c = clip(round(x + v), low - zero, high - zero)        w^ = c · s
 
-`t` is what makes the given codes come out at v = 0, ρ = 1: nothing where they are the nearest ones, else as little as
-moves the weight into the cell that another pass chose for it. With G the gradient of the loss by w^ and the rounding
-passed straight through:
+`t` reproduces the initial codes at v = 0, ρ = 1: zero if they are the nearest ones, else the least shift that moves the
+weight into the cell that another pass chose. With G the gradient of the loss with respect to w^, and the
+straight-through estimator for rounding:
 
     dL/dv = G · s                                   where nothing was clipped, else 0
     dL/dρ = sum over the group of  G · s0 · (c - w / s · [not clipped])
 
-Both go by the sign of the gradient alone, in steps that fall linearly to zero (Cheng et al., "Optimize Weight Rounding
+Both follow the sign of the gradient, in steps that fall linearly to zero (Cheng et al., "Optimize Weight Rounding
 via Signed Gradient Descent for the Quantization of LLMs", 2023, arXiv 2309.05516, there called SignRound; the offset is
 that of Nagel et al., "Up or Down? Adaptive Rounding", 2020, arXiv 2004.10568). So the quantizer needs no autograd: only
 the block does. The zero points stay as they are.
@@ -26,18 +26,18 @@ from torch import Tensor
 from quantkit.formats import QuantTensor
 from quantkit.passes.solvers import ranges
 
-# how near to a cell's edge a weight is put that another pass moved over it
+# distance from the cell's edge for a weight that another pass moved over it
 _INSIDE = 1e-3
-# how far a scale may go from the given one
+# largest change of a scale from the initial one
 _NARROWEST, _WIDEST = 0.8, 1.2
 
 
 class LearnedRounding:
-    """The learned offsets [N, K] and factors [N, G] of one weight; both are changed by `step`.
+    """Learned offsets [N, K] and factors [N, G] of one weight; `step` changes both.
 
     Args:
-        weight: [N, K], what the codes stand for.
-        start: its codes, scales and zero points, of an integer format (else InputError `format-not-integer`).
+        weight: [N, K], weight to be quantized.
+        start: initial codes, scales and zero points, of an integer format (else InputError `format-not-integer`).
     """
 
     def __init__(self, weight: Tensor, start: QuantTensor) -> None:
@@ -47,17 +47,17 @@ class LearnedRounding:
         self._scale = start.scale.float().unsqueeze(2)
         zero = weight.new_zeros(()).float() if start.zero is None else start.zero.float().unsqueeze(2)
         self._low, self._high = self._form.low - zero, self._form.high - zero
-        given = self._grouped(start.codes.float()) - zero
+        initial = self._grouped(start.codes.float()) - zero
         place = self._weight / self._scale
-        inside = place.clamp(given - 0.5 + _INSIDE, given + 0.5 - _INSIDE)
-        # at the end of the grid a weight may lie beyond the cell
-        nearest = place.round().clamp(self._low, self._high) == given
+        inside = place.clamp(initial - 0.5 + _INSIDE, initial + 0.5 - _INSIDE)
+        # at the end of the grid, a weight may lie beyond its cell
+        nearest = place.round().clamp(self._low, self._high) == initial
         self._shift = torch.where(nearest, 0.0, inside - place)
         self.offset = torch.zeros_like(self._weight)
         self.factor = torch.ones_like(self._scale)
 
     def values(self) -> Tensor:
-        """Return what the present codes stand for, [N, K] float32."""
+        """Return the values of the present codes, [N, K] float32."""
         scale = self._stored().float()
         return (self._codes(scale)[0] * scale).reshape(self._start.shape)
 
@@ -70,11 +70,11 @@ class LearnedRounding:
         return self._start.replace(codes=codes.reshape(self._start.shape).to(torch.int8), scale=scale.squeeze(2))
 
     def step(self, gradient: Tensor, rate: float, scale_rate: float) -> None:
-        """Go against the sign of the gradient of the loss by `values()` [N, K].
+        """Move against the sign of the loss's gradient with respect to `values()` [N, K].
 
         Args:
-            rate: how far an offset goes, in cells.
-            scale_rate: how far a factor goes.
+            rate: step of an offset, in cells.
+            scale_rate: step of a factor.
         """
         scale = self._stored().float()
         codes, free = self._codes(scale)
@@ -96,7 +96,7 @@ class LearnedRounding:
         return self._form.stored(self._scale * self.factor, self._start.scheme)
 
     def _codes(self, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes less zero [N, G, L], and 1 where a weight was not clipped."""
+        """Return codes minus zero [N, G, L], and 1 where a weight was not clipped."""
         wanted = (self._weight / scale).add_(self._shift).add_(self.offset).round_()
         codes = wanted.clamp(self._low, self._high)
         return codes, (codes == wanted).float()
