@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import zoo
+from thorough import beside
 
 from quantkit import machine
 from quantkit.pipeline.compile import Compiled, compile_model
@@ -50,7 +51,7 @@ def kl(result: Compiled) -> dict[str | None, float]:
     return {row["runtime"]: row["value"] for row in rows}
 
 
-@pytest.mark.parametrize("model", ["llama", "llama-tied"])
+@pytest.mark.parametrize("model", beside(["llama-tied"], ["llama", "llama-tied"]))
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_shipped_recipe_compiles(
     recipe: str, model: str, models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,28 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from thorough import beside
 
 import quantkit
 from zoo import judge, shrink
 
+KEPT = ["DebertaV2Model", "GraniteMoeForCausalLM", "OlmoHybridForCausalLM"]
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "CpmAntForCausalLM",
-        "DebertaV2Model",
-        "Gemma4ForCausalLM",
-        "GraniteMoeForCausalLM",
-        "Llama4TextModel",
-        "OlmoHybridForCausalLM",
-    ],
-)
+
+@pytest.mark.parametrize("name", beside(KEPT, [*KEPT, "CpmAntForCausalLM", "Gemma4ForCausalLM", "Llama4TextModel"]))
 def test_a_manifest_says_what_plain_transformers_finds(name: str) -> None:
     found = judge.whole_compile(shrink.named(name))
     assert found.verdict == "right", found
 
 
-@pytest.mark.parametrize("name", ["BailingHybridForCausalLM", "Qwen3NextForCausalLM"])
+@pytest.mark.parametrize(
+    "name", beside(["BailingHybridForCausalLM"], ["BailingHybridForCausalLM", "Qwen3NextForCausalLM"])
+)
 def test_a_model_in_half_precision_is_right_too(name: str) -> None:
     """One has modules that transformers keeps in float32 unless it loads a packed checkpoint; of the other it leaves
     experts in bfloat16 whatever it is asked for."""

@@ -11,7 +11,13 @@ from zoo import dtypes
 
 # of kv-fp8 the weights are dense, and the checkpoint has a quantization_config all the same
 @pytest.mark.parametrize(
-    ("dtype", "recipe", "to"), [*((dtype, "rtn-int4", ["onnx"]) for dtype in dtypes.DTYPES), ("bfloat16", "kv-fp8", [])]
+    ("dtype", "recipe", "to"),
+    [
+        ("bfloat16", "rtn-int4", ["onnx"]),
+        ("bfloat16", "kv-fp8", []),
+        pytest.param("float32", "rtn-int4", ["onnx"], marks=pytest.mark.thorough),
+        pytest.param("float16", "rtn-int4", ["onnx"], marks=pytest.mark.thorough),
+    ],
 )
 def test_what_is_compared_afterwards_is_what_was_compared_at_compile_time(
     dtype: str, recipe: str, to: list[str], tmp_path: Path
