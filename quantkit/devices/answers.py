@@ -1,6 +1,6 @@
-"""Validates a device's answers, which are a stranger's data.
+"""Validate a device's answers as untrusted data.
 
-All numbers are finite and every list has a limit: a line (`LINE`) is as much as one cell can be.
+All numbers are finite and every list has a limit. A line (`LINE`) is the most that one cell may take.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from quantkit.measurement.timing.clocks import Between, Clocks, settings_of
 from quantkit.measurement.timing.rounds import TimedRound
 from quantkit.measurement.timing.schedule import Shape, Timing, Visit
 
-# bytes of one line, and of all lines of a work
+# bytes of one line, and of all lines of one work
 LINE, ANSWER = 1 << 20, 1 << 28
-# shapes that are timed in rounds: a round is a line
+# shapes timed in rounds: a round is one line
 SHAPES = 500
-# how the cells of products begin, and those of rounds
+# prefixes of the cells of products and of rounds
 LINEAR, ROUND = "linear-", "round-"
-# that a line holds: of a stretch of positions ten for each, of up to 25 bytes; of samples
+# most positions in a line (ten numbers each, up to 25 bytes), and most numbers of samples
 POSITIONS, NUMBERS = 1024, 40_000
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-# seconds: of a step that takes less, no rate would be a number
+# seconds; a shorter step has no finite rate
 Taken = Annotated[float, Field(gt=1e-12, lt=1e6)]
 Bytes = Annotated[int, Field(ge=0, le=1 << 60)]
 Positive = Annotated[int, Field(gt=0)]
@@ -62,24 +62,24 @@ class Failed(_Answer):
 
 
 class FoundCell(_Answer):
-    """The rows of one cell; each reader validates them as what it asked for."""
+    """Rows of one cell; each reader validates them as the type that it asked for."""
 
     cell: Annotated[str, Field(max_length=200)]
     rows: tuple[dict[str, Any], ...] = Field(max_length=10_000)
 
 
 class DeviceFacts(_Answer):
-    """The device, as it knows itself.
+    """A device's description of itself.
 
     Args:
-        id: equal on machines of the same kind.
-        name: of the processor.
-        isa: the best instruction set for quantized kernels.
-        cores: that a process may keep busy.
-        memory: bytes that it may use.
+        id: identifier, equal on machines of the same kind.
+        name: name of the processor.
+        isa: best instruction set for quantized kernels.
+        cores: cores that a process may use.
+        memory: bytes that a process may use.
         cache: bytes of the last-level cache.
-        emulated: whether its processor is a program.
-        gpu: the name of its first NVIDIA GPU; empty where it has none, or cannot tell.
+        emulated: True if the processor is emulated.
+        gpu: name of its first NVIDIA GPU; empty without one, or if unknown.
     """
 
     id: Name
@@ -95,10 +95,10 @@ class DeviceFacts(_Answer):
     driver: Name = ""
 
     def device(self, on: str, *, gpu: bool = False) -> dict[str, Any]:
-        """Name the `device` of its rows, by what it is called here. Raises InputError `answer-invalid`, it has no GPU.
+        """Return the `device` of its rows, with its local name. Raises InputError `answer-invalid` if a GPU is missing.
 
         Args:
-            gpu: whether its GPU ran them.
+            gpu: True if its GPU ran them.
         """
         if gpu and not self.gpu:
             raise invalid(on, "no GPU")
@@ -107,22 +107,22 @@ class DeviceFacts(_Answer):
 
     @property
     def flags(self) -> list[str]:
-        """Flags of all that is timed there."""
+        """Flags of everything timed there."""
         return ["emulated"] if self.emulated else []
 
     def demand_times(self, on: str) -> None:
         """Refuse an emulator where times would decide. Raises InputError `emulated`."""
         if self.emulated:
-            value, rule = f"{self.name} is a program", "an emulator's times say nothing of any machine"
+            value, rule = f"{self.name} is emulated", "an emulator's times apply to no machine"
             raise InputError("emulated", on, value, rule, "another device")
 
 
 class SideCosts(_Answer):
-    """What the steps of both must move and compute, and how they run.
+    """Bytes and operations of the steps of both sides, and their settings.
 
     Args:
-        resident_bytes: what is judged takes of a GPU's memory, where known.
-        linears: batch -> see `latency.LoadedSides`.
+        resident_bytes: GPU memory of the judged side, where known.
+        linears: batch -> seconds; see `latency.LoadedSides`.
     """
 
     ours: StepCost
@@ -133,17 +133,17 @@ class SideCosts(_Answer):
 
 
 class CeilingSamples(_Answer):
-    """What the device can do at best, as far as it was measured."""
+    """Measured ceilings of the device."""
 
     ceilings: tuple[Ceiling, ...] = Field(max_length=20)
 
 
 class Times(_Answer):
-    """A `Timing` with the clocks and temperatures around it; when each step began is not sent.
+    """A `Timing` with the clocks and temperatures around it; the start of each step is not sent.
 
     Args:
-        seconds: side -> [blocks, 2, burst] of one step.
-        rounds: blocks of each.
+        seconds: side -> [blocks, 2, burst] seconds of one step.
+        rounds: blocks of each round.
     """
 
     seconds: dict[Name, list[list[list[Taken]]]] = Field(default_factory=dict, max_length=2)
@@ -155,8 +155,8 @@ class Times(_Answer):
 
     @classmethod
     def of(cls, timing: Timing, before: Clocks = Clocks(), after: Clocks = Clocks()) -> Times:  # noqa: B008 (frozen)
-        """Write a timing as it was taken."""
-        # to a ten-millionth of each: more digits than any clock has, in half the bytes
+        """Convert a timing for sending."""
+        # seven digits: more than any clock has, in half the bytes
         seconds = {
             side: [[[float(f"{taken:.6e}") for taken in visit] for visit in block] for block in times.tolist()]
             for side, times in timing.seconds.items()
@@ -165,7 +165,8 @@ class Times(_Answer):
         return cls(seconds=seconds, **told, before=before, after=after)
 
     def timing(self, sides: set[str], where: str, shape: Shape | None = None, *, counted: bool = True) -> Timing:
-        """Read it as what was asked for. Raises InputError `answer-invalid`, its times do not fit together.
+        """Convert to a `Timing` of the expected sides. Raises InputError `answer-invalid` if the times do not fit
+        together.
 
         Args:
             counted: see `Between.of`.
@@ -198,8 +199,8 @@ class RoundTimes(_Answer):
     """One round of two models: see `measurement.timing.rounds`.
 
     Args:
-        parts: of each shape of the job.
-        took: seconds, with both loads.
+        parts: times of each shape of the job.
+        took: seconds of the round, both loads included.
     """
 
     parts: tuple[Times, ...] = Field(max_length=SHAPES)
@@ -208,7 +209,8 @@ class RoundTimes(_Answer):
     after: Clocks = Clocks()
 
     def round(self, sides: set[str], where: str) -> TimedRound:
-        """Read it as what was asked for. Raises InputError `answer-invalid`, its times do not fit together."""
+        """Convert to a `TimedRound` of the expected sides. Raises InputError `answer-invalid` if the times do not
+        fit together."""
         return TimedRound([part.timing(sides, where) for part in self.parts], self.took)
 
 
@@ -216,12 +218,12 @@ class ProductTimes(_Answer):
     """One variant of a linear at one batch: see `measurement.operators.products.TimedVariant`.
 
     Args:
-        linear: its number among those of the job.
+        linear: index of the linear in the job.
         M: rows of the activation.
-        prepared: whether it could be made to run.
-        products: that one step runs.
-        resident_bytes: of the weight as it is run.
-        times: of one product, of the variant and of the baseline; the clocks are those of all of the linear.
+        prepared: True if it could be prepared to run.
+        products: products in one step.
+        resident_bytes: bytes of the weight in memory.
+        times: times of one product, of the variant and of the baseline; the clocks cover the whole linear.
         hot, quantizing: seconds with the weight in the cache, and of quantizing x alone.
     """
 
@@ -238,7 +240,7 @@ class ProductTimes(_Answer):
 
 
 class SideMemory(_Answer):
-    """Bytes of a process that has loaded a model and made a step: see `timing.speed.footprint`."""
+    """Memory of a process that has loaded a model and made a step: see `timing.speed.footprint`."""
 
     before: Bytes
     resident: Bytes
@@ -248,28 +250,28 @@ class SideMemory(_Answer):
 
 
 class Footprints(_Answer):
-    """The memory of both."""
+    """Memory of both sides."""
 
     ours: SideMemory
     theirs: SideMemory
 
 
 class ScoredStretch(_Answer):
-    """Consecutive positions of one sequence: the numbers of `positions.Items`, a list each."""
+    """Consecutive positions of one sequence: the fields of `positions.Items`, one list each."""
 
     way: Literal["", "prompts", "steps"]
     sequence: Natural
-    found: dict[Name, Annotated[list[Finite], Field(max_length=POSITIONS)]] = Field(max_length=20)
+    numbers: dict[Name, Annotated[list[Finite], Field(max_length=POSITIONS)]] = Field(max_length=20)
 
 
 class SampleOutputs(_Answer):
-    """What came out for consecutive samples, as much of it as one line holds.
+    """Outputs of consecutive samples, as many numbers as one line holds.
 
     Args:
-        first: sample.
-        shapes: name -> of its array [n, ...], all of it.
-        at: how many numbers of these samples came before.
-        numbers: of all arrays, one after another.
+        first: index of the first sample.
+        shapes: name -> shape [n, ...] of the whole array.
+        at: numbers of these samples sent in earlier lines.
+        numbers: numbers of all arrays, one after another.
     """
 
     first: Natural
@@ -278,7 +280,7 @@ class SampleOutputs(_Answer):
     numbers: list[Finite] = Field(max_length=NUMBERS)
 
     def arrays(self, numbers: Any) -> dict[str, Any]:
-        """Lay out all numbers of these samples: name -> [n, ...]. Raises ValueError where they do not fit."""
+        """Shape all numbers of these samples: name -> [n, ...]. Raises ValueError if they do not fit."""
         ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()]).tolist()
         if not ends or ends[-1] != len(numbers):
             raise ValueError("numbers that do not fit their shapes")
@@ -293,7 +295,7 @@ class SessionSettings(_Answer):
 
 
 class MadeTokens(_Answer):
-    """Tokens that a model went on with, and seconds."""
+    """Generated tokens, with seconds."""
 
     ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...]
     seconds: Annotated[float, Field(ge=0, lt=1e9)]
@@ -302,7 +304,7 @@ class MadeTokens(_Answer):
 
 
 class CheckResult(_Answer):
-    """A check of `verify`."""
+    """Result of one check of `verify`."""
 
     name: Name
     ok: bool
@@ -310,13 +312,13 @@ class CheckResult(_Answer):
 
 
 class Cells(Mapping[str, Rows]):
-    """The cells of one work, name -> rows, in the order in which they came.
+    """Cells of one work, name -> rows, in order of arrival.
 
-    They are text, made objects of one cell at a time: as objects, what `ANSWER` lets through would take twenty times as
-    much memory.
+    They are kept as text and parsed one cell at a time: as objects, `ANSWER` bytes of text would take twenty times the
+    memory.
 
     Args:
-        on: what the device is called.
+        on: local name of the device.
     """
 
     def __init__(self, on: str) -> None:
@@ -324,7 +326,7 @@ class Cells(Mapping[str, Rows]):
         self._texts: dict[str, bytes] = {}
 
     def add(self, cell: str, rows: Rows) -> None:
-        """Take one more."""
+        """Add a cell."""
         self._texts[cell] = json.dumps(rows, separators=(",", ":")).encode()
 
     def __getitem__(self, cell: str) -> Rows:
@@ -337,7 +339,7 @@ class Cells(Mapping[str, Rows]):
         return len(self._texts)
 
     def all(self, kind: type[Answer], prefix: str) -> Iterator[tuple[str, Answer]]:
-        """Read every row of the cells that begin so, each with its cell. Raises InputError `answer-invalid`."""
+        """Read every row of the cells with this prefix, each with its cell. Raises InputError `answer-invalid`."""
         for cell in self._texts:
             for row in self[cell] if cell.startswith(prefix) else ():
                 yield cell, read(kind, row, self.on)
@@ -349,12 +351,12 @@ class Cells(Mapping[str, Rows]):
 
     @property
     def about(self) -> DeviceFacts:
-        """The device. Raises InputError `answer-invalid`."""
+        """Facts of the device. Raises InputError `answer-invalid`."""
         return self.one(DeviceFacts, "about")
 
 
 def ceilings_of(answers: Cells) -> list[Ceiling]:
-    """Join what the device could do before and, once that has come, after. Raises InputError `answer-invalid`."""
+    """Join the ceilings measured before and, if present, after. Raises InputError `answer-invalid`."""
     before = answers.one(CeilingSamples, "ceilings").ceilings
     if "ceilings-after" not in answers:
         return list(before)
@@ -365,13 +367,13 @@ def ceilings_of(answers: Cells) -> list[Ceiling]:
 
 
 def dumped(answer: BaseModel) -> dict[str, Any]:
-    """Write a row of a line."""
+    """Convert an answer to a row of a line."""
     data: dict[str, Any] = TypeAdapter(type(answer)).dump_python(answer, mode="json")
     return data
 
 
 def read(kind: type[Answer], row: Any, where: str) -> Answer:
-    """Read a row of a line as what it has to be. Raises InputError `answer-invalid`."""
+    """Validate a row of a line as `kind`. Raises InputError `answer-invalid`."""
     try:
         return kind.model_validate(row)
     except ValidationError as problem:
@@ -381,10 +383,9 @@ def read(kind: type[Answer], row: Any, where: str) -> Answer:
 
 @contextmanager
 def believed(where: str) -> Iterator[None]:
-    """Make rows of what a device says: each of its figures is one, but together they may give none.
+    """Turn errors in computing rows from a device's figures into InputError `answer-invalid`.
 
-    Raises:
-        InputError: `answer-invalid`.
+    Each figure alone is valid, but together they may not be.
     """
     try:
         yield
@@ -396,6 +397,6 @@ def believed(where: str) -> Iterator[None]:
 
 
 def invalid(where: str, value: str) -> InputError:
-    """Make the error of an answer that is not what was asked for."""
-    rule, remedy = "a device answers as this version writes", "run it again; if it stays, look at what runs there"
+    """Return the error for an unexpected answer."""
+    rule, remedy = "a device answers in this version's form", "run it again; if it persists, check the programs there"
     return InputError("answer-invalid", where, value[:200], rule, remedy)

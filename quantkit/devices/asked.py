@@ -1,8 +1,8 @@
-"""Questions to a device besides timings of one bundle: its ceilings and its target, a bundle's integrity there, free
-room, two bundles timed in turns, text, an engine.
+"""Ask a device for more than the times of one bundle: ceilings and a target, a bundle's integrity, free space, times of
+two bundles in turns, text, an engine.
 
-An engine's name, its size at most and what is said of it are this machine's; the device gives bytes, which are what
-their hash says. An engine is executable code: whoever builds one is trusted by all that run it.
+This machine decides an engine's name, its largest size and its description. The device sends bytes, which must match
+their hash. An engine is executable code: everyone who runs it trusts its builder.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ from quantkit.runtimes.generate import demand_decoder, demand_tokens
 from quantkit.runtimes.tensorrt.library import AHEAD_OF_TIME
 from quantkit.target import Target
 
-# repetitions of each ceiling, and which they are
+# repetitions of each ceiling, and the expected ceilings
 _RUNS = 15
 _MEASURED = [("ceiling.read", None), ("ceiling.copy", None), ("ceiling.compute", "fp32"), ("ceiling.compute", "int8")]
-# an engine's bytes: as many times its network's, and as many besides
+# most bytes of an engine: this many times its network's, plus this many
 _TIMES, _MORE = 4, 1 << 28
 _ARM = ("aarch64", "arm64")
 _Count = Annotated[int, Field(ge=0, le=1 << 30)]
@@ -79,7 +79,7 @@ def doctor_on(reached: Reached, progress: Progress, *, write: bool = False) -> d
     """Measure a device's ceilings.
 
     Args:
-        write: make a target of it, in the user's settings.
+        write: True to save a target with them in the user's settings.
 
     Returns:
         `device`, `machine` (see `Probed`), `measurements` (rows), `written` (a path or None), `warnings`.
@@ -94,9 +94,9 @@ def doctor_on(reached: Reached, progress: Progress, *, write: bool = False) -> d
 
     def look(answers: Cells, cell: str) -> None:
         if write and cell == "about" and answers.about.emulated:
-            rule = "times of an emulator say nothing of any machine, and make no target"
+            rule = "times of an emulator apply to no machine and make no target"
             remedy, value = "leave out --write, or measure on the machine itself", answers.about.machine
-            raise InputError("emulated", answers.on, f"its {value} is a program", rule, remedy)
+            raise InputError("emulated", answers.on, f"its {value} is emulated", rule, remedy)
 
     job = {"graphs": reached.carry_graphs(), "size": SIZE, "runs": _RUNS}
     answers = link.run("doctor", job, partial(progress.at, "measuring"), row=look)
@@ -107,7 +107,7 @@ def doctor_on(reached: Reached, progress: Progress, *, write: bool = False) -> d
         rows = [ceiling.row(device=about.device(answers.on), versions=about.versions) for ceiling in ceilings]
     rows = [row.model_copy(update={"flags": [*row.flags, *about.flags]}) for row in rows]
     target = target_of(answers.on, reached.about, ceilings, datetime.now(UTC).date()) if write else None
-    warnings = ["it is an emulator: its times say nothing of any machine"] if about.emulated else []
+    warnings = ["it is an emulator: its times apply to no machine"] if about.emulated else []
     warnings += [
         f"{row.name} ({row.unit}): two halves of the runs differ by {row.aa_spread:.0%}"
         for row in rows
@@ -123,15 +123,15 @@ def doctor_on(reached: Reached, progress: Progress, *, write: bool = False) -> d
 
 
 def target_of(name: str, about: Probed, ceilings: Sequence[Ceiling], when: date) -> Target:
-    """Make a target of a device's processor.
+    """Return a target for a device's processor.
 
     Args:
-        name: of the device.
-        about: what it says of itself.
-        ceilings: as `ceilings.measured` gives them for `read`, `copy` and `compute`.
-        when: they were measured.
+        name: name of the device.
+        about: its own description.
+        ceilings: result of `ceilings.measured` for `read`, `copy` and `compute`.
+        when: date of the measurement.
     """
-    # as it ships: what this machine has measured for itself is not the device's
+    # the shipped target: figures measured on this machine do not apply to the device
     target = Target.from_dict(read_yaml(find("export", _shipped(about))), name=name)
     measured = figures(target, ceilings, {"memory_limit": about.memory, "last_level_cache": about.last_level_cache})
     source = f"measured by quantkit device doctor {name} on {about.processor}, {about.cores} cores, {when}"
@@ -141,7 +141,7 @@ def target_of(name: str, about: Probed, ceilings: Sequence[Ceiling], when: date)
 
 
 def usual(name: str, about: Probed) -> str:
-    """Name the target of a device: its own, where it was written, else that of its architecture."""
+    """Return the target of a device: its own if saved, else that of its architecture."""
     own = target_path(name)
     return str(own) if own.is_file() else _shipped(about)
 
@@ -151,7 +151,7 @@ def _shipped(about: Probed) -> str:
 
 
 def write_target(target: Target) -> Path:
-    """Write its YAML, in the user's settings. Raises InputError `file-unwritable`, Stopped `disk-full`."""
+    """Write the target's YAML in the user's settings. Raises InputError `file-unwritable`, Stopped `disk-full`."""
     path = target_path(target.name)
     data = {key: value for key, value in target.as_dict().items() if key != "name" and value is not None}
     with writing(path):
@@ -164,24 +164,23 @@ def write_target(target: Target) -> Path:
 
 
 def verify_on(bundle: Bundle, reached: Reached, progress: Progress | None = None) -> tuple[list[Check], list[str]]:
-    """Carry a bundle to a device, hash its files there, load each export in its runtime and make a step in it.
+    """Carry a bundle to a device, hash its files there, load each export in its runtime and make a step.
 
     Returns:
-        The checks, and a note for each export whose runtime the device does not have.
+        The checks, and a note for each export whose runtime the device lacks.
 
-    Raises:
-        InputError: `hash-mismatch`, it is not whole here; `answer-invalid`; those of the link.
+    Raises InputError: `hash-mismatch`, the bundle is damaged here; `answer-invalid`; those of the link.
     """
     progress, link = progress or Progress(), reached.link
     here = bundle.verify()
     for check in here:
         if not check.ok:
-            rule, remedy = "what is carried is what the manifest says", f"quantkit verify {bundle.path}"
+            rule, remedy = "only a bundle that matches its manifest is carried", f"quantkit verify {bundle.path}"
             raise InputError("hash-mismatch", check.where, check.name, rule, remedy)
     exports = exports_of(bundle, [name for name in timed() if load_runtime(name).floats == name])
     progress.plan({"carrying": 60.0, "verifying": 20.0})
     carrying = partial(progress.at, "carrying")
-    # they are loaded one after another
+    # they are loaded one at a time
     reached.prepare(max(map(_loaded, exports.values()), key=_bytes, default=[]), progress=carrying)
     listed = [*(entry.path for entry in bundle.manifest.files), *UNLISTED]
     files = {name: path for name in sorted(listed) if (path := bundle.path / name).is_file()}
@@ -208,7 +207,7 @@ def _bytes(files: Iterable[Path]) -> int:
 
 
 class Cleaned(Closed):
-    """Counts what was removed, in files of each kind and bytes."""
+    """Counts of the removed files of each kind, and bytes."""
 
     bundles: _Count
     wheels: _Count
@@ -216,30 +215,32 @@ class Cleaned(Closed):
 
 
 def clean(device: NamedDevice) -> Cleaned:
-    """Remove the bundles and wheels there, unless somebody is at work; what is needed again is carried again.
+    """Remove the bundles and wheels there, unless the device is busy; needed ones are carried again later.
 
     Raises:
-        InputError: `device-busy`; `workdir-foreign`; what keeps one out.
+        InputError: `device-busy`; `workdir-foreign`; errors of the connection.
         Stopped: `device-gone`.
     """
     with shell(device) as way:
         answer = way.call("files", {"workdir": device.workdir, "do": "clean"}, seconds=600.0)
     if "holder" in answer:
         raise busy(device.name, answer["holder"])
-    return validated(Cleaned, answer, where=device.name, code="answer-invalid", rule="what was removed, in numbers")
+    return validated(
+        Cleaned, answer, where=device.name, code="answer-invalid", rule="an answer counts the removed files"
+    )
 
 
 # --- two bundles in turns, and text -----------------------------------------------------------------------------------
 
 
 class DeviceTimer:
-    """See `pipeline.compare.times.RoundsTimer`."""
+    """Timer of two bundles on a device: see `pipeline.compare.times.RoundsTimer`."""
 
     def __init__(self, reached: Reached) -> None:
         self._reached, self.device = reached, reached.link.name
 
     def __call__(self, job: RoundsJob, report: Report) -> list[Timing]:
-        """Raw times of both. Raises InputError: `emulated`; `answer-invalid`; those of the link."""
+        """Return the raw times of both. Raises InputError: `emulated`; `answer-invalid`; those of the link."""
         link, sides = self._reached.link, {CANDIDATE: Path(job.candidate), BASELINE: Path(job.baseline)}
         files = {side: _files(path) for side, path in sides.items()}
         beside = sum(running(path, job.shapes, "") for path in sides.values())
@@ -260,7 +261,7 @@ class DeviceTimer:
             raise invalid(self.device, f"{len(rounds)} rounds")
         try:
             parts = joined([times.round({*SIDES}, self.device) for times in rounds])
-            # within a round, or by and by over all: a machine that started again in between counts anew
+            # within each round and over all rounds; a restart of the machine resets its counter
             looks = [(times.before, times.after) for times in rounds] + [(rounds[0].before, rounds[-1].after)]
             slowed = any(Between.of(before, after, counted=True).throttled for before, after in looks)
             flags = ("throttled",) if slowed else ()
@@ -281,10 +282,9 @@ def generate_on(
     seed: int = 0,
     chat: bool = False,
 ) -> dict[str, Any]:
-    """Continue a prompt on a device: tokens go there and tokens come back; see `Runtime.generate`.
+    """Continue a prompt on a device: it receives and returns tokens; see `Runtime.generate`.
 
-    Raises:
-        InputError: `answer-invalid`, those of the link; `not-a-decoder`, `no-tokenizer`, `prompt-empty`.
+    Raises InputError: `answer-invalid`, those of the link; `not-a-decoder`, `no-tokenizer`, `prompt-empty`.
     """
     progress, link = progress or Progress(), reached.link
     demand_decoder(bundle)
@@ -296,7 +296,7 @@ def generate_on(
     beside = running(bundle.path, [Shape("decode", 1, len(ids) + new_tokens)], runtime)
     models = list(files.values())
     if runner.floats is None:
-        # as torch loads it: what the files hold, and every weight of it as a float before the first token is there
+        # torch holds the files and every weight as a float
         width = 4 if "float32" in str(config_of(bundle).get("dtype")) else 2
         beside += width * sum(prod(layer.shape) for layer in bundle.manifest.layers) + _bytes(models)
         models = []
@@ -326,7 +326,6 @@ def generate_on(
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """Relative path -> file of a folder, or of a graph's file and what lies beside it under its name."""
     if path.is_dir():
         return {file.relative_to(path).as_posix(): file for file in walk(path)}
     return {file.name: file for file in sorted(path.parent.glob(f"{path.stem}.*"))}
@@ -336,7 +335,7 @@ def _files(path: Path) -> dict[str, Path]:
 
 
 class _Built(engine.Built, allow_inf_nan=False):
-    """`engine.Built` as a device sends it, which nobody trusts: numbers are finite."""
+    """`engine.Built` from an untrusted device: numbers must be finite."""
 
 
 def export_on(
@@ -348,18 +347,19 @@ def export_on(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Build an engine of a bundle's network on a device, and put it in; the network is written first, if need be.
+    """Build an engine of a bundle's network on a device and add it to the bundle; write the network first if it is
+    missing.
 
     Raises:
-        InputError: `export-unsupported`; `gpu-absent`, `gpu-other`, `runtime-not-here`, of the device; of the build
-            there; those of `export_bundle` and of the link.
+        InputError: `export-unsupported`; `gpu-absent`, `gpu-other`, `runtime-not-here`, about the device; errors of the
+            build there; those of `export_bundle` and of the link.
     """
     progress, link, about = progress or Progress(), reached.link, reached.about
     name = link.name
     demand_builds(to)
     exporter = load_exporter(to, where="--to")
     options = _options(exporter, bundle, changes, about, name)
-    # what this machine lacks does not matter, but what no engine can hold does
+    # limits of this machine do not matter; limits of every engine do
     exporter.accepts(options.model_copy(update={"engine": False}), LayerSpec())
     if not engines.has_network(bundle, to):
         bundle = export_bundle(bundle, to, [*changes, "engine=false"], dry_run=dry_run, progress=progress).bundle
@@ -387,46 +387,46 @@ def export_on(
         _demand_room(Path(beside), 2 * built.bytes)
         (Path(beside) / place).mkdir()
         path, record = f"{place}/{plan.engine}", f"{place}/{plan.record}"
-        made = Path(beside) / path
-        link.fetch(built.sha256, built.bytes, made, lambda share, words: building(1.0, words))
-        if made.stat().st_size != built.bytes:
-            raise invalid(name, f"{made.stat().st_size} bytes, not {built.bytes}")
+        file = Path(beside) / path
+        link.fetch(built.sha256, built.bytes, file, lambda share, words: building(1.0, words))
+        if file.stat().st_size != built.bytes:
+            raise invalid(name, f"{file.stat().st_size} bytes, not {built.bytes}")
         write_atomic(Path(beside) / record, plan.described(built, built_on=name))
         by = f"{built.library} {built.version}" + (f" for {plan.gpu}, driver {plan.driver}" if plan.gpu else "")
-        said = [decision(to, NOTE, path, f"built on {name} by {by}")]
-        return Exported(engines.put(bundle, Path(beside), path, (path, record), said), to, [], said, engine=path)
+        notes = [decision(to, NOTE, path, f"built on {name} by {by}")]
+        return Exported(engines.put(bundle, Path(beside), path, (path, record), notes), to, [], notes, engine=path)
 
 
 def demand_builds(to: str) -> None:
-    """Refuse an exporter that builds nothing. Raises InputError `export-unsupported`."""
+    """Refuse an exporter without engines. Raises InputError `export-unsupported`."""
     if not load_exporter(to, where="--to").builds:
-        value = "nothing that a device would be needed for"
-        rule, remedy = "what is built for the GPU of a device is built there", f"quantkit export BUNDLE --to {to}, here"
+        value = "an export that needs no device"
+        rule, remedy = "--on is for engines, which are built on their GPU", f"quantkit export BUNDLE --to {to}, here"
         raise InputError("export-unsupported", f"--on, --to {to}", value, rule, remedy)
 
 
 def _options(exporter: Any, bundle: Bundle, changes: Sequence[str], about: Probed, name: str) -> TensorrtOptions:
-    """For the device's GPU, where nobody asked for another and the library builds for others."""
+    """Return options for the device's GPU, unless another is requested and the library can build for it."""
     asked = options_of(exporter, changes, bundle)
     wanted = {change.partition("=")[0]: None for change in changes}
     ahead = asked.get("library", exporter.runtimes[0]) in AHEAD_OF_TIME
     gpus = [gpu.model_dump() for gpu in about.gpus]
     options = TensorrtOptions(**engines.here(asked, wanted, [], gpus))
     refuse_flags(options)
-    about.installed([options.library.replace("_", "-")], name, f"an engine is built by {options.library} there")
+    about.installed([options.library.replace("_", "-")], name, f"{options.library} on the device builds the engine")
     if not gpus and not (ahead and options.sm):
-        rule = "an engine is built on the GPU that will run it, or ahead of time for one that is named"
+        rule = "an engine is built on its own GPU, or ahead of time for a named one"
         raise InputError("gpu-absent", name, "no NVIDIA GPU", rule, "another device")
     if gpus and not ahead and options.sm != gpus[0]["sm"]:
-        value, rule = f"SM {gpus[0]['sm']}", f"SM {options.sm} is asked for"
+        value, rule = f"SM {gpus[0]['sm']}", f"the options ask for SM {options.sm}"
         raise InputError("gpu-other", name, value, rule, "leave out sm, or another device")
     if not options.engine:
-        raise InputError("engine-missing", "engine", "false", "--on builds one", "leave it out")
+        raise InputError("engine-missing", "engine", "false", "--on builds an engine", "remove it")
     return options
 
 
 def _demand_room(folder: Path, need: int) -> None:
     free = shutil.disk_usage(folder).free
     if need > free:
-        value, rule = f"the engine takes {need / 1e6:,.0f} MB while it is put in", f"{free / 1e6:,.0f} MB are free"
+        value, rule = f"adding the engine takes {need / 1e6:,.0f} MB", f"{free / 1e6:,.0f} MB are free"
         raise Stopped("disk-full", str(folder.parent), value, rule, "make room")

@@ -1,11 +1,11 @@
-"""The way to one device: carries files, runs what a child here would, and goes on when the connection breaks.
+"""Connect to one device: carry files, run jobs there, and continue after a broken connection.
 
-A device runs the functions that this machine runs in processes of their own, by the same `runtimes.child.main`: it is
-told a job in a line, and answers in lines of `row`, `at`, `note` and `error`. A row is a cell: a shape, a round, a
-stretch of positions. Cells that came are kept here; where the connection breaks, the work there ends, and is begun
-again with the names of those that need not be done any more.
+A device runs the same functions as child processes of this machine, through the same `runtimes.child.main`: it reads a
+job from one line, and answers in lines of `row`, `at`, `note` and `error`. A row is a cell: a shape, a round, or a
+stretch of positions. Received cells are kept here. If the connection breaks, the work there ends; it then starts again
+with the names of the cells that are done.
 
-A line is a stranger's data: it is never executed, it names no file, and it has a limit.
+A line is untrusted data: it is never executed, names no file, and has a limit.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from quantkit.errors import GateError, Inconclusive, InputError, Stopped
 from quantkit.runtimes.child import Report
 
 _CHUNK = 1 << 18
-# of the free disk: what is left to the device; a wheel takes about so many times as much unpacked
+# free disk bytes left to the device; unpacked size of a wheel, relative to the file
 _SPARE, _UNPACKED = 64 << 20, 4
 _PROGRAM = "from quantkit.runtimes.child import main; main('quantkit.devices.there:work', {what!r})"
 _KINDS: dict[int, Any] = {kind.exit: kind for kind in (GateError, Inconclusive, Stopped)}
 _PROC = Path("/proc")
 _Size = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
-# told each cell that has come, with those before it
+# called with all cells so far and the new one's name
 Tell = Callable[[Cells, str], None]
 
 
 class _Have(Closed):
-    """Files and wheels that a device has already, and its free bytes."""
+    """Files and wheels that a device already has, and its free bytes."""
 
     whole: bool
     there: dict[str, _Size]
@@ -54,14 +54,14 @@ class _Have(Closed):
 
 
 class Link:
-    """The way to a device. Raises InputError where that refuses, `Lost` where it is not there any more.
+    """Connection to a device. Raises InputError if the device refuses, `Lost` if it is gone.
 
     Args:
-        shell: what runs programs there.
-        workdir: its folder there.
-        wheels: sha256 -> wheel of what runs there.
-        lease: seconds after which work there ends that nobody listens to.
-        patience: seconds that a broken connection is tried again for.
+        shell: runner of programs there.
+        workdir: folder there.
+        wheels: sha256 -> wheel needed there.
+        lease: seconds without a listener after which work there ends.
+        patience: seconds of retrying a broken connection.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Link:
         self.name = shell.name
         self._shell, self._workdir, self._wheels = shell, workdir, dict(wheels)
         self._lease, self._patience = lease, patience
-        # this link's own work, where it was left behind by a connection that broke, is ended by its next
+        # identifies this link's work, so that the next connection can end it after a break
         self._token = secrets.token_hex(16)
 
     def close(self) -> None:
@@ -78,11 +78,10 @@ class Link:
         self._shell.close()
 
     def _files(self, do: str, **asked: Any) -> dict[str, Any]:
-        """Make a job for `devices.sent.files`."""
         return {"workdir": self._workdir, "do": do, **asked}
 
     def carry(self, name: str, files: Mapping[str, Path], progress: Report | None = None) -> str:
-        """Put a folder of files there, relative path -> file here; nothing travels twice.
+        """Copy a folder of files there, relative path -> local file; nothing is sent twice.
 
         Returns:
             Its path below the workdir.
@@ -118,10 +117,10 @@ class Link:
 
             parts = [[place, size, hashes[place], begins[place]] for place, size in sizes.items()]
             told = self._files("receive", name=folder, files=parts)
-            # as slow as a line may be: 20 kB a second
+            # slowest accepted line: 20 kB a second
             if self._shell.call("files", told, send=send, seconds=600 + need / 2e4).get("damaged"):
                 if damaged:
-                    raise _damaged(self.name, "what arrived twice was not what was sent", "or the file changed here")
+                    raise _damaged(self.name, "two transfers differ from the file", "or the file changed here")
                 damaged = True
                 put()
 
@@ -129,7 +128,6 @@ class Link:
         return f"files/{folder}"
 
     def _have(self, folder: str, sizes: Mapping[str, int], wheels: list[str] | None = None) -> _Have:
-        """Counts what is there of a folder."""
         answer = self._shell.call("files", self._files("have", name=folder, files=list(sizes), wheels=wheels or []))
         try:
             return _Have.model_validate(answer)
@@ -141,11 +139,11 @@ class Link:
             raise self._shell.refused("no-space", f"{need / 1e6:,.0f} MB {words}, {free / 1e6:,.0f} are free")
 
     def install(self, progress: Report | None = None) -> None:
-        """Carry and unpack what runs there, unless it is there. Raises as `carry`."""
+        """Carry and unpack the needed wheels, unless they are there. Raises as `carry`."""
         there = again(lambda: self._have("wheels", {}, list(self._wheels)), self._patience)
         missing = {sha: path for sha, path in self._wheels.items() if sha not in there.wheels}
         need = _UNPACKED * sum(path.stat().st_size for path in missing.values())
-        self._demand_room(need, there.free, "or so is what packages take")
+        self._demand_room(need, there.free, "about, for the packages")
         if not missing:
             return
         names = {f"{number}-{path.name}": path for number, path in enumerate(missing.values())}
@@ -167,11 +165,11 @@ class Link:
         note: Callable[[str], None] = lambda line: None,
         environment: Mapping[str, str] | None = None,
     ) -> Cells:
-        """Do a work of `devices.there` to its end.
+        """Run a work of `devices.there` to its end.
 
         Args:
-            job: of what JSON has; its places are below the workdir.
-            environment: of its process.
+            job: JSON values; its paths are below the workdir.
+            environment: environment of its process.
 
         Returns:
             Its cells.
@@ -179,12 +177,12 @@ class Link:
         Raises:
             InputError: `device-busy`, `answer-invalid`, `job-died`.
             Stopped: `device-gone`.
-            QuantkitError: of the work there.
+            QuantkitError: the error of the work there.
         """
         cells, left = Cells(self.name), ANSWER
 
         def take(told: dict[str, Any]) -> dict[str, Any]:
-            """Why the work has ended, once all of its lines were taken. Whoever leaves before ends it."""
+            """Read all lines; return why the work ended."""
             nonlocal left
             over = threading.Event()
             with self._shell.open("work", told) as talk:
@@ -206,7 +204,7 @@ class Link:
             raise self._shell.lost("its answer broke off")
 
         def hear() -> None:
-            # of rounds the next one goes by those before
+            # the next round depends on the rows of the rounds before it
             done = {cell: cells[cell] if cell.startswith(ROUND) else [] for cell in cells}
             told = {
                 **{"workdir": self._workdir, "wheels": list(self._wheels), "lease": self._lease, "what": work},
@@ -217,13 +215,13 @@ class Link:
             ended = take(told)
             holder = ended.get("holder")
             if ended.get("why") == "busy" and isinstance(holder, dict) and is_gone(holder.get("client")):
-                # of a command that was killed here: nobody listens to it any more
+                # it belongs to a command that was killed here: it has no listener
                 ended = take({**told, "oust": str(holder.get("token"))})
             if ended.get("why") == "busy":
                 raise busy(self.name, ended.get("holder"))
             if ended.get("why") == "died":
                 value = f"its process ended with exit code {ended.get('code')}: {str(ended.get('said'))[:200]}"
-                rule = "it ends by itself; SIGKILL (-9) is often too little memory"
+                rule = "a job ends by itself; SIGKILL (-9) often means too little memory"
                 raise InputError("job-died", self.name, value, rule, "a smaller model or batch")
             if ended.get("why") != "done":
                 raise self._shell.lost("its answer broke off")
@@ -232,7 +230,7 @@ class Link:
         return cells
 
     def _take(self, line: bytes, cells: Cells, progress: Report | None, row: Tell, note: Callable[[str], None]) -> None:
-        """Takes one line of the work's. Raises InputError `answer-invalid`, and the error that ended the work."""
+        """Process one line of the work. Raises InputError `answer-invalid`, and the error that ended the work."""
         kind, _, rest = line.partition(b" ")
         try:
             if kind == b"at":
@@ -261,10 +259,10 @@ class Link:
             raise self._shell.invalid(line)
 
     def fetch(self, sha: str, size: int, to: Path, progress: Report | None = None) -> None:
-        """Bring what a work has made, by its content: whole and of that hash, or nothing is at `to`; there it goes.
+        """Fetch a file made by a work, named by its hash; it appears at `to` only if intact, and is then removed there.
 
         Raises:
-            InputError: `answer-invalid`, it is longer or no base64; `transfer-damaged`.
+            InputError: `answer-invalid`, it is too long or not base64; `transfer-damaged`.
             Stopped: `device-gone`; `disk-full` here.
         """
         part = to.with_name(f".{to.name}.part")
@@ -272,7 +270,7 @@ class Link:
         def bring() -> None:
             told = self._files("send", sha=sha, begin=part.stat().st_size)
             with self._shell.open("files", told) as talk, stopping_when_full(part.parent), part.open("ab") as stream:
-                # four letters for three bytes, and line feeds
+                # base64 takes four letters for three bytes, plus line feeds
                 for line in talk.lines(2 * (size - stream.tell()) + (1 << 20), 2 << 20):
                     if line.startswith(b"{"):
                         self._shell.read(line)
@@ -293,7 +291,7 @@ class Link:
             part.write_bytes(b"")
             again(bring, self._patience, lambda: part.stat().st_size)
             if sha256(part) != sha:
-                raise _damaged(self.name, "what arrived is not what was made there", "run it again")
+                raise _damaged(self.name, "the received file differs from its hash", "run it again")
             part.replace(to)
         finally:
             part.unlink(missing_ok=True)
@@ -310,17 +308,17 @@ def _refuse(constant: str) -> float:
 
 def _damaged(name: str, value: str, remedy: str) -> InputError:
     remedy = f"look at the device's disk and memory; {remedy}"
-    return InputError("transfer-damaged", name, value, "a file is what its hash says", remedy)
+    return InputError("transfer-damaged", name, value, "a file has to match its hash", remedy)
 
 
 def busy(name: str, holder: Any) -> InputError:
-    """Make the error for a device that is at work for somebody."""
+    """Return the error for a busy device."""
     rule = "a device does one job at a time"
     return InputError("device-busy", name, held(holder), rule, "try again later")
 
 
 def client() -> str:
-    """Name this process, as `BOOT:NAMESPACE:PID:BEGAN`; empty where the system does not tell (not Linux)."""
+    """Return this process as `BOOT:NAMESPACE:PID:BEGAN`; empty where the system does not tell (not Linux)."""
     try:
         return f"{_kernel()}:{os.getpid()}:{_began(os.getpid())}"
     except (OSError, ValueError, IndexError):
@@ -328,12 +326,12 @@ def client() -> str:
 
 
 def is_gone(other: object) -> bool:
-    """Tell whether a process was one of this machine and has ended; False where that is not certain.
+    """Tell whether a process ran on this machine and has ended; False if uncertain.
 
-    Whether a connection broke or whoever had it was killed looks the same from a device; from here it does not.
+    A device cannot distinguish a broken connection from a killed client; this machine can.
 
     Args:
-        other: what a device says that `client` had given; whatever it is, it names no file.
+        other: `client` value reported by a device; untrusted, and never used as a file name.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         kernel, pid, began = str(other).rsplit(":", 2)
@@ -352,5 +350,5 @@ def _kernel() -> str:
 
 
 def _began(pid: int) -> int:
-    """When it did, in ticks since the start of the machine; the name of a program may have brackets and blanks."""
+    """Return a process's start in ticks since boot; a program's name may contain brackets and blanks."""
     return int((_PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,8 +1,8 @@
-"""A finished bundle measured on a device: accuracy and speed there, in this machine's bundle.
+"""Measure a finished bundle on a device: accuracy and speed there, rows in the bundle here.
 
-What the float model is, which text is scored and what follows from raw times is settled here, by the same code as for
-this machine; the device runs what it is sent. Each shape is put into the bundle as it comes, so that what was measured
-is not lost with the connection.
+This machine chooses the float model and the text to score, and interprets the raw times, with the same code as for
+local measurements; the device runs the jobs that it receives. Each shape is written to the bundle as it arrives, so a
+lost connection loses no results.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def measure_on(
     resume: bool = False,
     decisions: list[Decision] | None = None,
 ) -> list[Row]:
-    """Score and time a bundle on a device; see `measure_bundle` for what is common to both.
+    """Score and time a bundle on a device; `measure_bundle` explains the shared parts.
 
     Args:
         plan: shapes and seconds.
-        resume: leave out the shapes that the bundle has of this device, and the score.
+        resume: True to skip shapes, and the score, that the bundle already has from this device.
 
     Returns:
         The new rows, each with the device's name.
 
     Raises:
         InputError: `runtime-unsupported`; those of `StreamedSides`, of `measure_bundle` and of the link.
-        Stopped: `device-gone`; what came before is in the bundle.
+        Stopped: `device-gone`; earlier results are in the bundle.
     """
     progress, decisions = progress or Progress(), [] if decisions is None else decisions
     runner, name = load_runtime(runtime), reached.link.name
@@ -85,15 +85,17 @@ def measure_on(
     if speed:
         rows += work.timed(fitting)
     if not rows:
-        if kept:  # whoever was cut off behind the last shape has no verdict, page and card
+        if kept:  # an interruption after the last shape left no verdict, page and card
             work.keep(kept)
-        progress.note(f"nothing is missing of {name}")
+        progress.note(f"the bundle already has everything from {name}")
     return rows
 
 
 def _kept(bundle: Bundle, on: str, against: str, runtime: str) -> list[Row]:
-    """What the bundle has of a device and a runtime there against a baseline; a shape that was skipped has none, and is
-    one against the model that the bundle was made from."""
+    """Return the bundle's rows of a device and a runtime there against one baseline.
+
+    A skipped shape has no baseline and counts for the original model.
+    """
     path, original = bundle.path / MEASUREMENTS, bundle.manifest.model.source.sha256
     rows = read_rows(path) if path.is_file() else []
     own = [row for row in rows if row.on == on and row.runtime == runtime]
@@ -101,8 +103,6 @@ def _kept(bundle: Bundle, on: str, against: str, runtime: str) -> list[Row]:
 
 
 class _Measuring:
-    """The work of one measuring."""
-
     def __init__(
         self,
         bundle: Bundle,
@@ -132,11 +132,10 @@ class _Measuring:
             return f"{self.link.carry(name, {file.name: file}, self._carried)}/{file.name}"
 
     def keep(self, rows: Sequence[Row], *, more: bool = False) -> None:
-        """Put rows into the bundle; see `pipeline.verdict.keep`."""
         keep(self.bundle, rows, None, self.side.runtime, self.side.subject, self.progress, more=more)
 
     def scored(self) -> list[Row]:
-        """Accuracy there; none where it is kept, or where there is nothing to score against here."""
+        """Score there; no rows if they are kept, or if there is nothing to compare with here."""
         data, side = self.side.data(), self.side
         if not data or any(row.name.startswith("accuracy.") for row in self.kept):
             return []
@@ -149,7 +148,7 @@ class _Measuring:
         return rows
 
     def timed(self, plan: TimingPlan) -> list[Row]:
-        """Times there, shape by shape, and memory; what is kept is left out."""
+        """Time shape by shape there and weigh memory, except for kept rows."""
         side, known = (
             self.side,
             {(row.name, row.batch, *sorted((row.shape or {}).items())) for row in self.kept if row.name in _TIMED},
@@ -181,7 +180,6 @@ class _Measuring:
         return rows
 
     def _rows(self, answers: Cells, seed: int, shapes: Sequence[Shape]) -> list[Row]:
-        """What the times say that have come."""
         about, threads, rows = answers.about, answers.about.cores, list[Row]()
         how: dict[str, Any] = {"device": about.device(answers.on, gpu=self.side.on_gpu), "versions": about.versions}
         subjects = self.bundle.manifest.content_sha256, self.side.subject
@@ -196,7 +194,6 @@ class _Measuring:
         return [row.model_copy(update={"flags": list(dict.fromkeys([*row.flags, *about.flags]))}) for row in rows]
 
     def _judged(self, answers: Cells, seed: int, shapes: Sequence[Shape]) -> tuple[list[Row], int]:
-        """Rows of times, and the threads that they were taken with."""
         about, sides, gpu = answers.about, answers.one(SideCosts, "sides"), self.side.on_gpu
         timings = []
         for cell, shape in ((cell_of(shape), shape) for shape in shapes):

@@ -1,7 +1,6 @@
-"""The user's devices, each a YAML in the folder of settings, and a device that is ready for jobs.
+"""Manage the user's devices, each a YAML file in the settings folder, and prepare one for jobs.
 
-The YAML says where it is and what it said when it was last probed. No secret is in it: who may enter is between OpenSSH
-and the device.
+The YAML holds the address and the last probe. It holds no secret: OpenSSH and the device control access.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from quantkit.runtimes.child import Report
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
 _PYTHON = re.compile(r"[A-Za-z0-9_.+/-]+")
-# side of the matrices whose product is timed for a ceiling
+# side of the square matrices that are multiplied for a ceiling
 SIZE = 1024
 
 
 class NamedDevice(Closed):
-    """A device that has a name.
+    """A device with a name.
 
     Args:
         address: `ssh://…`.
-        workdir: its folder there.
-        python: the path of its Python; None: what is found there.
-        wheelhouse: a folder here with wheels for it; None: they are fetched here, from the index of pip.
-        about: what it said when it was probed.
-        probed: when.
+        workdir: folder of quantkit there.
+        python: path of its Python; None searches for one.
+        wheelhouse: local folder with wheels for it; None fetches them here, from pip's index.
+        about: result of the last probe.
+        probed: date of the last probe.
     """
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
@@ -60,7 +59,7 @@ class NamedDevice(Closed):
 
     @classmethod
     def at(cls, text: str) -> Self:
-        """Name a device by its address and the hash of it, as no other is named."""
+        """Name a device after its address and a hash of it, a name that no other device has."""
         address = Address.read(text, where="DEVICE")
         own = Address(address.host.lower(), address.user, address.port)
         words = "-".join([own.user or "", own.host, str(own.port or "")]).lower()
@@ -68,16 +67,16 @@ class NamedDevice(Closed):
         return cls(name=f"{read or 'device'}-{hashlib.sha256(str(own).encode()).hexdigest()[:6]}", address=text)
 
     def text(self) -> str:
-        """Write YAML, for a file or another machine."""
+        """Return its YAML, for a file or another machine."""
         return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
     @classmethod
     def read(cls, text: str, *, where: str) -> Self:
-        """Read its `text`. Raises InputError `device-invalid`."""
+        """Read the result of `text`. Raises InputError `device-invalid`."""
         return validated(cls, yaml.safe_load(text), where=where, code="device-invalid")
 
     def save(self) -> Path:
-        """Keep it for this user. Raises InputError `file-unwritable`."""
+        """Save it for this user. Raises InputError `file-unwritable`."""
         path = _path(self.name)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,13 +84,14 @@ class NamedDevice(Closed):
         return path
 
     def remove(self) -> None:
-        """Forget it; what lies there stays."""
+        """Forget the device; its files stay there."""
         _path(self.name).unlink(missing_ok=True)
         target_path(self.name).unlink(missing_ok=True)
 
 
 def folder() -> Path:
-    """The folder of the user's devices: `$XDG_CONFIG_HOME/quantkit/devices`, else `~/.config/quantkit/devices`."""
+    """Return the folder of the user's devices: `$XDG_CONFIG_HOME/quantkit/devices`, else
+    `~/.config/quantkit/devices`."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".config") / "quantkit" / "devices"
 
@@ -101,7 +101,7 @@ def _path(name: str) -> Path:
 
 
 def target_path(name: str) -> Path:
-    """The file of the target that was measured on a device."""
+    """Return the file of the target measured on a device."""
     return folder() / "targets" / f"{name}.yaml"
 
 
@@ -111,9 +111,9 @@ def names() -> list[str]:
 
 
 def demand_name(name: str) -> str:
-    """Refuse what cannot name a device. Raises InputError `usage`."""
+    """Refuse an invalid device name. Raises InputError `usage`."""
     if not _NAME.fullmatch(name):
-        rule = "a device's name is of small letters, digits, '-' and '_'"
+        rule = "a device's name has lowercase letters, digits, '-' and '_'"
         raise InputError("usage", "NAME", name[:80], rule, "pi5")
     return name
 
@@ -133,18 +133,18 @@ def find(text: str, *, where: str = "DEVICE") -> NamedDevice:
 
 
 def shell(device: NamedDevice) -> OpenSSH:
-    """The way to a device, without asking anything of it."""
+    """Open a connection to a device, without running anything there yet."""
     return OpenSSH(Address.read(device.address), name=device.name, python=device.python)
 
 
 @dataclass(frozen=True)
 class Reached:
-    """A device at hand, which was probed and has what jobs need.
+    """A probed device, ready for jobs.
 
     Args:
-        device: as the user knows it.
-        about: what it is now.
-        link: the way there.
+        device: the user's entry.
+        about: its current state.
+        link: connection.
     """
 
     device: NamedDevice
@@ -152,14 +152,13 @@ class Reached:
     link: Link
 
     def prepare(self, models: Iterable[Path], running: float = 0.0, progress: Report | None = None) -> None:
-        """Refuse models that do not fit, and carry what runs there: before anything else is carried.
+        """Refuse models too large for the device, then carry the needed wheels, before any other file.
 
         Args:
             models: files of weights, all loaded at once.
-            running: bytes besides, while they run.
+            running: further bytes needed while they run.
 
-        Raises:
-            InputError: `out-of-memory`; those of `Link.install`.
+        Raises InputError: `out-of-memory`; those of `Link.install`.
         """
         self.about.demand_memory(models, self.device.name, running)
         self.link.install(progress)
@@ -172,16 +171,16 @@ class Reached:
 
 @contextmanager
 def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None, runtimes: Iterable[str] = ()) -> Iterator[Reached]:
-    """Reach a device, until the body ends.
+    """Connect to a device for the length of a `with` block.
 
     Args:
-        on: a name, `ssh://…`, or a device.
-        wheelhouse: instead of the device's own.
-        runtimes: that run there: what they need is carried too, unless it is there.
+        on: name, `ssh://…`, or device.
+        wheelhouse: folder of wheels in place of the device's own.
+        runtimes: runtimes to run there; their packages are carried unless present.
 
     Raises:
-        InputError: `runtime-not-here`, something is missing that is not carried; there is no such device, OpenSSH does
-            not get there, or nothing can run on it; `file-missing`, no such wheelhouse.
+        InputError: `runtime-not-here`, a package that is never carried is missing; no such device; OpenSSH fails; the
+            device cannot run jobs; `file-missing`, no such wheelhouse.
         Stopped: `device-gone`.
     """
     device = find(on) if isinstance(on, str) else on
@@ -200,18 +199,18 @@ def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None, runtimes: It
 
 
 def demand_sessions(runtimes: Iterable[str], *, text: bool = False) -> None:
-    """Refuse what is timed in turns there in a runtime whose models are no sessions. Raises `runtime-unsupported`.
+    """Refuse a runtime without sessions on a device. Raises InputError `runtime-unsupported`.
 
     Args:
-        text: refuse instead what goes on token by token in an engine.
+        text: True to refuse an engine instead, which does not generate token by token there.
     """
-    what = "text there is that of ONNX Runtime, OpenVINO, llama.cpp and torch"
-    what = what if text else "turns there are those of ONNX Runtime, OpenVINO and llama.cpp"
+    what = "a device generates text in ONNX Runtime, OpenVINO, llama.cpp and torch"
+    what = what if text else "a device times in turns in ONNX Runtime, OpenVINO and llama.cpp"
     for name in runtimes:
         runner = load_runtime(name)
         if runner.engines if text else runner.floats is None:
             rule, remedy = (
-                f"{what}; {name} is for `measure` there",
+                f"{what}; use {name} with `measure`",
                 "--runtime onnxruntime, or work on the device itself",
             )
             raise InputError("runtime-unsupported", "--on, --runtime", name, rule, remedy)

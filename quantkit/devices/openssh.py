@@ -1,7 +1,7 @@
-"""Commands on a device, by the system's `ssh`: one shared connection, host keys checked, no password asked.
+"""Run commands on a device with the system's `ssh`: one shared connection, checked host keys, no password prompt.
 
-A command is a program of `devices.sent`, for the device's own Python. It is sent on standard input, with what it is
-asked; its answer begins behind a mark that this side has drawn by lot, so that what a shell says at login is none.
+A command is a program of `devices.sent`, sent on standard input with its request and run by the device's own Python.
+Its answer begins after a random mark, so that a login message is never taken for an answer.
 """
 
 from __future__ import annotations
@@ -25,75 +25,80 @@ from urllib.parse import urlsplit
 
 from quantkit.errors import InputError, QuantkitError, Stopped
 
-# bytes of an answer, and of what a shell may say before it; of what is kept of the errors
+# most bytes of an answer, of a shell's output before it, and of its kept standard error
 MOST, _NOISE, _SAID = 1 << 22, 1 << 16, 1 << 13
-# seconds: for a connection; until a silent one counts as lost; that a shared one waits for the next command
+# seconds: to connect; of silence until a connection is lost; of idleness that a shared one survives
 _CONNECT, _SILENT, _KEPT = 20, 10, 30
-# seconds before the first new trial; each later one waits twice as long
+# seconds before the first retry; each later retry waits twice as long
 _PAUSE = 0.1
-# names of the Python that is looked for there; the first that is recent enough is used
+# names to look for there; the first recent enough Python is used
 PYTHONS = ("python3", "python3.14", "python3.13", "python3.12", "python3.11", "python")
 _NEEDED = "import sys; sys.exit(sys.version_info < (3, 11))"
 _FIND = (
     'for p in "$@"; do if command -v "$p" >/dev/null 2>&1 && "$p" -ISc "$N" 2>/dev/null; '
     'then exec "$p" -I -c "$B"; fi; done; '
-    # of the first what it says of itself, or the shell of it: no quotes and no line feeds, whatever it is
+    # the version of the first, or the shell's message about it, without quotes and line feeds
     'echo "$M"; V=$("$1" --version 2>&1 | tr -cd "[:alnum:] ./:_+-" | head -c 60); '
     'echo "{\\"error\\": \\"no-python\\", \\"value\\": \\"$V\\"}"'
 )
 _RUN = "import sys; i = sys.stdin.buffer; exec(i.read(int(i.readline())))"
-# what OpenSSH says -> the code of the error, its rule, its remedy
+# messages of OpenSSH -> code, rule and remedy of the error
 _SAYS: Mapping[tuple[str, ...], tuple[str, str, str]] = {
     ("Could not resolve hostname", "Name or service not known"): (
-        *("no-such-host", "its name is found", "check the address, or name it in ~/.ssh/config"),
+        *("no-such-host", "the host name has to resolve", "check the address, or name it in ~/.ssh/config"),
     ),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "Offending"): (
-        *("host-key-changed", "a device keeps its host key; another may stand in its place"),
-        "if it was installed anew: ssh-keygen -R HOST, then ssh to it once",
+        *("host-key-changed", "a device keeps its host key; this may be another machine"),
+        "if it was reinstalled: ssh-keygen -R HOST, then ssh to it once",
     ),
     ("Host key verification failed", "host key is known"): (
         *("host-key-unknown", "host keys are checked"),
-        "ssh to it once, compare the key that it shows, and accept it",
+        "ssh to it once, compare its key, and accept it",
     ),
     ("Permission denied", "Too many authentication failures", "Unable to negotiate"): (
-        *("key-refused", "OpenSSH gets in without asking", "ssh-copy-id, or ssh-add the key that it knows"),
+        *("key-refused", "OpenSSH has to log in without a prompt", "ssh-copy-id or ssh-add"),
     ),
     ("Connection refused", "No route to host", "Network is unreachable", "Connection timed out", "Host is down"): (
-        *("device-unreachable", "it is on, and its sshd listens", "check that it is on, and the port"),
+        *("device-unreachable", "the device is on and runs sshd", "check its power, network and port"),
     ),
     ("Bad configuration option", "percent_expand", "Could not request", "Bad owner or permissions", "bad port"): (
-        *("ssh-config-invalid", "OpenSSH reads its configuration", "mend ~/.ssh/config"),
+        *("ssh-config-invalid", "OpenSSH has to read its configuration", "correct ~/.ssh/config"),
     ),
 }
-# what a program of `devices.sent` finds wrong -> the code of the error, its value, its rule, its remedy
+# problems found by `devices.sent` -> code, value, rule and remedy of the error
 _FINDS: Mapping[str, tuple[str, str, str, str]] = {
     "no-python": (
         *("wrong-python", "{value}", "a device needs Python 3.11 or later"),
-        "install it, or name one: --python PATH",
+        "install Python, or name one: --python PATH",
     ),
     "no-space": (
-        *("device-full", "{value}", "files and packages fit on its disk", "make room there, or another --workdir"),
+        *(
+            "device-full",
+            "{value}",
+            "files and packages have to fit on its disk",
+            "free space there, or use another --workdir",
+        ),
     ),
     "workdir-foreign": (
-        *("workdir-foreign", "it holds something else", "the workdir is quantkit's own", "another --workdir"),
+        *("workdir-foreign", "other files are in it", "the workdir has to be quantkit's own", "use another --workdir"),
     ),
     "workdir-version": (
-        *("workdir-version", "layout {value}", "another version's files are not touched"),
-        "delete that folder there, or another --workdir",
+        *("workdir-version", "layout {value}", "files of another version are left alone"),
+        "delete that folder there, or use another --workdir",
     ),
     "lock": (
-        *("lock-foreign", "{value} is a link, no regular file, one of several names, or may not be opened"),
-        "who works on a device holds its locks",
-        "delete it there; a lock of the machine goes by another name with QUANTKIT_LOCK=PATH there",
+        *("lock-foreign", "{value} is a link, not a regular file, has several names, or cannot be opened"),
+        "a job holds the device's locks",
+        "delete it there, or set QUANTKIT_LOCK=PATH there for another lock of the machine",
     ),
-    "denied": ("workdir-unwritable", "{value}", "the workdir can be written", "another --workdir"),
+    "denied": ("workdir-unwritable", "{value}", "the workdir has to be writable", "use another --workdir"),
 }
-# so a device answers that was there, and starts again
+# errors of a known device that is restarting
 _STARTING = ("no-such-host", "device-unreachable")
 
 
 SCHEME = "ssh://"
-# neither begins with a dash: OpenSSH would take it for an option
+# neither begins with a dash, which OpenSSH would take for an option
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]*")
 _WORKDIR = re.compile(r"(~/|/)[A-Za-z0-9_@+,. -]+(/[A-Za-z0-9_@+,. -]+)*")
@@ -102,12 +107,12 @@ WORKDIR = "~/quantkit"
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a device.
+    """Address of a device.
 
     Args:
-        host: a name, an address, or what `~/.ssh/config` calls it.
-        user: None: as OpenSSH decides.
-        port: None: as OpenSSH decides.
+        host: host name, IP address, or alias in `~/.ssh/config`.
+        user: user; None leaves it to OpenSSH.
+        port: port; None leaves it to OpenSSH.
     """
 
     host: str
@@ -119,7 +124,7 @@ class Address:
         """Read `ssh://[USER@]HOST[:PORT]`. Raises InputError `address-invalid`."""
 
         def refused(rule: str) -> InputError:
-            shown = re.sub(r"//[^@]*@", "//…@", text)[:80]  # there may be a password in it
+            shown = re.sub(r"//[^@]*@", "//…@", text)[:80]  # it may contain a password
             remedy = "ssh://pi@raspberrypi.local, or ssh://NAME of ~/.ssh/config"
             return InputError("address-invalid", where, shown, rule, remedy)
 
@@ -133,13 +138,13 @@ class Address:
         if parts.password is not None:
             raise refused("an address has no password: OpenSSH asks its agent and ~/.ssh/config")
         if parts.path not in ("", "/") or parts.query or parts.fragment:
-            raise refused("an address ends with the host or its port; a folder is said by --workdir")
+            raise refused("an address ends with the host or its port; --workdir names a folder")
         user, _, place = parts.netloc.rpartition("@")
         host = re.sub(r":\d*$", "", place) if not place.startswith("[") else place[1:].partition("]")[0]
         if not _HOST.fullmatch(host) or port == 0:
-            raise refused("no host, or one that is no name")
+            raise refused("an address has a valid host name")
         if user and not _USER.fullmatch(user):
-            raise refused("a user's name is of letters, digits, '.', '_', '@' and '-'")
+            raise refused("a user's name has letters, digits, '.', '_', '@' and '-'")
         return cls(host, user or None, port)
 
     def __str__(self) -> str:
@@ -148,7 +153,7 @@ class Address:
         return f"{SCHEME}{user}{host}{f':{self.port}' if self.port else ''}"
 
     def words(self) -> list[str]:
-        """List what OpenSSH is told of it, the host last."""
+        """Return its arguments for OpenSSH, the host last."""
         user = ["-l", self.user] if self.user else []
         return [*user, *(["-p", str(self.port)] if self.port else []), "--", self.host]
 
@@ -156,7 +161,7 @@ class Address:
 def as_workdir(text: str, *, where: str = "--workdir") -> str:
     """Check a folder on a device. Raises InputError `workdir-invalid`."""
     if not _WORKDIR.fullmatch(text) or any(part in (".", "..") for part in text.split("/")):
-        rule = "a folder of its own on the device, from / or ~/ on, without '..'"
+        rule = "a workdir is an absolute path or ~/..., without '..'"
         raise InputError("workdir-invalid", where, text[:80], rule, WORKDIR)
     return text
 
@@ -166,13 +171,13 @@ class Lost(Stopped):
 
 
 class OpenSSH:
-    """Runs programs on a device.
+    """Runner of programs on a device.
 
     Args:
-        address: where it is.
-        name: of the device, for errors.
-        python: the path of its Python; None: one of `PYTHONS`.
-        begin: what runs a shell's command there, its last word; None: `ssh`.
+        address: its address.
+        name: name of the device, for errors.
+        python: path of its Python; None: one of `PYTHONS`.
+        begin: command that runs its last argument in a shell there; None: `ssh`.
     """
 
     def __init__(
@@ -198,7 +203,7 @@ class OpenSSH:
 
     def _ssh(self) -> list[str]:
         if self._shared is None:
-            # not TMPDIR, which may be long: the path of a socket has a hundred characters
+            # not TMPDIR, which may be long: a socket's path has at most a hundred characters
             self._shared = tempfile.mkdtemp(prefix="quantkit-", dir="/tmp")
         options = {
             "BatchMode": "yes",
@@ -217,8 +222,8 @@ class OpenSSH:
         told = {**asked, "mark": mark}
         sent = f"{source(program)}\n{source('__init__')}\nanswer(main, {told!r})\n".encode()
         words = {"N": _NEEDED, "B": _RUN, "M": mark}
-        said = " ".join(f"{name}={shlex.quote(value)}" for name, value in words.items())
-        command = " ".join(["exec env", said, "sh -c", shlex.quote(_FIND), "sh", *map(shlex.quote, self._pythons)])
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in words.items())
+        command = " ".join(["exec env", variables, "sh -c", shlex.quote(_FIND), "sh", *map(shlex.quote, self._pythons)])
         begin = list(self._begin) if self._begin is not None else self._ssh()
         try:
             process = subprocess.Popen(  # noqa: S603
@@ -226,10 +231,10 @@ class OpenSSH:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C here is for us: we end what runs there first
+                start_new_session=True,  # Ctrl-C is for this process, which first ends the program there
             )
         except FileNotFoundError:
-            rule, remedy = "devices are reached by OpenSSH", "install it: apt install openssh-client"
+            rule, remedy = "devices need OpenSSH", "install it: apt install openssh-client"
             raise InputError("missing-ssh", self.name, "no ssh", rule, remedy) from None
         return Conversation(self, process, mark, sent)
 
@@ -241,15 +246,15 @@ class OpenSSH:
         send: Callable[[IO[bytes]], None] | None = None,
         seconds: float = 120.0,
     ) -> dict[str, Any]:
-        """Run a program to its answer.
+        """Run a program and return its answer.
 
         Args:
-            send: writes its data.
-            seconds: after which it is ended.
+            send: function that writes its data.
+            seconds: time limit.
 
         Raises:
             Lost: the connection broke.
-            InputError: OpenSSH does not get there, the device refuses, or its answer is none.
+            InputError: OpenSSH fails, the device refuses, or the answer is invalid.
         """
         with self.open(program, asked) as talk:
             timer = threading.Timer(seconds, talk.end)
@@ -265,7 +270,7 @@ class OpenSSH:
         return self.read(text)
 
     def read(self, text: bytes) -> dict[str, Any]:
-        """Read the answer of a program of `devices.sent`. Raises InputError `answer-invalid`, and what it refused."""
+        """Read an answer of a program of `devices.sent`. Raises InputError `answer-invalid`, or its refusal."""
         answer = None
         with contextlib.suppress(ValueError, RecursionError):
             answer = json.loads(text)
@@ -277,47 +282,47 @@ class OpenSSH:
         return answer
 
     def invalid(self, text: bytes) -> InputError:
-        """Make the error for what is no answer."""
-        rule = "what is sent there answers JSON, of a limited size"
-        remedy = "look with: ssh to it; if it stays, something stands between"
+        """Return the error for an invalid answer."""
+        rule = "a program there answers JSON of limited size"
+        remedy = "ssh to the device and look; if it persists, something in between changes the output"
         return InputError("answer-invalid", self.name, repr(text[:80]), rule, remedy)
 
     def refused(self, code: str, value: str = "") -> QuantkitError:
-        """Make the error for what a program there refused, by its word for it."""
+        """Return the error for a program's refusal, by its short code."""
         if code == "cut":
-            return self.lost("what was sent broke off")
-        words, rule = f"{code}: {{value}}" if value else code, "its system does what it is asked"
-        unknown = ("device-failed", words, rule, "look at the device, then run it again")
+            return self.lost("the transfer broke off")
+        words, rule = f"{code}: {{value}}" if value else code, "the device's system has to work"
+        unknown = ("device-failed", words, rule, "check the device, then run it again")
         code, words, rule, remedy = _FINDS.get(code, unknown)
         value = words.replace("{value}", value or "none")
         return InputError(code, self.name, value, rule, remedy)
 
     def lost(self, value: str) -> Lost:
-        """Make the error for a connection that broke."""
-        rule, remedy = "a device stays on while it works", "run the same command again, with --resume where it has one"
+        """Return the error for a broken connection."""
+        rule, remedy = "a device stays reachable during a job", "run the command again, with --resume where available"
         return Lost("device-gone", where=self.name, value=value or "the connection broke", rule=rule, remedy=remedy)
 
-    def explained(self, said: str, code: int) -> QuantkitError:
-        """Make the error for a connection that did not come about, or broke, by what OpenSSH says."""
+    def explained(self, stderr: str, code: int) -> QuantkitError:
+        """Return the error for a failed or broken connection, from OpenSSH's messages."""
         for patterns, (known, rule, remedy) in _SAYS.items():
-            lines = [line for line in said.splitlines() if any(pattern in line for pattern in patterns)]
+            lines = [line for line in stderr.splitlines() if any(pattern in line for pattern in patterns)]
             if lines:
                 value = lines[0].strip().strip("@").strip()[:200]
                 if self._was_there and known in _STARTING:
                     return self.lost(value)
                 return InputError(known, f"{self.name} ({self.address})", value, rule, remedy)
-        last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
-        # 255 is OpenSSH's own, and less than 0 a signal; else the program's
+        last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
+        # 255 comes from OpenSSH, below 0 is a signal, anything else comes from the program
         return self.lost(last[:200]) if code < 0 or code == 255 else self.refused("failed", last)
 
 
 class Conversation:
-    """A program that runs on a device."""
+    """A program running on a device."""
 
     def __init__(self, shell: OpenSSH, process: subprocess.Popen[bytes], mark: str, sent: bytes) -> None:
         self._shell, self._process, self._mark = shell, process, mark
         self._said = b""
-        # a shared connection that this one opened keeps its standard error: nobody waits for the end of it
+        # a shared connection opened here keeps standard error open: never wait for its end
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         self.say(lambda stream: stream.writelines([b"%d\n" % len(sent), sent]))
@@ -335,27 +340,26 @@ class Conversation:
                 self._said = (self._said + chunk)[-_SAID:]
 
     def say(self, send: Callable[[IO[bytes]], None]) -> None:
-        """Write to the program; what it no longer takes is found by whoever reads its answer."""
+        """Write to the program; if it no longer reads, the reader of its answer finds out."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):
             send(self._process.stdin)
             self._process.stdin.flush()
 
     def hush(self) -> None:
-        """Say nothing more to it."""
+        """Close its standard input."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def lines(self, most: int, line_most: int | None = None) -> Iterator[bytes]:
-        """Give its answer, a line at a time without the line feed, from the mark on.
+        """Yield its answer after the mark, one line at a time without the line feed.
 
         Args:
-            most: bytes of all of it.
-            line_most: of a line; None: the same.
+            most: most bytes in all.
+            line_most: most bytes of a line; None: `most`.
 
-        Raises:
-            InputError: `answer-invalid`, more than that.
+        Raises InputError: `answer-invalid`, it is longer.
         """
         out = self._process.stdout
         assert out is not None
@@ -372,22 +376,22 @@ class Conversation:
             most -= len(line)
             if len(line) > longest or most < 0:
                 raise self._shell.invalid(line)
-            if line.endswith(b"\n"):  # else it broke off here
+            if line.endswith(b"\n"):  # otherwise it broke off here
                 yield line[:-1]
 
     def rest(self, most: int) -> bytes:
-        """Read all of its answer; see `lines`."""
+        """Return its whole answer; see `lines`."""
         return b"\n".join(self.lines(most))
 
     def done(self) -> None:
-        """End after its last word. Raises what OpenSSH or the program ended with."""
+        """Wait for its end. Raises the error of OpenSSH or of the program."""
         code = self._process.wait()
         if code != 0:
             self._listener.join(0.5)
             raise self._shell.explained(self._said.decode("utf-8", "replace"), code)
 
     def end(self) -> None:
-        """Leave it; the program there finds that nobody listens."""
+        """Leave; the program there notices that its listener is gone."""
         if self._process.poll() is None:
             self.hush()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -401,23 +405,23 @@ class Conversation:
 
 
 def held(holder: Any) -> str:
-    """Say who has a device, and for what, by what its lock says."""
+    """Describe the lock's owner and its job."""
     known = holder if isinstance(holder, dict) else {}
     return f"{str(known.get('who', 'somebody'))[:80]} has it, for: {str(known.get('what', 'a job'))[:40]}"
 
 
 @cache
 def source(name: str) -> str:
-    """Read a module of `devices.sent`, as it is sent."""
+    """Read the source of a module of `devices.sent`."""
     return (files("quantkit.devices.sent") / f"{name}.py").read_text(encoding="utf-8")
 
 
 def again(work: Callable[[], Any], patience: float, state: Callable[[], object] = lambda: None) -> Any:
-    """Do a work, again while the connection breaks. Raises Lost.
+    """Repeat a call while the connection breaks. Raises Lost.
 
     Args:
-        patience: seconds without success until it is given up.
-        state: of the work; where it has changed there was success.
+        patience: seconds without progress until it gives up.
+        state: measure of progress; a change of it counts as progress.
     """
     until, pause, before = time.monotonic() + patience, _PAUSE, state()
     while True:

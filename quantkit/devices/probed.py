@@ -1,8 +1,8 @@
-"""Facts that a device states of itself, validated as untrusted data; refusals by them; the wheels that it lacks.
+"""Probe a device: its facts, validated as untrusted data; refusals based on them; the wheels that it lacks.
 
-What runs on a device needs a few packages alone, and quantkit's own wheel, made of this checkout or installation. They
-are chosen for its platform and its Python by pip, here: from the index that pip is set to, or from a wheelhouse, a
-folder of wheels. The device itself needs neither pip nor a network.
+A device needs only a few packages, and quantkit's own wheel, built from this checkout or installation. pip chooses them
+here for its platform and Python, from pip's index or from a wheelhouse, a folder of wheels. The device needs neither
+pip nor a network.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from quantkit.errors import InputError
 from quantkit.kernels import GPUS, too_old
 from quantkit.runtimes import load_runtime
 
-# what `devices.there` imports; `quantkit`'s own metadata says how recent each has to be
+# imports of `devices.there`; quantkit's metadata has their oldest versions
 NEEDED = ("numpy", "onnxruntime", "pydantic", "pyyaml")
-# seconds that its clock may be off: certificates and the dates in rows hold
+# most seconds that its clock may be off, for valid certificates and dates in rows
 _OFF = 86_400.0
-# a runtime that lays weights out anew holds them twice while it loads them: as `timing.speed.demand_room` there has it
+# memory of a load, relative to the files: a runtime that repacks weights holds them twice (`timing.speed.demand_room`)
 _TWICE = 2.2
 _KINDS: tuple[content.Kind, ...] = ("recipes", "export")
-# the oldest C libraries that wheels are built for
+# oldest C library of wheels, by architecture
 _OLDEST = {"x86_64": 5, "aarch64": 17}
-# no C library is newer, whatever a device says
+# newest C library accepted from a device
 _NEWEST = 60
 _WHEEL = "Wheel-Version: 1.0\nGenerator: quantkit\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.]{0,40}(\+[0-9A-Za-z.]{1,40})?")
-# a zip has no earlier date, and the same files make the same wheel
+# earliest date of a zip; fixed, so that the same files give the same wheel
 _WHEN = (1980, 1, 1, 0, 0, 0)
 
 
 class Gpu(Closed):
-    """A GPU there; `memory` is 0 where it is the machine's."""
+    """A GPU of the device; `memory` is 0 if it shares the machine's."""
 
     name: Name
     sm: Name
@@ -61,21 +61,21 @@ class Gpu(Closed):
 
 
 class Probed(Closed):
-    """What a device is.
+    """Facts of a device.
 
     Args:
-        model: of the board, where its firmware says it.
-        isa: best first, as `quantkit doctor` names them.
-        memory: bytes that a process may use there.
-        disk_free: bytes, where the workdir is or will be.
-        libc: `glibc-2.36`; `-` of others.
-        packages: of its Python -> version.
-        cuda: that its torch is built for; empty where torch is not there, or is built for none.
-        triton: whether its Python has that.
-        governor: of the clock of its first core.
-        temperature: of the hottest zone, degrees Celsius.
+        model: name of the board, where the firmware has it.
+        isa: instruction sets, best first, named as in `quantkit doctor`.
+        memory: bytes that a process may use.
+        disk_free: free bytes at the workdir.
+        libc: `glibc-2.36`; `-` for others.
+        packages: installed package -> version.
+        cuda: CUDA version of its torch; empty without torch or CUDA.
+        triton: True if triton is installed.
+        governor: clock governor of its first core.
+        temperature: degrees Celsius of the hottest zone.
         off: seconds that its clock is ahead of ours.
-        busy: who has it, and for what; empty where nobody does.
+        busy: owner and job; empty if idle.
     """
 
     host: Name
@@ -92,7 +92,7 @@ class Probed(Closed):
     disk_free: Bytes
     python: Annotated[str, Field(pattern=r"^3\.\d{1,3}\.[0-9A-Za-z.+]{1,20}$")]
     implementation: Name
-    # the second part is counted down to find wheels
+    # the minor version is counted down to find wheels
     libc: Annotated[str, Field(pattern=r"^[a-z]*-(\d{1,2}(\.\d{1,2}){1,3})?$", max_length=40)]
     bits: Annotated[int, Field(ge=1, le=128)]
     packages: Annotated[dict[Name, Name], Field(max_length=100)]
@@ -105,85 +105,83 @@ class Probed(Closed):
     busy: Name
 
     def demand(self, where: str) -> None:
-        """Refuse what no job can run on. Raises InputError `wrong-python`, `clock-off`."""
+        """Refuse a device unfit for jobs. Raises InputError `wrong-python`, `clock-off`."""
         if self.implementation != "CPython" or self.bits != 64:
             value = f"{self.implementation} {self.python}, {self.bits} bits"
-            rule = "wheels are of CPython, in 64 bits"
-            raise InputError("wrong-python", where, value, rule, "name one: --python PATH")
+            rule = "a device needs 64-bit CPython"
+            raise InputError("wrong-python", where, value, rule, "name another: --python PATH")
         if abs(self.off) > _OFF:
             value = f"its clock is {abs(self.off) / 86_400:,.0f} days {'ahead' if self.off > 0 else 'behind'}"
-            rule = "times and certificates need a clock that is right to a day"
+            rule = "times and certificates need a clock within a day"
             remedy = "set it there: sudo timedatectl set-ntp true, or sudo date -s"
             raise InputError("clock-off", where, value, rule, remedy)
 
     def demand_memory(self, models: Iterable[Path], where: str, running: float = 0.0) -> None:
-        """Refuse models that do not fit together, before anything is carried there. Raises InputError `out-of-memory`.
+        """Refuse models too large together, before anything is carried. Raises InputError `out-of-memory`.
 
         Args:
-            models: files of weights, all of them loaded at once.
-            running: bytes besides, while they run.
+            models: files of weights, all loaded at once.
+            running: further bytes needed while they run.
         """
         need = _TWICE * sum(path.stat().st_size for path in models) + running
         self._demand_free(need, "the models", "a smaller model or fewer bits", where)
 
     def demand_room(self, memory: float, disk: float, what: str, where: str) -> None:
-        """Refuse files that do not fit, before any is carried there. Raises InputError `out-of-memory`, `device-full`.
+        """Refuse files too large for it, before any is carried. Raises InputError `out-of-memory`, `device-full`.
 
         Args:
-            memory: bytes that are held at once.
+            memory: bytes needed at once.
             disk: bytes of files.
-            what: that takes them.
+            what: name of the files.
         """
         self._demand_free(memory, what, "smaller shapes (--shape KxN)", where)
         if disk > self.disk_free:
             value = f"{what} are {disk / 1e6:,.0f} MB of files, {self.disk_free / 1e6:,.0f} are free"
-            rule, remedy = "what is timed lies on its disk", "fewer shapes or formats, or make room there"
+            rule, remedy = "the files have to fit on its disk", "use fewer shapes or formats, or free space there"
             raise InputError("device-full", where, value, rule, remedy)
 
     def _demand_free(self, need: float, what: str, remedy: str, where: str) -> None:
         if need > self.memory_free:
             value = f"{what} take about {need / 1e9:.1f} GB there"
             rule = f"{self.memory_free / 1e9:.1f} GB of its {self.memory / 1e9:.1f} are free"
-            remedy = f"{remedy}, or another device"
+            remedy = f"use {remedy}, or another device"
             raise InputError("out-of-memory", where, value, rule, remedy)
 
     def why_no_kernels(self) -> str:
-        """Why quantkit's own kernels do not run on its GPU; empty where they do."""
+        """Return the reason for not running quantkit's kernels on its GPU, or ""."""
         if not self.gpus:
             return "it has no NVIDIA GPU"
         if too_old(self.gpus[0].sm):
-            return f"it is of SM {self.gpus[0].sm}: {GPUS}"
+            return f"its GPU has SM {self.gpus[0].sm}: {GPUS}"
         if not self.cuda:
             return f"its torch ({self.packages.get('torch', 'none')}) is built without CUDA"
         return "" if self.triton else "its Python has no triton, which compiles the kernels there"
 
     def demand_gpu(self, need: float, where: str, what: str = "engine") -> None:
-        """Refuse what does not fit into the memory of its GPU; one that has none of its own takes the machine's.
+        """Refuse files too large for its GPU's memory; a GPU without its own memory uses the machine's.
 
         Args:
-            need: bytes that are held at once.
-            what: is held beside the float model.
+            need: bytes needed at once.
+            what: name of the files beside the float model.
 
-        Raises:
-            InputError: `gpu-absent`, `out-of-memory`.
+        Raises InputError: `gpu-absent`, `out-of-memory`.
         """
         if not self.gpus:
-            rule, remedy = "an engine runs on the GPU that it was built for", "another device, or --runtime torch"
+            rule, remedy = "an engine runs only on its own GPU", "use another device, or --runtime torch"
             raise InputError("gpu-absent", where, "no NVIDIA GPU", rule, remedy)
         gpu = self.gpus[0]
         if gpu.memory and need > gpu.memory:
             value = f"the {what} and the float model take about {need / 1e9:.1f} GB of its GPU"
             rule = f"{gpu.name} has {gpu.memory / 1e9:.1f} GB"
-            remedy = "--no-speed, which does without the float model there, or another device"
+            remedy = "--no-speed, which needs no float model there, or another device"
             raise InputError("out-of-memory", where, value, rule, remedy)
 
     def installed(
-        self, packages: Iterable[str], where: str, rule: str = "what is gigabytes is not carried"
+        self, packages: Iterable[str], where: str, rule: str = "packages of gigabytes are not carried"
     ) -> dict[str, str]:
-        """Look up what is never carried, as the device has it: package -> version.
+        """Look up the device's versions of packages that are never carried: package -> version.
 
-        Raises:
-            InputError: `runtime-not-here`, it lacks one, or has one too old; `answer-invalid`, a strange version.
+        Raises InputError: `runtime-not-here`, one is missing or too old; `answer-invalid`, a malformed version.
         """
         have = {name.lower(): version for name, version in self.packages.items()}
         names = list(dict.fromkeys(packages))
@@ -194,19 +192,19 @@ class Probed(Closed):
             raise InputError("runtime-not-here", where, value, rule, remedy)
         for name in names:
             if not _VERSION.fullmatch(have[name]):
-                rule = "a version is of digits, letters and dots"
+                rule = "a version has digits, letters and dots"
                 raise InputError("answer-invalid", where, f"{name} {have[name][:80]!r}", rule)
         return {name: have[name] for name in names}
 
 
 def probe(shell: OpenSSH, workdir: str) -> Probed:
-    """Ask a device what it is now.
+    """Probe a device.
 
     Raises:
-        InputError: it is not reached, or its answer is none.
+        InputError: it cannot be reached, or its answer is invalid.
         Stopped: the connection broke.
     """
-    # packages that rows name, and whatever would be carried there otherwise
+    # packages named in rows, and packages that would be carried otherwise
     runtimes = [load_runtime(name) for name in plugins.RUNTIMES.shipped()]
     packages = {package for runtime in runtimes for package in (*runtime.packages, *runtime.installed)}
     asked = {"machine": Path(machine.__file__).read_text(encoding="utf-8"), "workdir": workdir}
@@ -218,15 +216,14 @@ def probe(shell: OpenSSH, workdir: str) -> Probed:
             busy = json.loads(busy)
         busy = held(busy)
     told = {**answer, "off": there - time.time() if isinstance(there, float) else None, "busy": busy}
-    return validated(Probed, told, where=shell.name, code="answer-invalid", rule="what a device says")
+    return validated(Probed, told, where=shell.name, code="answer-invalid", rule="an answer of the probe")
 
 
 # --- wheels -----------------------------------------------------------------------------------------------------------
 
 
 def own_wheel(folder: Path) -> Path:
-    """Make quantkit's wheel below a folder: the package as it is imported here, recipes and targets, no calibration
-    sets."""
+    """Build quantkit's wheel below a folder: the imported package, recipes and targets, without calibration sets."""
     root, data = Path(__file__).parents[1], io.BytesIO()
     about = f"quantkit-{_version.__version__}.dist-info"
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as wheel:
@@ -244,12 +241,12 @@ def own_wheel(folder: Path) -> Path:
         add(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: quantkit\nVersion: {_version.__version__}\n".encode())
         add(f"{about}/WHEEL", _WHEEL.encode())
         add(f"{about}/RECORD", b"")
-    # by its content, and whole: others may carry it just now, and those of another checkout another one
+    # named by content and written whole: other processes may be carrying it, or another checkout's
     sha = hashlib.sha256(data.getvalue()).hexdigest()
-    made = folder / sha[:16] / f"quantkit-{_version.__version__}-py3-none-any.whl"
-    if not made.is_file():
-        write_atomic(made, data.getvalue(), inside=folder)
-    return made
+    file = folder / sha[:16] / f"quantkit-{_version.__version__}-py3-none-any.whl"
+    if not file.is_file():
+        write_atomic(file, data.getvalue(), inside=folder)
+    return file
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -259,9 +256,9 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def requirements(have: Mapping[str, str], more: Iterable[str] = ()) -> list[str]:
-    """List what runs there, and of `more`, that is not there in a version that is recent enough: `numpy>=1.26`."""
+    """List the needed packages, and those of `more`, without a recent enough version there: `numpy>=1.26`."""
     least = dict.fromkeys([*NEEDED, *more], "0")
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a clone that is not installed
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a clone without an installation
         for text in importlib.metadata.requires("quantkit") or []:
             need = re.match(r"([a-z0-9-]+)>=([0-9.]+)", text)
             if need and need[1] in least:
@@ -277,7 +274,7 @@ def _recent(version: str | None, least: str) -> bool:
 
 
 def tags(about: Probed) -> list[str]:
-    """List the platforms whose wheels run there, the best first; none where wheels have no name for it."""
+    """List the platform tags of wheels that run there, best first; empty for an unknown platform."""
     (name, _, version), kind = about.libc.partition("-"), about.machine
     if about.system == "Linux" and name == "glibc":
         newest = min(int([*version.split("."), "0"][1] or 0), _NEWEST)
@@ -297,16 +294,15 @@ def wheels(
     more: Iterable[str] = (),
     installed: Mapping[str, str] | None = None,
 ) -> dict[str, Path]:
-    """Choose the wheels of what the device lacks: sha256 -> file.
+    """Choose wheels for the device's missing packages: sha256 -> file.
 
     Args:
-        wheelhouse: a folder of wheels; None: they are fetched, and kept in the user's cache.
-        where: the device, for errors.
-        more: packages besides, of the runtimes that are asked for.
-        installed: package -> version of what others need and is not carried: what `Probed.installed` gives.
+        wheelhouse: folder of wheels; None fetches them, and keeps them in the user's cache.
+        where: device, for errors.
+        more: further packages, of the requested runtimes.
+        installed: package -> version present there and never carried: result of `Probed.installed`.
 
-    Raises:
-        InputError: `no-wheel`, there is none for its platform; `missing-pip`.
+    Raises InputError: `no-wheel`, none for its platform; `missing-pip`.
     """
     asked = requirements({name.lower(): version for name, version in about.packages.items()}, more)
     named = sorted(path.name for path in wheelhouse.glob("*.whl")) if wheelhouse is not None else []
@@ -328,9 +324,9 @@ def wheels(
                 try:
                     fetched.rename(kept)
                 except OSError:
-                    if not kept.is_dir():  # else another one that needs the same was first
+                    if not kept.is_dir():  # otherwise another process fetched the same first
                         raise
-    # quantkit's own is made each time: of a checkout that may have changed
+    # quantkit's own wheel is built each time: the checkout may have changed
     with writing(cache / "own"):
         (cache / "own").mkdir(parents=True, exist_ok=True)
         own = own_wheel(cache / "own")
@@ -356,7 +352,7 @@ def _fetch(
         return
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     if any("No module named pip" in line for line in lines):
-        rule = "wheels for a device are chosen by pip, here"
+        rule = "pip chooses a device's wheels here"
         raise InputError("missing-pip", sys.executable, "no pip", rule, "python -m ensurepip")
     missing = next((line for line in lines if "No matching distribution" in line), lines[-1] if lines else "pip failed")
     raise InputError(
@@ -364,14 +360,16 @@ def _fetch(
         where,
         missing.removeprefix("ERROR: ")[:200],
         f"there is a wheel for {platforms[0] if platforms else platform.system()} and Python {version}",
-        "install the package on the device, in the Python that --python names, where some have to be compiled, "
-        "or --wheelhouse with one",
+        "install the package on the device, in the Python of --python (some have to be compiled), "
+        "or use a --wheelhouse that has one",
     )
 
 
 def _stand_in(name: str, version: str, folder: Path) -> str:
-    """Make an empty wheel of what the device has, so that pip takes that for what it is and fetches no other; the
-    requirement that is this one's alone: no index has a version of this machine's making."""
+    """Build an empty wheel for a package of the device, so that pip fetches no other; return its unique requirement.
+
+    No index has its version, because it is made up here.
+    """
     stands, plain = f"{version}{'.' if '+' in version else '+'}there", name.replace("-", "_")
     with zipfile.ZipFile(folder / f"{plain}-{stands}-py3-none-any.whl", "w") as wheel:
         about = f"{plain}-{stands}.dist-info"
@@ -382,7 +380,7 @@ def _stand_in(name: str, version: str, folder: Path) -> str:
 
 
 def _used(folder: Path, asked: Sequence[str]) -> list[Path]:
-    """The wheels that what is asked for needs there."""
+    """Return the wheels required, directly or not, by the request."""
     files = {_plain(path.name.split("-")[0]): path for path in folder.glob("*.whl")}
     used, waiting = [], [_plain(re.split(r"[^A-Za-z0-9_.-]", need)[0]) for need in asked]
     while waiting:

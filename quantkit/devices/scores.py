@@ -1,8 +1,8 @@
-"""Score and generate on this device: beside the float model, position by position, or token after token.
+"""Score and generate on this device: beside the float model, position by position, or token by token.
 
-A checkpoint in torch, or an engine, is run block by block by the torch that is here, with the very code that scores
-elsewhere: whole models of the sizes that engines are for would not fit in memory twice. Whatever runs it, what goes
-back are the numbers of each position, or what comes out; rows are made of them where the job came from.
+A checkpoint in torch, or an engine, runs block by block in the torch that is installed here, with the usual scoring
+code: two whole models of the sizes that engines are for would not fit in memory. Whatever the runtime, the device
+sends back each position's numbers, or the outputs; the machine that asked makes rows of them.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from quantkit.runtimes.generate import Sampling, stream
 from quantkit.runtimes.torch import RUNTIME as TORCH
 
 Array = NDArray[Any]
-# logits of one model that are in memory at one time; samples of a graph in one run; texts of one cell
+# logits of one model in memory at one time; samples of a graph in one run; texts of one cell
 _LOGITS, _SAMPLES, _TEXTS = 1 << 22, 8, 32
-# numbers that all samples together may give: see `answers.ANSWER`
+# most output numbers of all samples: see `answers.ANSWER`
 _MOST = 10_000_000
 
 
 class Outbox:
-    """Sends the cells of a work to the machine that asked.
+    """Sender of a work's cells to the machine that asked.
 
     Args:
-        done: cells that are known, of rounds with their rows: whoever asked takes none of them twice.
+        done: known cells, rounds with their rows; the machine that asked has them already.
     """
 
     def __init__(self, caller: child.Caller, done: Mapping[str, Rows]) -> None:
@@ -59,12 +59,12 @@ class Outbox:
 
 
 def score(job: Mapping[str, Any], outbox: Outbox) -> None:
-    """Give `settings`, then stretches of positions or of samples.
+    """Send `settings`, then stretches of positions or of samples.
 
     Args:
-        job: `of`, a `decoder`, `encoder` or `network`; `ours`, and of a decoder `theirs`; `streams`, whether torch runs
-            both block by block; `data`, an .npz: `ids` [n, T], of an encoder's texts `lengths` [n] too, or a graph's
-            inputs; `pooling` and `skip` of an encoder: see `measurement.accuracy.purpose`.
+        job: `of`, a `decoder`, `encoder` or `network`; `ours` and, for a decoder, `theirs`; `streams`, True if torch
+            runs both block by block; `data`, an .npz: `ids` [n, T], for an encoder's texts `lengths` [n] too, or a
+            graph's inputs; `pooling` and `skip` of an encoder: see `measurement.accuracy.purpose`.
     """
     if job["of"] == "network":
         _network(job, outbox)
@@ -82,7 +82,7 @@ def _decoder(job: Mapping[str, Any], outbox: Outbox) -> None:
     ours, theirs = (_opened(side["path"], side["runtime"]) for side in sides)
     outbox.give("settings", SessionSettings(settings=dict(ours.settings)))
     few = max(1, _LOGITS // theirs.vocabulary)
-    # a graph that multiplies in two ways is scored in both, as `measurement.accuracy.score` does
+    # a graph with two ways to multiply is scored in both, as in `measurement.accuracy.score`
     ways = {way: ours.prompt_rows - 1 if way == "steps" else 0 for way in ours.ways} or {"": 0}
     for number, (way, most) in enumerate(ways.items()):
         for sequence, tokens in enumerate(ids):
@@ -103,25 +103,25 @@ def _decoder(job: Mapping[str, Any], outbox: Outbox) -> None:
 
 
 def _cells(way: str, sequence: int, tokens: int) -> dict[str, int]:
-    """Cell -> the first of its positions."""
+    """Return cell -> index of its first position."""
     return {f"scored-{way}-{sequence}-{start}": start for start in range(0, tokens - 1, POSITIONS)}
 
 
 def _give_stretches(outbox: Outbox, way: str, sequence: int, numbers: Mapping[str, Array]) -> None:
     for cell, start in _cells(way, sequence, len(numbers["kl"]) + 1).items():
         lists = {name: values[start : start + POSITIONS].tolist() for name, values in numbers.items()}
-        outbox.give(cell, ScoredStretch(way=way, sequence=sequence, found=lists))  # type: ignore[arg-type]
+        outbox.give(cell, ScoredStretch(way=way, sequence=sequence, numbers=lists))  # type: ignore[arg-type]
 
 
 def positions(following: Array, original: Array, candidate: Array) -> dict[str, Array]:
-    """Apply the formulas of `measurement.accuracy.positions` in NumPy, which is all that a device has.
+    """Apply the formulas of `measurement.accuracy.positions` in NumPy, since a device may lack torch.
 
     Args:
-        following: [P] the tokens that follow.
-        original, candidate: logits [P, V]; the first is written over.
+        following: [P] next tokens.
+        original, candidate: logits [P, V].
 
     Returns:
-        the numbers of `positions.Items` but the sequence, [P] each.
+        Fields of `positions.Items` except the sequence, [P] each.
     """
     at = np.arange(len(following))
     best_o, best_c = original.argmax(axis=1), candidate.argmax(axis=1)
@@ -131,7 +131,7 @@ def positions(following: Array, original: Array, candidate: Array) -> dict[str, 
     log_o, log_c = np.log(sum_o), np.log(np.exp(c).sum(axis=1, dtype=np.float64))
     at_o, at_c = o[at, following], c[at, following]
     with np.errstate(invalid="ignore"):
-        # a token that the original rules out adds nothing
+        # a token with probability 0 in the original adds nothing
         moved = np.where(chances > 0, chances * (o - c), 0).sum(axis=1, dtype=np.float64)
     return {
         "nll_original": log_o - at_o,
@@ -152,12 +152,12 @@ def _demand_finite(numbers: Mapping[str, Array], sequence: int) -> None:
         if not np.isfinite(numbers[name]).all():
             side = "the float model" if name == "nll_original" else "the model"
             where = f"sequence {sequence}, position {int(np.flatnonzero(~np.isfinite(numbers[name]))[0])}"
-            value = f"{side} gives NaN, or no chance to a token that it must give one"
+            value = f"{side} gives NaN, or probability 0 to a token that needs more"
             raise GateError("logits-not-finite", where, value, "logits are finite")
 
 
 def _streamed(job: Mapping[str, Any], outbox: Outbox) -> None:
-    """Score a decoder in torch; all cells come once both models have run."""
+    """Score a decoder in torch; all cells are sent after both models have run."""
     import torch
 
     from quantkit.calibrate.tokens.ids import TokenSet, ids_sha256
@@ -178,7 +178,7 @@ def _streamed(job: Mapping[str, Any], outbox: Outbox) -> None:
 
 
 def _candidate(job: Mapping[str, Any], outbox: Outbox) -> Any:
-    """Open the candidate, and send its settings; of an engine, only the bytes whose hash the job names are run."""
+    """Open the candidate and send its settings; an engine runs only if its hash is the job's."""
     candidate = load_runtime(job["ours"]["runtime"]).open(Path(job["ours"]["path"]), built=job["built"])
     outbox.give("settings", SessionSettings(settings=dict(candidate.settings)))
     return candidate
@@ -202,7 +202,7 @@ def _encoder(job: Mapping[str, Any], outbox: Outbox) -> None:
 
     def run(part: slice) -> dict[str, Array]:
         vectors: dict[int, Array] = {}
-        # texts of one length together: none is padded, as in `measurement.accuracy.embed`
+        # texts of one length together, without padding, as in `measurement.accuracy.embed`
         for length in np.unique(lengths[part]):
             places = np.flatnonzero(lengths[part] == length)
             states = model.encode(np.ascontiguousarray(ids[part][places, :length]))
@@ -220,15 +220,14 @@ def _network(job: Mapping[str, Any], outbox: Outbox) -> None:
         arrays = graph({name: np.ascontiguousarray(values[part]) for name, values in samples.items()})
         return {name: np.atleast_1d(array) for name, array in arrays.items()}
 
-    # a graph of a fixed batch takes that
+    # a graph with a fixed batch needs exactly that
     outputs(len(next(iter(samples.values()))), run, outbox, step=graph.batch or _SAMPLES)
 
 
 def outputs(count: int, run: Callable[[slice], Mapping[str, Array]], outbox: Outbox, step: int = _SAMPLES) -> None:
-    """Give a cell for every `step` samples; where they are more than a line holds, others before it.
+    """Send a cell for every `step` samples, preceded by partial cells if a line cannot hold them.
 
-    Raises:
-        InputError: `outputs-too-many`.
+    Raises InputError: `outputs-too-many`.
     """
     for first in range(0, count, step):
         cell = f"outputs-{first}"
@@ -239,8 +238,8 @@ def outputs(count: int, run: Callable[[slice], Mapping[str, Array]], outbox: Out
         flat = np.concatenate([array.ravel() for array in arrays.values()])
         per_sample = flat.size / min(step, count - first)
         if per_sample * count > _MOST:
-            value, rule = f"{int(per_sample):,} numbers come out of each", f"{_MOST:,} numbers are sent back at most"
-            remedy = "fewer samples: another calibration set"
+            value, rule = f"each gives {int(per_sample):,} numbers", f"a device sends at most {_MOST:,} numbers"
+            remedy = "use fewer samples: another calibration set"
             raise InputError("outputs-too-many", f"{count} samples", value, rule, remedy)
         shapes = {name: array.shape for name, array in arrays.items()}
         for at in range(0, max(flat.size, 1), NUMBERS):
@@ -249,10 +248,11 @@ def outputs(count: int, run: Callable[[slice], Mapping[str, Array]], outbox: Out
 
 
 def generate(job: Mapping[str, Any], outbox: Outbox) -> None:
-    """Give `made`: tokens in, tokens out, so that a device needs no tokenizer.
+    """Send `made`: tokens in, tokens out, so that a device needs no tokenizer.
 
     Args:
-        job: `place`, `runtime`; `ids`, `ends`, `new_tokens`; `sampling`, of `runtimes.generate.Sampling`; `seed`.
+        job: `place`, `runtime`; `ids`, `ends`, `new_tokens`; `sampling`, fields of `runtimes.generate.Sampling`;
+            `seed`.
     """
     place, runtime = Path(job["place"]), job["runtime"]
     model: Any = TORCH.decoder(place) if runtime == TORCH.name else _opened(place, runtime)

@@ -1,12 +1,12 @@
-"""A bundle and its float model, as a measuring on a device takes them: files, what is scored, rows of what came back.
+"""Prepare a bundle and its float model for a measurement on a device: files, data to score, rows from the answers.
 
-What a device said is put together again here, and refused where it is not what was asked for.
+The device's answers are reassembled here, and refused if they differ from the request.
 
-Of a transformer in torch, or in an engine, the device's own torch runs the float model beside it, block by block:
-nothing is exported for that. Of a bundle goes there what its runtime reads; of an engine the one that is for the
-device's GPU, with the hashes that the manifest has of it. Nothing else is executed. A checkpoint is scored on the
-device's processor, as it is on this one. Its steps are timed on quantkit's own kernels, where the device has a GPU, and
-a torch and Triton that use it; the choices that `quantkit tax` has recorded go along.
+For a transformer in torch or in an engine, the device's own torch runs the float model block by block, without an
+export. Only the files that the runtime reads are sent; an engine must be built for the device's GPU and match the
+manifest's hashes. Nothing else is executed. A checkpoint is scored on the device's processor, as on this machine. Its
+steps are timed on quantkit's own kernels if the device has a GPU that its torch and Triton can use, with the choices
+recorded by `quantkit tax`.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
     from quantkit.measurement.accuracy.purpose import TextResults
 
-# bytes of an element that ONNX Runtime and OpenVINO compute in on a processor; of a float weight on a GPU
+# bytes of an element in ONNX Runtime and OpenVINO on a CPU; bytes of a float weight on a GPU
 _WIDTH, _GPU_WIDTH = 4, 2
 _Files = dict[str, Path]
 
 
 class _Sides:
-    """A bundle and its float model, as far as their kind does not matter.
+    """A bundle and its float model, of any kind.
 
     Attributes:
-        subject: of the float model in rows.
-        runtime, floats: that run what is judged, and the float model.
-        files: what is loaded of both: relative path -> file here.
-        opened: what is opened there of both, below their folders; empty where that is the folder.
+        subject: name of the float model in rows.
+        runtime, floats: runtimes of the judged side and of the float model.
+        files: files to load of each side: relative path -> local file.
+        opened: file to open on each side, below its folder; empty for the folder itself.
         weights: bytes of all constants of graphs.
-        untimed: why nothing is timed, where somebody has to know it.
-        on_gpu: whether a GPU runs what is timed.
-        streams: whether torch runs both block by block where they are scored.
-        built: of an engine, the hashes that it has to have.
-        saved: bytes that an engine's weights take less than in 16 bits.
-        layers: of a checkpoint on quantkit's kernels, how each is stored.
-        pooled: how vectors are pooled there.
+        untimed: reason for timing nothing, if the user has to know it.
+        on_gpu: True if a GPU runs the timed steps.
+        streams: True if torch scores both sides block by block.
+        built: required hashes of an engine.
+        saved: bytes that an engine's weights save against 16 bits.
+        layers: storage of each layer of a checkpoint on quantkit's kernels.
+        pooled: pooling of vectors there.
     """
 
     of: Any
@@ -85,23 +85,25 @@ class _Sides:
         self.built: dict[str, str] = {}
 
     def needs(self, plan: TimingPlan | None) -> tuple[list[Path], float]:
-        """Count the files that are loaded there all at once, and bytes besides while they run.
+        """Return the files loaded there at once, and further bytes needed while they run.
 
         Args:
-            plan: of the times that are taken; None where none are.
+            plan: shapes to time; None for no timing.
         """
-        # both are of one architecture, and both are there at once
+        # both sides have one architecture, and both are loaded at once
         beside = 2 * running(self.bundle.path, plan.shapes(), self.runtime) if plan else 0.0
         return [path for files in self.files for path in files.values()], beside
 
     def samples(self, sizes: Sequence[int]) -> tuple[dict[str, Any], float, float] | None:
-        """What a graph is timed on, multiply-accumulates and outputs of a sample; None of others."""
+        """Return samples to time a graph on, multiply-accumulates and outputs of one sample; None for a transformer."""
         return None
 
 
 class GraphSides(_Sides):
-    """A network, or an encoder that came as a graph, set against its float graph: an ONNX file, whatever runs the
-    bundle's. Raises InputError `runtime-unsupported`."""
+    """A network, or an encoder from a graph, compared with its float graph, an ONNX file in any runtime.
+
+    Raises InputError `runtime-unsupported`.
+    """
 
     of = "network"
 
@@ -110,7 +112,7 @@ class GraphSides(_Sides):
         super().__init__(bundle, against, runtime, RUNTIME)
         own = load_runtime(runtime)
         if not own.graph:
-            rule = f"a graph's runtimes are {' and '.join(of_graphs())}"
+            rule = f"graphs run in {' and '.join(of_graphs())}"
             raise InputError("runtime-unsupported", "--runtime", runtime, rule)
         self.graph, self.inputs = against.graph, against.samples
         ours, theirs = own.folder(bundle) / own.graph, self.graph.path
@@ -123,17 +125,17 @@ class GraphSides(_Sides):
         self.weights = float(sum(path.stat().st_size for path in self.files[0].values())), float(self.graph.bytes)
 
     def fitting(self, plan: TimingPlan) -> TimingPlan:
-        """Keep the plan's shapes that both have."""
+        """Return the shapes of the plan supported by both sides."""
         sizes = [self.inputs.batch] if self.inputs.batch else plan.batches
         return replace(plan, batches=(), contexts=(), prefills=(1,), prefill_batches=tuple(sizes))
 
     def data(self) -> dict[str, Any]:
-        """What is scored: arrays of an .npz."""
+        """Return the arrays to score, for an .npz."""
         feeds = list(self.inputs.feeds(len(self.inputs)))
         return {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
 
     def rows(self, answers: Cells) -> list[Row]:
-        """Rows of accuracy. Raises InputError `answer-invalid`."""
+        """Return rows of accuracy. Raises InputError `answer-invalid`."""
         from quantkit.pipeline.graphs.answers import agreement, kinds_of
         from quantkit.pipeline.graphs.answers import answers as expected
 
@@ -146,19 +148,19 @@ class GraphSides(_Sides):
         return [row.model_copy(update=there) for row in rows]
 
     def samples(self, sizes: Sequence[int]) -> tuple[dict[str, Any], float, float] | None:
-        """See `_Sides`."""
+        """Return samples: see `_Sides`."""
         costs = self.against.costs()
         return dict(self.inputs.first(max(sizes))), float(sum(costs.macs.values())), float(costs.outputs)
 
 
 class _TransformerSides(_Sides):
-    """A transformer, whatever runs it.
+    """A transformer in any runtime.
 
     Args:
         calibration, decisions: see `measure_bundle`.
     """
 
-    # a graph may multiply in two: see `measurement.accuracy.score`
+    # a graph may have two ways to multiply: see `measurement.accuracy.score`
     ways = frozenset({"", "prompts", "steps"})
 
     def __init__(
@@ -188,7 +190,7 @@ class _TransformerSides(_Sides):
             decisions += self.result.decisions()
 
     def data(self) -> dict[str, Any]:
-        """What is scored: arrays of an .npz; none where there is nothing to score against."""
+        """Return the arrays to score, for an .npz; empty if there is nothing to compare with."""
         if self.tokens is None:
             return {}
         if self.result is None or self.tokens.pairs is None:
@@ -201,7 +203,7 @@ class _TransformerSides(_Sides):
         return {"ids": ids, "lengths": lengths}
 
     def rows(self, answers: Cells) -> list[Row]:
-        """Rows of accuracy. Raises InputError `answer-invalid`."""
+        """Return rows of accuracy. Raises InputError `answer-invalid`."""
         from quantkit.measurement.accuracy import score
         from quantkit.measurement.accuracy.labelled import About as What
         from quantkit.measurement.accuracy.positions import data_of
@@ -234,7 +236,7 @@ class _TransformerSides(_Sides):
 
 
 class ModelSides(_TransformerSides):
-    """A transformer in a runtime that needs no torch there, beside the float model as the same exporter makes it."""
+    """A transformer in a runtime without torch, beside the same exporter's float model."""
 
     def __init__(
         self, bundle: Bundle, against: MeasuredAgainst, runtime: str, calibration: str | None, decisions: list[Decision]
@@ -247,7 +249,7 @@ class ModelSides(_TransformerSides):
         self.files = ours, floats
 
     def fitting(self, plan: TimingPlan) -> TimingPlan:
-        """Keep the plan's shapes that both have."""
+        """Return the shapes of the plan supported by both sides."""
         sides = zip((self.runtime, self.floats), self._folders, strict=True)
         context = min(load_runtime(name).context(folder) for name, folder in sides)
         return fitting(plan, context, self.bundle.manifest.model.kind)
@@ -257,11 +259,10 @@ class StreamedSides(_TransformerSides):
     """A transformer in torch, or in an engine: see the module.
 
     Args:
-        about: the device, which an engine has to be for.
-        name: of it.
+        about: facts of the device, which an engine must be built for.
+        name: name of the device.
 
-    Raises:
-        InputError: `bundle-without-checkpoint`, `-engine`; `gpu-absent`, `runtime-not-here`, `engine-foreign`.
+    Raises InputError: `bundle-without-checkpoint`, `-engine`; `gpu-absent`, `runtime-not-here`, `engine-foreign`.
     """
 
     form, streams = "bfloat16", True
@@ -290,7 +291,7 @@ class StreamedSides(_TransformerSides):
             self.saved, self.timed = saved_bytes(layers), decodes
         else:
             ours = {path.relative_to(bundle.path).as_posix(): path for path in walk(folder)}
-            # a device without a GPU times nothing in torch, as this machine does not
+            # without a GPU, nothing is timed in torch, as on this machine
             why_not = about.why_no_kernels()
             self.untimed = why_not if decodes and about.gpus else ""
             self.timed = decodes and not why_not
@@ -298,12 +299,12 @@ class StreamedSides(_TransformerSides):
                 self.layers, recorded = layers, bundle.path / FILE
                 ours |= {FILE: recorded} if recorded.is_file() else {}
         self.on_gpu = runner.engines or self.timed
-        # what an encoder is held against stays here
+        # an encoder's baseline stays here
         theirs = self._source.files() if decodes else []
         self.files = ours, {path.relative_to(self._source.path).as_posix(): path for path in theirs}
 
     def needs(self, plan: TimingPlan | None) -> tuple[list[Path], float]:
-        """See `_Sides`. Raises InputError `out-of-memory`, the GPU's; `baseline-needed`."""
+        """Return files and bytes: see `_Sides`. Raises InputError `out-of-memory` for the GPU; `baseline-needed`."""
         assert self.tokens is not None
         recipe, (sequences, length) = Recipe.done(self.bundle.manifest.recipe), self.tokens.ids.shape
         need = streaming(self._source.path, recipe, sequences, length)
@@ -314,11 +315,11 @@ class StreamedSides(_TransformerSides):
             entries = self.against.floats_in_torch().source.weights.entries
             floats = float(_GPU_WIDTH * sum(prod(entry.shape) for entry in entries.values()))
         self._about.demand_gpu(held + floats, self._name, "engine" if self.scored_on_gpu else "bundle")
-        # a GPU without memory of its own takes the machine's; into any, the float model goes by way of that
+        # a GPU without its own memory uses the machine's; the float model passes through the machine's memory anyway
         return [], max(need, floats) if self._about.gpus[0].memory else need + held + floats
 
     def fitting(self, plan: TimingPlan) -> TimingPlan:
-        """Keep the plan's shapes that both have: those of an engine's cache, or of the model's positions."""
+        """Return the shapes of the plan supported by both sides: within an engine's cache, or the model's positions."""
         context = None
         with contextlib.suppress(StopIteration, OSError, ValueError, LookupError, TypeError):
             described = (path for place, path in self.files[0].items() if place.endswith(".json"))
@@ -328,10 +329,10 @@ class StreamedSides(_TransformerSides):
 
 
 def _engine(bundle: Bundle, runtime: str, about: Probed, name: str) -> dict[str, Path]:
-    """The engine for a device's GPU and library, and what describes it: place in the bundle -> file."""
+    """Return the engine for a device's GPU and library, and its description: path in the bundle -> file."""
     about.demand_gpu(0.0, name)
     package = runtime.replace("_", "-")
-    version = about.installed([package], name, f"an engine is run by {runtime} there")[package]
+    version = about.installed([package], name, f"{runtime} on the device runs the engine")[package]
     verified(bundle)
     library = InstalledLibrary(runtime, version)  # type: ignore[arg-type]
     try:
@@ -339,28 +340,28 @@ def _engine(bundle: Bundle, runtime: str, about: Probed, name: str) -> dict[str,
     except InputError as problem:
         fields = problem.as_dict() | {"remedy": f"{problem.remedy} --on {name}"}
         raise InputError(**fields) from None
-    return {each.relative_to(bundle.path).as_posix(): each for each in (path, path.with_suffix(".json"))}
+    return {file.relative_to(bundle.path).as_posix(): file for file in (path, path.with_suffix(".json"))}
 
 
 def _architecture(model: Path) -> Architecture | None:
-    """None where nothing is known: of a graph, or a config that a plan does not know."""
     with contextlib.suppress(InputError):
         return configs.read(str(model.absolute()))
     return None
 
 
 def running(model: Path, shapes: Iterable[Shape], runtime: str) -> float:
-    """Count the bytes of cache, activations and logits in the smallest of some shapes: those that are too large are
-    left out there, each with its reason, but one has to fit.
+    """Return bytes of cache, activations and logits in the smallest of several shapes.
+
+    Larger shapes that do not fit are skipped there, each with its reason, but one has to fit.
 
     Args:
-        model: a bundle, or a folder with `config.json`; of any other nothing is known, and that is 0.
-        runtime: that runs it.
+        model: bundle, or folder with `config.json`; any other gives 0.
+        runtime: its runtime.
     """
     architecture = _architecture(model)
     if architecture is None:
         return 0.0
-    # its weights are weighed by their files: a graph is run as it is stored
+    # without weights, which are counted by their files: a graph runs as stored
     footprint = Footprint(
         architecture,
         (),
@@ -378,12 +379,12 @@ def running(model: Path, shapes: Iterable[Shape], runtime: str) -> float:
 
 
 def streaming(model: Path, recipe: Recipe, sequences: int, length: int) -> float:
-    """Count the bytes of scoring a checkpoint beside its float model, both block by block in torch, as a compile does.
+    """Return the bytes for scoring a checkpoint beside its float model, both block by block in torch, as in a compile.
 
     Args:
-        model: the float model's folder; of a config that a plan does not know nothing is known, and that is 0.
-        recipe: of the finished bundle.
-        sequences: that are scored, of `length` tokens each.
+        model: folder of the float model; a config that a plan does not know gives 0.
+        recipe: recipe of the finished bundle.
+        sequences: scored sequences of `length` tokens.
     """
     architecture = _architecture(model)
     if architecture is None:
@@ -405,15 +406,15 @@ def items_of(answers: Cells, tokens: TokenSet) -> dict[str, Any]:
     for way, parts in ways.items():
         arrays: dict[str, list[Any]] = {name: [] for name in DTYPES}
         for part in parts:
-            sizes = {len(values) for values in part.found.values()}
-            if set(part.found) != {*DTYPES} - {"sequence"} or len(sizes) != 1:
-                raise invalid(answers.on, f"scored: {', '.join(part.found)}"[:200])
+            sizes = {len(values) for values in part.numbers.values()}
+            if set(part.numbers) != {*DTYPES} - {"sequence"} or len(sizes) != 1:
+                raise invalid(answers.on, f"scored: {', '.join(part.numbers)}"[:200])
             arrays["sequence"].append(np.full(next(iter(sizes)), part.sequence))
-            for name, values in part.found.items():
+            for name, values in part.numbers.items():
                 arrays[name].append(np.array(values))
         items = Items(**{name: np.concatenate(parts).astype(DTYPES[name]) for name, parts in arrays.items()})
         if not np.array_equal(items.sequence, np.repeat(np.arange(count), length - 1)):
-            raise invalid(answers.on, f"{items.n} positions, not the {count * (length - 1)} that were asked for")
+            raise invalid(answers.on, f"{items.n} positions, not the requested {count * (length - 1)}")
         joined[way] = items
     if not joined:
         raise invalid(answers.on, "no position")
@@ -421,14 +422,14 @@ def items_of(answers: Cells, tokens: TokenSet) -> dict[str, Any]:
 
 
 def outputs_of(answers: Cells, count: int) -> dict[str, Any]:
-    """Join what came out: name -> [count, ...]. Raises InputError `answer-invalid`."""
+    """Join the outputs: name -> [count, ...]. Raises InputError `answer-invalid`."""
     parts: dict[str, list[Any]] = {}
     done, numbers = 0, np.empty(0, np.float32)
     for cell, part in answers.all(SampleOutputs, "outputs-"):
         if part.first != done or part.at != len(numbers):
             raise invalid(answers.on, f"{cell}: not the samples that were asked for")
         numbers = np.concatenate([numbers, np.array(part.numbers, np.float32)])
-        if cell != f"outputs-{done}":  # more of the same samples follows
+        if cell != f"outputs-{done}":  # more of the same samples follow
             continue
         try:
             arrays = part.arrays(numbers)

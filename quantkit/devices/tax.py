@@ -1,7 +1,7 @@
-"""The linears of a model timed on a device: their products are made here and carried, raw times come back.
+"""Time a model's linears on a device: products are made here and carried, raw times come back.
 
-The device has neither torch nor the package onnx. What it gets is what a bench here would make, byte for byte, with
-what each product must give; what it says is made into rows by the same code as for this machine.
+The device needs neither torch nor the onnx package. It receives the products of a local bench, byte for byte, with
+their expected results. The code for local measurements makes rows of its answers.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from quantkit.model.sizes.shapes import LinearShape
 from quantkit.pipeline.tax import Question
 from quantkit.runtimes.child import Report
 
-# copies of a weight: in the file, in the session, and packed for its kernel: as the bench that runs them has it
+# copies of a weight: in the file, in the session, and packed for its kernel
 _TIMES = 3
-# bytes beside each input and output of a weight: rows of x and y, in float32
+# bytes for each input and output of a weight: rows of x and y, in float32
 _KNOWN = 18 * 4
 
 
 class TaxDevice:
-    """A device that linears are timed on; see `pipeline.tax.Sweep`.
+    """A device to time linears on; see `pipeline.tax.Sweep`.
 
     Args:
-        carrying: told what is carried.
+        carrying: progress function of carrying.
     """
 
     def __init__(self, reached: Reached, carrying: Report = lambda share, words: None) -> None:
@@ -50,16 +50,16 @@ class TaxDevice:
         self._costs: dict[tuple[LinearShape, str], StepCost] = {}
 
     def asked(self, question: Question) -> Question:
-        """Put the question to the device: its target, its cores. Raises InputError `usage` for a GPU."""
+        """Adapt a question to the device: its target, its cores. Raises InputError `usage` for a GPU."""
         if question.device not in ("", "cpu"):
-            rule = "on a device products are timed on its processor: those of a GPU need torch there"
+            rule = "a device times products on its CPU; a GPU would need torch"
             remedy = "log in there, and run: quantkit tax --device cuda"
             raise InputError("usage", "--device", f"{question.device} with --on", rule, remedy)
         about, name = self._reached.about, self._reached.device.name
         return replace(question, device="cpu", target=question.target or usual(name, about), cores=about.cores)
 
     def __call__(self, job: SweepJob, report: Report) -> list[Row]:
-        """All rows of one thread count.
+        """Return all rows of one thread count.
 
         Raises:
             InputError: `answer-invalid`, `out-of-memory`, those of the link.
@@ -83,7 +83,6 @@ class TaxDevice:
         return self._rows(answers, job, linears)
 
     def _carry(self, job: SweepJob, linears: Sequence[LinearShape]) -> None:
-        """All products, a linear at a time: they take no more room here than those of one."""
         names = [job.baseline, *job.variants]
         names += dict.fromkeys(part for name in names if (part := single.variant(name).quantizer))
         every = [*linears, *([] if any(map(_is_small, linears)) else [SMALL])]
@@ -105,12 +104,13 @@ class TaxDevice:
                 self._places[linear] = self._link.carry(f"products-{linear.label}", files, sent)
 
     def _demand_room(self, products: Sequence[tuple[LinearShape, RandomProducts]], names: Sequence[str]) -> None:
-        """Refuses products that do not fit; variants whose weights do not are left out there, the baseline is not."""
+        """Refuse products too large for the device. Variants with too large weights are skipped there; the baseline
+        is not."""
         memory = disk = 0.0
         for linear, source in products:
             sizes = [source.weight_bytes(name) for name in names]
             disk += sum(size + _KNOWN * (linear.K + linear.N) for size in sizes)
-            # all of them together have to go beyond the cache there
+            # all copies together have to exceed the cache there
             memory = max(memory, _TIMES * sizes[0] * copies(StepCost(names[0], sizes[0]), self._cache))
         self._reached.about.demand_room(memory, disk, "the products", self._reached.device.name)
 
@@ -125,14 +125,17 @@ class TaxDevice:
     def _timed(
         self, answers: Cells, job: SweepJob, linears: Sequence[LinearShape]
     ) -> tuple[list[TimedVariant], dict[tuple[int, int], Timing]]:
-        """All that was asked for, each once, against the baseline, in the order of a bench here; and of each linear its
-        last timing, for the clocks around it. Raises InputError `answer-invalid`."""
+        """Return every requested product once, against the baseline, in a local bench's order, and each linear's last
+        timing.
+
+        The last timing has the clocks around the linear. Raises InputError `answer-invalid`.
+        """
         names, sides = (job.baseline, *job.variants), {SUBJECT, BASELINE}
         asked = {(n, M, name): linear for n, linear in enumerate(linears) for M in job.batches for name in names}
         answered = [one for _, one in answers.all(ProductTimes, LINEAR)]
         products = {(one.linear, one.M, one.variant): one for one in answered}
         if set(products) != set(asked) or len(answered) != len(asked):
-            raise invalid(answers.on, f"{len(answered)} times of products, not the {len(asked)} that were asked for")
+            raise invalid(answers.on, f"{len(answered)} times of products, not the requested {len(asked)}")
         timed, looks = list[TimedVariant](), {}
         for key, linear in asked.items():
             one = products[key]
@@ -153,7 +156,6 @@ def _is_small(linear: LinearShape) -> bool:
 
 
 def _there(row: Row, about: DeviceFacts, looks: dict[tuple[int, int], Timing]) -> Row:
-    """A row with what the device says of itself while that linear was timed."""
     flags, settings = [*row.flags, *about.flags], dict(row.settings)
     if row.op is not None:
         look = looks.get((row.op.K or 0, row.op.N or 0))

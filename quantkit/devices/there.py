@@ -1,7 +1,7 @@
-"""What a device does, a function for each kind of work: a job in, cells out; nothing beyond the small install.
+"""The device's side of every work: a job in, cells out, with only the small install.
 
-It is run by `runtimes.child.main`, in the workdir: a place in a job is a path below that. What goes back is raw;
-rows are made of it where the job came from.
+`runtimes.child.main` runs it in the workdir; paths in a job are below that. The answers are raw; the machine that asked
+makes rows of them.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from quantkit.runtimes import child, load_runtime
 from quantkit.runtimes.torch import RUNTIME as TORCH
 from quantkit.stats.slowdown import BURST
 
-# tokens in the cache of a decoder, and of an encoder's pass: as `nightly.running.steps` has it
+# tokens in a decoder's cache and in an encoder's pass, as in `nightly.running.steps`
 _TOKENS = 128
-# bytes of a step in a line
+# bytes of one step in a line
 _STEP = 48
 
 
 def work(data: Mapping[str, Any], caller: child.Caller) -> None:
-    """Do a kind of work, as far as it is not done.
+    """Run one kind of work, except for its known cells.
 
     Args:
-        data: `work`, its kind; `job`, what is asked; `cells`, see `Outbox`.
+        data: `work`, its kind; `job`, the request; `cells`, see `Outbox`.
     """
     outbox = Outbox(caller, data["cells"])
     outbox.give("about", about())
@@ -79,8 +79,8 @@ def work(data: Mapping[str, Any], caller: child.Caller) -> None:
 
 
 def about() -> DeviceFacts:
-    """This machine, as it knows itself."""
-    # without nvidia-ml-py, which torch does not bring, as the probe finds it
+    """Return this machine's facts."""
+    # as in the probe, since nvidia-ml-py may be missing
     device, gpus = machine.device(), machine.gpus()[0] or probe.gpus()
     return DeviceFacts(
         id=device["id"],
@@ -98,10 +98,10 @@ def about() -> DeviceFacts:
 
 
 def verify(job: Mapping[str, Any], outbox: Outbox) -> None:
-    """Give `checks`: a `bundle`'s hashes and, if they hold, what each runtime that is there makes of its export.
+    """Send `checks`: a `bundle`'s hashes and, if they hold, the result of loading each export in an installed runtime.
 
     Args:
-        job: `loads`, runtime -> what it opens; `graphs`, whether it is no transformer.
+        job: `loads`, runtime -> path to open; `graphs`, True for a graph.
     """
     checks = Bundle.load(job["bundle"]).verify()
     results = [CheckResult(name=check.name, ok=check.ok, where=(check.where or "")[:2000]) for check in checks]
@@ -120,43 +120,43 @@ def verify(job: Mapping[str, Any], outbox: Outbox) -> None:
 
 
 def doctor(job: Mapping[str, Any], outbox: Outbox) -> None:
-    """Give `ceilings`, by the `graphs` of a `size`, in so many `runs`."""
+    """Send `ceilings`, measured with `graphs` of a `size` in `runs` repetitions."""
     pool, names = ceilings.Pool(graphs=Path(job["graphs"])), ("read", "copy", "compute")
     measured = ceilings.measured(machine.cores(), names, size=job["size"], runs=job["runs"], pool=pool)
     outbox.give("ceilings", CeilingSamples(ceilings=tuple(measured)))
 
 
 def engine(job: Mapping[str, Any], outbox: Outbox) -> None:
-    """Give `engine`, what came of a build; the engine itself lies in `made`, by its hash.
+    """Send `engine`, the result of a build; the engine itself lies in `made`, named by its hash.
 
     Args:
-        job: of `exporters.tensorrt.engine.EngineJob`, `network` a folder with one.
+        job: fields of `exporters.tensorrt.engine.EngineJob`; `network` is a folder with one.
     """
     from quantkit.exporters.tensorrt import engine as engines
     from quantkit.exporters.tensorrt.timings import place
     from quantkit.runtimes.tensorrt.file import NETWORK
     from quantkit.runtimes.tensorrt.library import load
 
-    # in the folder that goes with this process, until it is whole
-    made, flags = Path(os.environ["TMPDIR"]) / "engine", job["flags"]
+    # in this process's scratch folder until it is complete
+    file, flags = Path(os.environ["TMPDIR"]) / "engine", job["flags"]
     cache = place(load(job["library"]), job["gpu"], flags)
     told = {name: value for name, value in job.items() if name != "flags"}
-    # of the device, from build to build
+    # kept on the device from build to build
     told |= {"timing_cache": None if cache is None else str(Path("timing") / cache.name)}
-    told |= {**flags, "network": str(Path(job["network"]) / NETWORK), "engine": str(made)}
+    told |= {**flags, "network": str(Path(job["network"]) / NETWORK), "engine": str(file)}
     built = engines.build(engines.EngineJob.model_validate(told), progress=outbox.at)
     Path("made").mkdir(exist_ok=True)
-    made.replace(Path("made") / built.sha256)
+    file.replace(Path("made") / built.sha256)
     outbox.give("engine", built)
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """Where two models are timed.
+    """How two models are timed.
 
     Args:
-        load: both; nothing is loaded before, but an engine.
-        ceilings, clocks: of the processor or the GPU.
+        load: loads both; only an engine is loaded earlier.
+        ceilings, clocks: functions for the processor or the GPU.
     """
 
     load: Callable[[], LoadedSides]
@@ -165,20 +165,20 @@ class _Timed:
 
 
 def measure(job: Mapping[str, Any], outbox: Outbox) -> None:
-    """Give `sides`, `ceilings`, one for each shape, `ceilings-after`; `memory`, of what is no graph and on no GPU.
+    """Send `sides`, `ceilings`, a cell for each shape, `ceilings-after`; and `memory`, except for graphs and GPUs.
 
     Args:
-        job: `ours` and `theirs`, of `speed.SpeedSide`; of an engine `built`, the hashes that it has to have, and
+        job: `ours` and `theirs`, fields of `speed.SpeedSide`; for an engine `built`, its required hashes, and
             `saved_bytes`; `shapes`, `seconds` of all of them, `cell_seconds`, `rounds` and `seed`; `graphs` of the
-            ceilings; `samples` of a graph; `layers`, how those of a checkpoint on quantkit's kernels are stored.
+            ceilings; `samples` of a graph; `layers`, storage of those of a checkpoint on quantkit's kernels.
     """
     sides = speed.SpeedSide(**job["ours"]), speed.SpeedSide(**job["theirs"])
     runner, paths = load_runtime(sides[0].runtime), [Path(side.path) for side in sides]
     if job["shapes"]:
-        # torch's models are timed on a GPU alone
+        # models in torch are only timed on a GPU
         on_gpu = runner.floats is None
         _shapes(job, _on_gpu(job, engine=runner.engines) if on_gpu else _on_processor(job, sides), outbox)
-    # last: the first times are waited for
+    # last, since the client waits for the first times
     if job["samples"] is None and runner.floats is not None and "memory" not in outbox.done:
         speed.demand_room(paths)
         ours, theirs = (speed.footprint(side, machine.cores()) for side in sides)
@@ -217,7 +217,7 @@ def _at(outbox: Outbox, at: float, _: float, words: str) -> None:
 
 
 def cell_of(shape: Shape) -> str:
-    """Name a shape's cell."""
+    """Return the name of a shape's cell."""
     return f"{shape.kind}-{shape.batch}-{shape.size}"
 
 
@@ -245,7 +245,8 @@ def _on_processor(job: Mapping[str, Any], sides: tuple[speed.SpeedSide, speed.Sp
 
 
 def _on_gpu(job: Mapping[str, Any], *, engine: bool) -> _Timed:
-    """An engine, or a checkpoint on quantkit's own kernels. Raises InputError `device-absent`; as `Runtime.open`."""
+    """Prepare an engine, or a checkpoint on quantkit's own kernels. Raises InputError `device-absent`; as
+    `Runtime.open`."""
     from quantkit.bundle import LayerEntry
     from quantkit.measurement.cuda.device import GpuDevice, sampled
     from quantkit.measurement.timing import cuda
@@ -275,7 +276,7 @@ def _on_gpu(job: Mapping[str, Any], *, engine: bool) -> _Timed:
 
 
 def _kernels_on() -> str:
-    """The torch device of quantkit's kernels: `cpu` where they are interpreted. Raises InputError `device-absent`."""
+    """Return the torch device of quantkit's kernels: `cpu` if interpreted. Raises InputError `device-absent`."""
     import torch
 
     from quantkit.kernels.matmul import interpreted
@@ -284,15 +285,15 @@ def _kernels_on() -> str:
         return "cuda"
     if interpreted():
         return "cpu"
-    rule, remedy = "quantkit's kernels are for NVIDIA GPUs", "a driver as new as its torch, or --no-speed"
+    rule, remedy = "quantkit's kernels need an NVIDIA GPU", "install a driver as new as its torch, or use --no-speed"
     raise InputError("device-absent", "torch", "no GPU that torch sees", rule, remedy)
 
 
 def rounds(job: Mapping[str, Any], outbox: Outbox) -> None:
-    """Give one cell for each round, with all shapes: it is of one load of each side, and whole or not at all.
+    """Send one cell for each round, with all shapes: one load of each side, complete or absent.
 
     Args:
-        job: of `measurement.timing.rounds.RoundsJob`.
+        job: fields of `measurement.timing.rounds.RoundsJob`.
     """
     paths = [job[side] for side in raw.SIDES]
     speed.demand_room([*map(Path, paths)])
@@ -302,7 +303,7 @@ def rounds(job: Mapping[str, Any], outbox: Outbox) -> None:
         for side, path, runtime in zip(raw.SIDES, paths, job["runtimes"], strict=True)
     }
     shapes = [Shape(**shape) for shape in job["shapes"]]
-    # what was answered before this process began is not done again
+    # rounds that an earlier process sent are not repeated
     kept = [read(RoundTimes, rows[0], cell) for cell, rows in outbox.done.items() if cell.startswith(ROUND)]
     before, known = of_cpu(), [times.round({*raw.SIDES}, ROUND) for times in kept]
     how: dict[str, Any] = {"seconds": job["seconds"], "seed": job["seed"], "done": known, "progress": outbox.at}
@@ -313,12 +314,12 @@ def rounds(job: Mapping[str, Any], outbox: Outbox) -> None:
 
 
 def tax(job: Mapping[str, Any], outbox: Outbox) -> None:
-    """Give `ceilings`, one for each product, `ceilings-after`. What a linear lacks is timed at one time.
+    """Send `ceilings`, a cell for each product, `ceilings-after`. The missing products of a linear are timed together.
 
     Args:
-        job: `linears`, `K`, `N` and `place` of each; `small`, the place of the products that say which kernels run;
-            `graphs` of the ceilings; `baseline`, `variants`, `batches`, `threads` of one product; `cache`, bytes beyond
-            which the weights of a product have to go together; `seconds` of all, `rounds` and `seed`.
+        job: `linears`, `K`, `N` and `place` of each; `small`, path of the products that show which kernels run;
+            `graphs` of the ceilings; `baseline`, `variants`, `batches`, `threads` of one product; `cache`, bytes that
+            the weights of a product have to exceed together; `seconds` of all, `rounds` and `seed`.
     """
     limits, linears = CpuLimits.of(job["threads"], Path(job["graphs"])), job["linears"]
     names, places = (job["baseline"], *job["variants"]), {(SMALL.K, SMALL.N): job["small"]}
@@ -369,7 +370,7 @@ def _product(number: int, one: TimedVariant, before: Clocks, after: Clocks) -> P
 
 
 def night(job: Mapping[str, Any], outbox: Outbox) -> None:
-    """Give one cell for each round, and one for each side that does not load; see `timing.rounds.Task`."""
+    """Send one cell for each round, and one for each side that fails to load; see `timing.rounds.Task`."""
     samples = speed.samples_of(job["samples"])
 
     def load(side: str) -> Step:
@@ -381,7 +382,7 @@ def night(job: Mapping[str, Any], outbox: Outbox) -> None:
             return model.decode(job["batch"], min(_TOKENS, context - 1))
         return model.prefill(job["batch"], min(_TOKENS, context))
 
-    # what was answered before this process began is not done again; the rounds that are left are others
+    # rounds that an earlier process sent are not repeated; the remaining ones have other seeds
     number, rounds = sum(cell.startswith(ROUND) for cell in outbox.done), job["rounds"]
     left, blocks, seconds = rounds - number, job["blocks"], job["seconds"]
     if not left:
@@ -404,7 +405,7 @@ def night(job: Mapping[str, Any], outbox: Outbox) -> None:
 
 
 def most(sides: int) -> int:
-    """Blocks of a round, which is a line: of each step when it began and how long it took."""
+    """Return the blocks of a round that fit in a line: start and duration of each step."""
     return int(0.9 * LINE / (_STEP * 2 * BURST * sides))
 
 

@@ -1,7 +1,7 @@
-"""One build of a night: compiled as `quantkit compile` does it, or found, and then its cells measured one by one.
+"""Run one build of a night: compile it like `quantkit compile`, or reuse its bundle, then measure its cells one by one.
 
-Runs in a process of its own (`jobs.contained`). Each cell is committed to the store as soon as it is measured; one that
-fails is a result with its error, and the next goes on.
+Runs in a process of its own (`jobs.contained`). Each cell is committed to the store as soon as it is measured. A cell
+that fails is stored with its error, and the next one runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quantkit.pipeline.request import Request, runs_here
 from quantkit.pipeline.verdict import export_of
 from quantkit.target import Target
 
-# of the whole job, as far as is known before: a compile takes longer than what a cell takes to be timed
+# seconds of each stage, for the progress bar
 _SHARES = {"compile": 60.0, "items": 10.0, "timing": 60.0}
 
 
@@ -44,7 +44,7 @@ def build(job: BuildJob, progress: Progress) -> None:
     """Measure the cells of a job that have no result yet.
 
     Raises:
-        QuantkitError: what concerns all of the cells: the configuration, the store, the compile.
+        QuantkitError: an error that concerns all cells: configuration, store, compile.
         Stopped: interrupted, or the disk is full.
     """
     config = _config(job)
@@ -66,18 +66,18 @@ def build(job: BuildJob, progress: Progress) -> None:
 
 
 def prepare(job: BuildJob, progress: Progress) -> None:
-    """Compile what a device will measure. Raises as `build`."""
+    """Compile a bundle for measurement on a device. Raises as `build`."""
     config = _config(job)
     Bundles(config.at(config.bundles)).make(request_of(config, NightCell.of(job.cells[0])), progress)
 
 
 def request_of(config: Nightly, cell: NightCell) -> Request:
-    """Make the compile of a build. Raises InputError."""
+    """Return the compile request of a build. Raises InputError."""
     return config.request(cell.model, cell.recipe, cell.target, speed=False)
 
 
 def why_not_here(target: Target) -> InputError | None:
-    """Tell why cells of a target cannot be measured on this machine; None where they can."""
+    """Return the reason for not measuring a target's cells on this machine; None if it can."""
     if target.kind == "cpu":
         if runs_here(target):
             return None
@@ -87,14 +87,14 @@ def why_not_here(target: Target) -> InputError | None:
         if any(target.arch.sm in (None, gpu["sm"]) for gpu in graphics):
             return None
         value = reason or ", ".join(f"{gpu['name']} (sm {gpu['sm']})" for gpu in graphics)
-    remedy = "run it there with --only, or on a cluster with --executor ray"
+    remedy = "run the cell there with --only, or on a cluster with --executor ray"
     rule = "a cell is measured on its target"
     return InputError("no-machine", where=target.name, value=value, rule=rule, remedy=remedy)
 
 
 @dataclass
 class _Measuring:
-    """The cells of one build, one after another; see the module."""
+    """Cells of one build, one after another; see the module."""
 
     config: Nightly
     store: Store
@@ -113,7 +113,7 @@ class _Measuring:
         failed = [check.name for check in bundle.manifest.checks if not check.ok and check.name.startswith("gate.")]
         flags += [f"gate-failed: {', '.join(failed)}"] if failed else []
         accepted = self.store.accepted(self.job.night, [cell.key for cell in cells])
-        # the first that is done brings the items: one that is new has no baseline to bring them of, where others have
+        # the first finished cell scores the items, so cells with a baseline come before new ones
         cells = sorted(cells, key=lambda cell: cell.key not in accepted)
         with tempfile.TemporaryDirectory(prefix="quantkit-nightly-") as folder:
             samples = None
@@ -131,14 +131,14 @@ class _Measuring:
                     raise
                 except QuantkitError as problem:
                     result = {"state": "failed", "error": problem.as_dict()}
-                said = [*flags, *result.pop("flags", ()), *answered.flags]
-                said += [f"scored here, not on {cell.on}"] if answered.items and cell.on else []
+                notes = [*flags, *result.pop("flags", ()), *answered.flags]
+                notes += [f"scored here, not on {cell.on}"] if answered.items and cell.on else []
                 now = machine_now(self.request.target) if self.device is None else self.device.now()
                 seconds, since = time.monotonic() - since, time.monotonic()
                 own: dict[str, Any] = {"night": self.job.night, "attempt": self.job.attempt}
                 result |= {"content_sha256": bundle.manifest.content_sha256, "seconds": seconds, **now}
                 self.store.commit(
-                    Result.of(cell=cell, **own, **result, flags=tuple(said)),
+                    Result.of(cell=cell, **own, **result, flags=tuple(notes)),
                     timing.times(rows, self.job.night, cell.key, self.job.attempt),
                     [Item(build=cell.build, **own, **item) for item in answered.items],
                 )
@@ -146,20 +146,20 @@ class _Measuring:
     def _measured(
         self, cell: NightCell, bundle: Bundle, others: Against, samples: Path | None
     ) -> tuple[dict[str, Any], timing.Taken, Answered]:
-        """Measure a cell: its result, its times, and its build's items where no other cell has brought them.
+        """Measure a cell: its result, its times, and the build's items unless another cell has them.
 
-        The items of a build are set against the baseline of the first of its cells.
+        The items of a build are compared with the baseline of the first of its cells.
         """
         sides: dict[Side, Bundle] = {CANDIDATE: bundle, **others.bundles}
         rows = self._timed(cell, sides, samples)
         lost = {side: InputError(**error).line() for side, error in timing.unloadable(rows).items()}
         missing = {**others.missing, **lost}
-        here = {side: each for side, each in sides.items() if side not in missing}
+        here = {side: other for side, other in sides.items() if side not in missing}
         answered = Answered([])
         if self.job.attempt == 1 and not self._has_items(cell.build):
             self.progress.at("items", 0.0)
             answered = items.answered(here, cell.program, self.request)
-        hashes = {side: each.manifest.content_sha256 for side, each in here.items()}
+        hashes = {side: other.manifest.content_sha256 for side, other in here.items()}
         result = {
             "state": "done",
             "baseline_sha256": hashes.get("baseline"),
@@ -180,7 +180,7 @@ class _Measuring:
             sides={side: str(bundle.path) for side, bundle in sides.items()},
             runtime=cell.program,
             batch=cell.batch,
-            # another order in each night and attempt, the same where one is looked into again
+            # differs between nights and attempts, and repeats when one is repeated
             seed=zlib.crc32(f"{self.job.night} {cell.key} {self.job.attempt}".encode()),
             gpu=self.request.target.kind == "gpu",
             samples=None if samples is None else str(samples),
@@ -192,13 +192,13 @@ class _Measuring:
         return timing.run(task, at) if self.device is None else self.device.run(task, at)
 
     def _has_items(self, build: str) -> bool:
-        """Whether a cell of the build that is done has brought its items."""
+        """Tell whether a finished cell of the build has stored its items."""
         before = self.store.results(self.job.night)
         return any((result.build, result.attempt, result.state) == (build, 1, "done") for result in before)
 
 
 def machine_now(target: Target | None = None) -> dict[str, Any]:
-    """Make `device` and `versions` of a result that was measured here."""
+    """Return `device` and `versions` of a result measured here."""
     versions = {"quantkit": __version__, **machine.versions()}
     device: dict[str, Any] = {**machine.device(), "isa": machine.isa(), "threads": machine.cores()}
     if target is not None and target.kind == "gpu":
@@ -209,15 +209,15 @@ def machine_now(target: Target | None = None) -> dict[str, Any]:
 
 
 def _bytes(bundle: Bundle, runtime: str) -> int | None:
-    """Count the bytes of the weights that a runtime loads."""
+    """Return the bytes of the weights that a runtime loads."""
     return weight_bytes(bundle.manifest.files, folder=folder_of(export_of(runtime))) or None
 
 
 def _config(job: BuildJob) -> Nightly:
-    """Read it as it was when the night began: what it names was there then, on that machine."""
+    """Read the configuration, unchanged since the night began."""
     config = Nightly.load(job.config, look=False)
     if config.sha256 != job.config_sha256:
-        value, remedy = f"the file has the hash {config.sha256[:12]}", "begin another night, or restore the file"
+        value, remedy = f"the file has the hash {config.sha256[:12]}", "start another night, or restore the file"
         rule = f"the night {job.night} began with {job.config_sha256[:12]}"
         raise InputError("nightly-changed", where=job.config, value=value, rule=rule, remedy=remedy)
     return config
@@ -225,12 +225,12 @@ def _config(job: BuildJob) -> Nightly:
 
 @dataclass(frozen=True)
 class Against:
-    """What one cell is set against.
+    """Sides to compare a cell with.
 
     Args:
-        bundles: of the sides that there are: `baseline`, `release`.
-        kind: of the baseline; None where there is none yet.
-        missing: of a side that there should be and is not: why.
+        bundles: bundles of `baseline` and `release`, if present.
+        kind: kind of the baseline; None if there is none yet.
+        missing: expected but missing sides, with the reason.
     """
 
     bundles: Mapping[Side, Bundle]
@@ -241,11 +241,11 @@ class Against:
 def against(
     config: Nightly, cell: NightCell, candidate: Bundle, accepted: Mapping[str, Result], bundles: Bundles
 ) -> Against:
-    """Find and open what one cell is set against.
+    """Find and open the sides to compare a cell with.
 
     Args:
-        accepted: cell -> its result of the last night that passed.
-        bundles: where those lie.
+        accepted: cell -> its result in the last night that passed.
+        bundles: folder of the night's bundles.
     """
     opened: dict[Side, Bundle] = {}
     missing: dict[Side, str] = {}
@@ -279,25 +279,23 @@ def against(
 
 
 def _opened(path: Path, candidate: Manifest) -> Bundle:
-    """Open a bundle whose files are whole, of the candidate's model.
+    """Open an intact bundle of the candidate's model.
 
-    Raises:
-        InputError: those of `Bundle.load`, `hash-mismatch`, `models-differ`.
+    Raises InputError: those of `Bundle.load`, `hash-mismatch`, `models-differ`.
     """
     bundle = Bundle.load(path)
     bundle.demand_intact()
     ours, theirs = candidate.model.source.sha256, bundle.manifest.model.source.sha256
     if ours != theirs:
-        rule = f"the candidate was made from {ours[:12]}, and what is compared are versions of one model"
+        rule = f"both sides need one model; the candidate was made from {ours[:12]}"
         raise InputError("models-differ", where=str(path), value=f"made from {theirs[:12]}", rule=rule)
     return bundle
 
 
 def _release(config: Nightly, candidate: Manifest) -> Path:
-    """Find the bundle of the last release that was made by the candidate's recipe for its target.
+    """Find the last release's bundle with the candidate's model, recipe and target.
 
-    Raises:
-        InputError: `release-missing`; those of `Bundle.load`.
+    Raises InputError: `release-missing`; those of `Bundle.load`.
     """
     assert config.release is not None
     place, asked = config.at(config.release), _made_by(candidate)
@@ -308,9 +306,9 @@ def _release(config: Nightly, candidate: Manifest) -> Path:
             return path.parent
     value, rule = (
         f"no bundle of {' | '.join(map(str, asked))}",
-        "it holds a bundle of each build, by model, recipe and target",
+        "a release has a bundle of each model, recipe and target",
     )
-    remedy = "compile it there from the release, or leave `release` out"
+    remedy = "compile it there with the release, or remove `release`"
     raise InputError("release-missing", where=str(place), value=value, rule=rule, remedy=remedy)
 
 

@@ -1,7 +1,7 @@
-"""`nightly.yaml`: what is compared each night, with what, how closely, and where all of it goes.
+"""Read `nightly.yaml`: what to compare each night, with which baseline and margins, and where to store everything.
 
-The schema is closed, as a recipe's, and the whole matrix is checked before anything runs: every recipe and target is
-there, every target runs its recipe in its runtime. Relative paths in it begin at its own folder.
+The schema is closed, like a recipe's. The whole matrix is checked before anything runs: every recipe and target exists,
+and every target can run its recipe in its runtime. Relative paths begin at the file's own folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _listed(value: Any) -> Any:
 
 
 class Match(Closed):
-    """Cells by their parts: all that are named have to fit; globs, `*-int4`. `on` is a device, or `here`."""
+    """Cells selected by their parts; all given parts have to match; globs, `*-int4`. `on` is a device, or `here`."""
 
     model: str | None = None
     recipe: str | None = None
@@ -51,11 +51,11 @@ class Match(Closed):
     @model_validator(mode="after")
     def _names_something(self) -> Self:
         if all(getattr(self, name) is None for name in Match.model_fields):
-            raise ValueError(f"it names at least one of {', '.join(Match.model_fields)}")
+            raise ValueError(f"needs at least one of {', '.join(Match.model_fields)}")
         return self
 
     def fits(self, cell: NightCell) -> bool:
-        """Whether a cell is meant."""
+        """Tell whether a cell matches."""
         globs = (self.model, self.recipe, self.target, self.runtime, self.on)
         parts = (cell.model, cell.recipe, cell.target, cell.program, cell.on or HERE)
         fitting = all(glob is None or fnmatchcase(part, glob) for glob, part in zip(globs, parts, strict=True))
@@ -63,11 +63,11 @@ class Match(Closed):
 
 
 class Include(Closed):
-    """Cells besides the product.
+    """Additional cells.
 
     Args:
-        runtime: None: the one of the target's that computes in most of what the recipe stores.
-        batches: none: those of the matrix.
+        runtime: None: the target's runtime that computes natively in most of the recipe's formats.
+        batches: empty: those of the matrix.
     """
 
     model: Name
@@ -78,12 +78,12 @@ class Include(Closed):
 
 
 class NightMargins(Closed):
-    """Differences of less are nobody's concern.
+    """Smallest differences that matter.
 
     Args:
         latency: 0.02 is 2 % slower.
         accuracy: 0.01 is one item in a hundred.
-        kl: nats from the float model; and of the negative logarithm of the perplexity.
+        kl: nats of KL from the float model, and of log-perplexity.
         size: 0.01 is 1 % larger.
     """
 
@@ -103,18 +103,18 @@ class MarginOverride(Match):
 
 
 class NightGates(NightMargins):
-    """What raises an alarm.
+    """Conditions of an alarm.
 
     Args:
         alpha: chance that any cell of a night is called worse by mistake.
-        overrides: of the margins, by cells; where several fit the last one counts.
+        overrides: margins for some cells; the last match counts.
     """
 
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
     overrides: list[MarginOverride] = Field(default=[])
 
     def of(self, cell: NightCell) -> NightMargins:
-        """Find the margins of a cell."""
+        """Return the margins of a cell."""
         fitting = [override.model_dump(exclude_none=True) for override in self.overrides if override.fits(cell)]
         margins = self.model_dump() | {name: value for override in fitting for name, value in override.items()}
         return NightMargins(**{name: margins[name] for name in NightMargins.model_fields})
@@ -122,11 +122,11 @@ class NightGates(NightMargins):
 
 @dataclass(frozen=True)
 class BaselineChoice:
-    """What a cell is set against.
+    """Baseline of a cell.
 
     Args:
-        kind: `accepted`, its own bundle of the last night that passed; `release`, its build's bundle of the last
-            release; or `bundle`, whose path stands there as the file has it.
+        kind: `accepted`, its own bundle of the last night that passed; `release`, the last release's bundle of its
+            build; or `bundle`, the one at path `bundle`.
     """
 
     kind: BaselineKind = "accepted"
@@ -145,12 +145,12 @@ class BaselineChoice:
 
 
 class TimeBudget(Closed):
-    """How long a cell is measured: so many seconds, or so many ABBA blocks, in rounds between which both are reloaded.
+    """Budget of a cell's timing: seconds or ABBA blocks, in rounds between which all sides are reloaded.
 
     Args:
-        rounds: six or more are what an interval stands on.
-        blocks: of all rounds together.
-        seconds: instead.
+        rounds: number of rounds; an interval needs six or more.
+        blocks: blocks of all rounds together.
+        seconds: seconds instead of blocks.
     """
 
     rounds: Annotated[int, Field(gt=0)] = ROUNDS
@@ -160,37 +160,37 @@ class TimeBudget(Closed):
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
         if self.blocks is not None and self.seconds is not None:
-            raise ValueError("either `blocks` or `seconds`")
+            raise ValueError("give either `blocks` or `seconds`")
         if self.blocks is not None and self.blocks < self.rounds:
-            raise ValueError(f"{self.rounds} rounds take at least as many blocks, not {self.blocks}")
+            raise ValueError(f"{self.rounds} rounds need at least as many blocks, got {self.blocks}")
         return self
 
     @property
     def most(self) -> int | None:
-        """Blocks; None where time decides."""
+        """Number of blocks; None if time decides."""
         return None if self.seconds is not None else self.blocks or self.rounds * BLOCKS
 
 
 class Nightly(Closed):
-    """What is compared each night.
+    """The configuration of a night.
 
     Args:
-        models: as `quantkit compile` takes them: names, folders (`./mine`), `hf:org/name`.
+        models: names, folders (`./mine`) or `hf:org/name`, as for `quantkit compile`.
         recipes: names or paths.
         targets: names or paths.
-        runtimes: none: for each recipe and target the one that computes in most of what is stored.
-        on: devices that cells are measured on, by their names (`quantkit device list`); `here` is this machine.
-        batches: sequences at once.
-        exclude: cells of the product that are left out; each entry must fit some.
-        include: cells besides the product.
+        runtimes: runtimes; empty: for each recipe and target the one that computes natively in most formats.
+        on: devices to measure on, by name (`quantkit device list`); `here` is this machine.
+        batches: batch sizes.
+        exclude: cells to leave out; each entry must match some.
+        include: additional cells.
         set_: `set`, changes to every recipe, `PATH=YAML`.
-        calibration: instead of the recipes' own set.
-        gates: what raises an alarm.
-        baseline: what candidates are set against.
-        baselines: the same for one model.
-        release: the last release, a bundle or a folder of them; drift is measured against it.
-        budget: of measuring a cell.
-        limit: hours that a build may take; one that takes longer is ended, and has failed.
+        calibration: calibration set in place of the recipes' own.
+        gates: conditions of an alarm.
+        baseline: baseline of the candidates.
+        baselines: model -> its own baseline.
+        release: last release, a bundle or a folder of them; drift is measured against it.
+        budget: time budget of a cell.
+        limit: most hours of a build; a longer one is ended and fails.
         store: folder of the results.
         bundles: folder of the bundles.
         page: folder of the site.
@@ -223,14 +223,14 @@ class Nightly(Closed):
     @field_validator("models", "recipes", "targets", "runtimes", "on", "batches")
     @classmethod
     def _once(cls, value: list[Any]) -> list[Any]:
-        twice = [each for each in value if value.count(each) > 1]
+        twice = [entry for entry in value if value.count(entry) > 1]
         if twice:
-            raise ValueError(f"{twice[0]} is there twice")
+            raise ValueError(f"{twice[0]} is listed twice")
         return value
 
     @model_validator(mode="after")
     def _release_is_named(self) -> Self:
-        if self.release is None and any(each.kind == "release" for each in (self.baseline, *self.baselines.values())):
+        if self.release is None and any(one.kind == "release" for one in (self.baseline, *self.baselines.values())):
             raise ValueError("a baseline of the last release needs `release: PATH`")
         strange = [name for name in self.baselines if name not in self.all_models()]
         if strange:
@@ -238,73 +238,74 @@ class Nightly(Closed):
         return self
 
     def all_models(self) -> list[str]:
-        """List each model once, of the product and besides."""
-        return list(dict.fromkeys([*self.models, *(each.model for each in self.include)]))
+        """List every model once."""
+        return list(dict.fromkeys([*self.models, *(added.model for added in self.include)]))
 
     @classmethod
     def load(cls, path: str | Path, *, look: bool = True) -> Nightly:
-        """Read a `nightly.yaml` and check all of it.
+        """Read and check a `nightly.yaml`.
 
         Args:
-            look: for what it names. False for what reads the store alone, which is there when a model or a baseline
-                has gone, and for a job of a night, on a machine that does not know its devices; it has no cells then.
+            look: False to skip checking that models, recipes and devices exist, and to leave the cells empty: for
+                readers of the store, and for a job on a machine that lacks the devices.
 
-        Raises:
-            InputError: `nightly-invalid`: an unknown key, a wrong value, an entry that fits no cell; what a recipe or a
-                target raises; `target-cannot-run`. One line, with a did-you-mean.
+        Raises InputError: `nightly-invalid`: an unknown key, a wrong value, an entry that matches no cell; errors of a
+        recipe or target; `target-cannot-run`. One line, with a suggestion.
         """
         place = Path(path).expanduser()
-        found = cls.from_dict(read_yaml(place), folder=place.parent, where=str(path), look=look)
-        found._sha256 = hashlib.sha256(place.read_bytes()).hexdigest()
-        return found
+        config = cls.from_dict(read_yaml(place), folder=place.parent, where=str(path), look=look)
+        config._sha256 = hashlib.sha256(place.read_bytes()).hexdigest()
+        return config
 
     @classmethod
     def from_dict(cls, data: Any, *, folder: Path = Path(), where: str = NAME, look: bool = True) -> Nightly:
-        """Check a mapping. `folder` is where its relative paths begin; `look`: see `load`."""
+        """Check a mapping. `folder`: start of its relative paths; `look`: see `load`."""
         if not isinstance(data, dict):
-            raise InputError("nightly-invalid", where=where, value="not a mapping", rule="it is a YAML mapping")
+            raise InputError(
+                "nightly-invalid", where=where, value="not a mapping", rule="nightly.yaml is a YAML mapping"
+            )
         known = known_keys(cls)
         try:
-            found = cls.model_validate(data)
+            config = cls.model_validate(data)
         except ValidationError as error:
             raise from_validation(error, where=where, code="nightly-invalid", known=known) from None
-        found._folder = folder.absolute()
+        config._folder = folder.absolute()
         if look:
-            found._cells = _checked(found, where)
-        return found
+            config._cells = _checked(config, where)
+        return config
 
     def cells(self) -> tuple[NightCell, ...]:
         """List all cells, by model, recipe, target, runtime and batch, in the file's order."""
         return self._cells
 
     def chosen(self, only: str | None) -> tuple[NightCell, ...]:
-        """Choose the cells whose keys fit a glob; all of them where it is None. Raises InputError `no-such-cells`."""
-        found = tuple(cell for cell in self._cells if only is None or fnmatchcase(cell.key, only))
-        if not found:
-            rule = "a glob of cells as the store calls them: model|recipe|target|runtime|batch"
-            remedy = f"one is called {self._cells[0].key}"
+        """Return the cells with keys that match a glob; None: all. Raises InputError `no-such-cells`."""
+        cells = tuple(cell for cell in self._cells if only is None or fnmatchcase(cell.key, only))
+        if not cells:
+            rule = "--only is a glob of cell keys: model|recipe|target|runtime|batch"
+            remedy = f"one cell is {self._cells[0].key}"
             raise InputError("no-such-cells", where="--only", value=only, rule=rule, remedy=remedy)
-        return found
+        return cells
 
     @property
     def sha256(self) -> str:
-        """Of the file; empty where there was none."""
+        """Hash of the file; empty without a file."""
         return self._sha256
 
     def at(self, place: str) -> Path:
-        """Find the path that a relative one in the file means."""
+        """Resolve a relative path of the file."""
         return self._folder / Path(place).expanduser()
 
     def reference(self, name: str) -> str:
-        """Write a model, recipe, target or set as `quantkit compile` takes it, wherever that is called."""
+        """Return a model, recipe, target or set in a form that `quantkit compile` accepts from any folder."""
         return name if not is_path(name) or name.startswith("hf:") else str(self.at(name))
 
     def baseline_of(self, cell: NightCell) -> BaselineChoice:
-        """Find what a cell is set against."""
+        """Return the baseline choice of a cell."""
         return self.baselines.get(cell.model, self.baseline)
 
     def request(self, model: str, recipe: str, target: str, **others: Any) -> Request:
-        """Make the compile of a build. Raises InputError."""
+        """Return the compile request of a build. Raises InputError."""
         calibration = None if self.calibration is None else self.reference(self.calibration)
         how: dict[str, Any] = {"recipe": self.reference(recipe), "target": self.reference(target), **others}
         return Request.of(self.reference(model), calibration=calibration, changes=self.set_, **how)
@@ -317,18 +318,16 @@ def builds(cells: Iterable[NightCell]) -> dict[str, list[NightCell]]:
 
 # --- the matrix, checked ---
 
-# (model, recipe, target, runtime that is asked for) -> the runtime
+# (model, recipe, target, requested runtime) -> the runtime
 RuntimeOf = Callable[[str, str, str, str | None], str]
-# what works where code of a recipe's own file does not: nobody is there at night to allow it
-_PACKAGE = "nightly runs what installed packages offer: make the file one, as docs/plugins.md shows"
+# remedy for a recipe with its own Python file: at night nobody can allow it
+_PACKAGE = "nightly only runs installed plug-ins: package the file, as docs/plugins.md shows"
 
 
 def _checked(config: Nightly, where: str) -> tuple[NightCell, ...]:
     """Make the cells of a matrix.
 
-    Raises:
-        InputError: something named that is not there; a cell whose target cannot run it; an entry that fits no cell,
-            or adds none.
+    Raises InputError: a named thing is missing; a target cannot run its cell; an entry matches no cell, or adds none.
     """
     for model in config.all_models():
         _demand_model(config, model, where)
@@ -347,7 +346,7 @@ def _checked(config: Nightly, where: str) -> tuple[NightCell, ...]:
             raise _idle(f"{where}: include.{number}", "adds no cell")
         cells.update(dict.fromkeys(more))
     if not cells:
-        raise InputError("nightly-invalid", where=where, value="no cell is left", remedy="exclude less")
+        raise InputError("nightly-invalid", where=where, value="no cell remains", remedy="exclude less")
     for number, override in enumerate(config.gates.overrides):
         if not any(override.fits(cell) for cell in cells):
             raise _idle(f"{where}: gates.overrides.{number}", "fits no cell")
@@ -355,7 +354,7 @@ def _checked(config: Nightly, where: str) -> tuple[NightCell, ...]:
 
 
 def _product(config: Nightly, where: str, runtime_of: RuntimeOf) -> dict[NightCell, None]:
-    """Make the cells of the product that are not left out, in order."""
+    """Return the cells of the product that are not excluded, in order."""
     used: set[int] = set()
 
     def left_out(cell: NightCell) -> bool:
@@ -366,7 +365,7 @@ def _product(config: Nightly, where: str, runtime_of: RuntimeOf) -> dict[NightCe
     cells: dict[NightCell, None] = {}
     runtimes: list[str | None] = [*config.runtimes] or [None]
     for model, recipe, target, asked in itertools.product(config.models, config.recipes, config.targets, runtimes):
-        # what is left out need not run, so it is not asked which runtime would
+        # excluded cells need no runtime
         places = [
             (device, batch)
             for device, batch in itertools.product(config.on, config.batches)
@@ -387,7 +386,8 @@ def _on(runtime: str, device: str) -> str:
 
 
 def _runtimes(config: Nightly, where: str) -> RuntimeOf:
-    """Tell which runtime a build runs in; InputError where it cannot, or cannot in the one that is asked for."""
+    """Return a function for the runtime of a build; it raises InputError if the build cannot run, or not as
+    requested."""
 
     def chosen(model: str, recipe: str, target: str, asked: str | None) -> str:
         kind, request = kind_of(model), config.request(model, recipe, target)
@@ -402,7 +402,7 @@ def _runtimes(config: Nightly, where: str) -> RuntimeOf:
     alike: dict[tuple[str | None, str, str, str | None], str] = {}
 
     def runtime_of(model: str, recipe: str, target: str, asked: str | None) -> str:
-        # models of one kind differ in nothing that matters here
+        # models of one kind have the same runtime
         key = (kind_of(model), recipe, target, asked)
         try:
             if key not in alike:
@@ -419,7 +419,7 @@ def _runtimes(config: Nightly, where: str) -> RuntimeOf:
 
 
 def _demand_model(config: Nightly, model: str, where: str) -> None:
-    """Refuse a model that is neither shipped nor there; what the hub has is not asked."""
+    """Refuse an unknown model; the hub is not asked."""
     if model in ALIASES or model.startswith("hf:"):
         return
     if not is_path(model):
@@ -430,8 +430,8 @@ def _demand_model(config: Nightly, model: str, where: str) -> None:
 
 
 def _demand_bundles(config: Nightly, where: str) -> None:
-    """Refuse a bundle to compare with that is none."""
-    choices = {"baseline": config.baseline, **{f"baselines.{name}": each for name, each in config.baselines.items()}}
+    """Refuse a baseline without a bundle."""
+    choices = {"baseline": config.baseline, **{f"baselines.{name}": named for name, named in config.baselines.items()}}
     for key, choice in choices.items():
         if choice.bundle is not None and not (config.at(choice.bundle) / MANIFEST).is_file():
             raise _no_bundle(f"{where}: {key}", config.at(choice.bundle), "a bundle's folder")
@@ -447,4 +447,4 @@ def _no_bundle(where: str, place: object, rule: str) -> InputError:
 
 
 def _idle(where: str, value: str) -> InputError:
-    return InputError("nightly-invalid", where=where, value=value, remedy="mend it, or leave it out")
+    return InputError("nightly-invalid", where=where, value=value, remedy="correct or remove it")

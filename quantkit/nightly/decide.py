@@ -1,9 +1,9 @@
-"""From the rows of a night to its decisions.
+"""Turn the rows of a night into decisions.
 
-All comparisons of the night, with baselines and with the last release, are one family (`stats.decision`): what cells of
-one build share counts once. What was counted (bytes) is certain and no part of it. A time that was called worse is run
-again (`Judged.repeat`), and raised only if the second run, decided on its own times, says the same. Nothing here
-measures or writes.
+All comparisons of the night, with baselines and with the last release, form one family (`stats.decision`); a comparison
+that cells of one build share counts once. Bytes are counted, hence certain, and not part of it. A time called worse is
+measured again (`Judged.repeat`), and raised only if the second run, decided on its own times, is worse too. This module
+neither measures nor writes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from quantkit.stats import decision as stats
 
 Taken = TypeVar("Taken", Time, Item)
 
-# of several things that share a row, the first of these is told
+# severity order: of several answers that share a row, the first one counts
 _GRAVEST: tuple[Answer, ...] = ("worse", "failed", "inconclusive", "missing", "better", "same")
-# of two that share a row
+# minor one of two that share a row
 _BESIDES: tuple[Thing, ...] = ("perplexity", "accuracy")
 _FIELDS = ("code", "where", "value", "rule", "remedy")
 _HEADS: dict[Thing, str] = {
@@ -42,11 +42,11 @@ _NOTHING = "it holds no times against the same side"
 
 @dataclass(frozen=True)
 class Judged:
-    """The decisions of a night.
+    """Decisions of a night.
 
     Args:
         decisions: one a cell and column, in the order of the matrix.
-        repeat: cells whose times were called worse by a first run and have no second yet.
+        repeat: cells with times called worse by a first run and without a second.
     """
 
     decisions: list[StoredDecision]
@@ -55,7 +55,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class _Decided:
-    """A comparison and its answer; `repeat` where its time alarmed and has no second run yet."""
+    """A comparison and its answer; `repeat`: True if its time alarmed and needs a second run."""
 
     asked: NightComparison
     answer: Answer
@@ -67,18 +67,18 @@ class _Decided:
 
     @property
     def gravity(self) -> tuple[int, bool]:
-        """Sorts the gravest first; among equals always the same one, so that its nights make one line."""
+        """Sort key, gravest first; ties are resolved consistently, so that nights stay comparable."""
         return _GRAVEST.index(self.answer), self.asked.thing in _BESIDES
 
 
 def decide_night(store: Store, night: str, config: Nightly) -> Judged:
-    """Decide a night on what the store has of it.
+    """Decide a night from its rows in the store.
 
     Raises:
         InputError: `night-missing`.
         MissingDependency: scipy is not installed.
     """
-    begun = {each.night: each for each in store.nights()}
+    begun = {night_.night: night_ for night_ in store.nights()}
     if night not in begun:
         last = f"the last is {max(begun)}" if begun else "there is none"
         raise InputError("night-missing", where=str(store.path), value=f"no night {night}", remedy=last)
@@ -96,27 +96,27 @@ def judge(
     """Decide all cells of a night together.
 
     Args:
-        results: of the night, first and second attempts.
+        results: results of the night, first and second attempts.
     """
-    attempts = {(each.cell, each.attempt): each for each in results}
+    attempts = {(result.cell, result.attempt): result for result in results}
     cells = [NightCell.of(key) for key in night.matrix]
-    found: list[NightComparison] = []
+    comparisons: list[NightComparison] = []
     for build, members in builds(cells).items():
-        done = [each for each in members if _is_done(attempts.get((each.key, 1)))]
-        found += [_undone(each, attempts.get((each.key, 1))) for each in members if each not in done]
+        done = [cell for cell in members if _is_done(attempts.get((cell.key, 1)))]
+        comparisons += [_undone(cell, attempts.get((cell.key, 1))) for cell in members if cell not in done]
         for margins, alike in _by_margins(config, done).items():
-            of_these = [attempts[each.key, 1] for each in alike]
-            found += ask.of_items(of_these, _attempt(items(build), 1), margins)
-        for each in done:
-            result, margins = attempts[each.key, 1], config.gates.of(each)
-            found += ask.of_times(result, _attempt(times(each.key), 1), margins)
-            found.append(ask.of_size(result, margins))
-    decided = _decided(found, config.gates.alpha)
+            of_these = [attempts[cell.key, 1] for cell in alike]
+            comparisons += ask.of_items(of_these, _attempt(items(build), 1), margins)
+        for cell in done:
+            result, margins = attempts[cell.key, 1], config.gates.of(cell)
+            comparisons += ask.of_times(result, _attempt(times(cell.key), 1), margins)
+            comparisons.append(ask.of_size(result, margins))
+    decided = _decided(comparisons, config.gates.alpha)
     decided = _repeated(decided, config, attempts, times)
-    order = {each.key: number for number, each in enumerate(cells)}
+    order = {cell.key: number for number, cell in enumerate(cells)}
     rows = sorted(_rows(night.night, decided), key=lambda row: order[row.cell])
-    repeat = {key for each in decided if each.repeat for key in each.asked.cells}
-    return Judged(rows, [each for each in cells if each.key in repeat])
+    repeat = {key for one in decided if one.repeat for key in one.asked.cells}
+    return Judged(rows, [cell for cell in cells if cell.key in repeat])
 
 
 def _is_done(result: Result | None) -> bool:
@@ -124,19 +124,19 @@ def _is_done(result: Result | None) -> bool:
 
 
 def _undone(cell: NightCell, result: Result | None) -> NightComparison:
-    """The answer of a cell that nothing was measured of."""
+    """Return the answer of a cell without measurements."""
     if result is None:
-        why = "the night ended before it: `quantkit nightly run --resume` goes on"
+        why = "the night ended before it: continue with `quantkit nightly run --resume`"
         return NightComparison((cell.key,), "latency", "latency", answer="missing", because=why)
     answer: Answer = "failed" if result.state == "failed" else "missing"
-    why = "no reason is known"
+    why = "the reason is unknown"
     if result.error:
         why = InputError(**{name: result.error.get(name, "") for name in _FIELDS}).line()
     return NightComparison((cell.key,), "latency", "latency", answer=answer, because=why)
 
 
 def _by_margins(config: Nightly, cells: Sequence[NightCell]) -> dict[NightMargins, list[NightCell]]:
-    """Group cells of one build that ask the same of what they share: mostly all of them."""
+    """Group cells of one build by the margins of their shared comparisons: usually one group."""
 
     def shared(cell: NightCell) -> NightMargins:
         margins = config.gates.of(cell)
@@ -149,17 +149,17 @@ def _attempt(rows: Sequence[Taken], number: int) -> list[Taken]:
     return [row for row in rows if row.attempt == number]
 
 
-def _decided(found: Sequence[NightComparison], alpha: float) -> list[_Decided]:
-    """A decision each: what was measured as one family, what was counted alone."""
-    known = [each.evidence for each in found if each.evidence is not None and each.thing != "size"]
+def _decided(comparisons: Sequence[NightComparison], alpha: float) -> list[_Decided]:
+    """Decide every comparison: measured ones as one family, counted ones alone."""
+    known = [one.evidence for one in comparisons if one.evidence is not None and one.thing != "size"]
     measured = iter(stats.decide(known, alpha=alpha))
     decided: list[_Decided] = []
-    for each in found:
-        if each.evidence is None:
-            decided.append(_Decided(each, each.answer, each.because))
+    for one in comparisons:
+        if one.evidence is None:
+            decided.append(_Decided(one, one.answer, one.because))
             continue
-        decision = stats.decide([each.evidence])[0] if each.thing == "size" else next(measured)
-        decided.append(_with(each, decision))
+        decision = stats.decide([one.evidence])[0] if one.thing == "size" else next(measured)
+        decided.append(_with(one, decision))
     return decided
 
 
@@ -168,8 +168,7 @@ def _with(asked: NightComparison, decision: stats.CellDecision, confirmed: bool 
     assert evidence is not None
     better = decision.answer == "better"
     p = evidence.p_below(-evidence.alarm) if better else evidence.p_above(evidence.alarm)
-    said = _because(asked, decision, confirmed)
-    return _Decided(asked, decision.answer, said, decision, p, confirmed)
+    return _Decided(asked, decision.answer, _because(asked, decision, confirmed), decision, p, confirmed)
 
 
 def _repeated(
@@ -178,8 +177,8 @@ def _repeated(
     attempts: Mapping[tuple[str, int], Result],
     times: Callable[[str], Sequence[Time]],
 ) -> list[_Decided]:
-    """The same, with what second runs say of times that were called worse: a family of their own."""
-    found = list(decided)
+    """Apply second runs to times that were called worse: a family of their own."""
+    repeated = list(decided)
     again: dict[int, NightComparison] = {}
     for number, first in enumerate(decided):
         if first.answer != "worse" or first.asked.thing != "latency":
@@ -187,55 +186,55 @@ def _repeated(
         (key,) = first.asked.cells
         result = attempts.get((key, 2))
         if result is None:
-            found[number] = replace(first, repeat=True)
+            repeated[number] = replace(first, repeat=True)
             continue
         second = _undone(NightCell.of(key), result)
         if _is_done(result):
             taken = ask.of_times(result, _attempt(times(key), 2), config.gates.of(NightCell.of(key)))
-            second = next((each for each in taken if each.what == first.asked.what), replace(second, because=_NOTHING))
+            second = next((one for one in taken if one.what == first.asked.what), replace(second, because=_NOTHING))
         if second.evidence is None:
-            # an alarm that nobody could look into is no silence
+            # an alarm without a valid second run must not disappear
             why = f"{first.because.replace(_NOT_YET, '')}; its second run failed: {second.because}"
-            found[number] = _Decided(first.asked, "failed", why)
+            repeated[number] = _Decided(first.asked, "failed", why)
         else:
             again[number] = second
-    evidence = [each.evidence for each in again.values() if each.evidence is not None]
+    evidence = [one.evidence for one in again.values() if one.evidence is not None]
     for (number, second), decision in zip(again.items(), stats.decide(evidence, alpha=config.gates.alpha), strict=True):
         first = decided[number]
         assert first.decision is not None
         both = stats.confirm(first.decision, decision)
-        found[number] = _with(second, both, decision.answer == "worse")
-    return found
+        repeated[number] = _with(second, both, decision.answer == "worse")
+    return repeated
 
 
 def _rows(night: str, decided: Sequence[_Decided]) -> list[StoredDecision]:
-    """Make one row a cell and column: the gravest of what shares it."""
+    """Return one row a cell and column: the gravest answer of those that share it."""
     gravest: dict[tuple[str, What], _Decided] = {}
-    for made in decided:
-        for cell in made.asked.cells:
-            key = cell, made.asked.what
-            if key not in gravest or made.gravity < gravest[key].gravity:
-                gravest[key] = made
-    return [_row(night, cell, what, made) for (cell, what), made in gravest.items()]
+    for one in decided:
+        for cell in one.asked.cells:
+            key = cell, one.asked.what
+            if key not in gravest or one.gravity < gravest[key].gravity:
+                gravest[key] = one
+    return [_row(night, cell, what, one) for (cell, what), one in gravest.items()]
 
 
-def _row(night: str, cell: str, what: What, made: _Decided) -> StoredDecision:
-    row = StoredDecision(night, cell, what, made.answer, n=made.asked.n, because=made.because)
-    if (known := made.decision) is None:
+def _row(night: str, cell: str, what: What, one: _Decided) -> StoredDecision:
+    row = StoredDecision(night, cell, what, one.answer, n=one.asked.n, because=one.because)
+    if (known := one.decision) is None:
         return row
     low, high = known.ci95
     row = replace(row, value=known.effect, low=low, high=high, margin=known.margin, smallest=known.detectable)
-    if made.asked.thing == "size":
+    if one.asked.thing == "size":
         return row
-    adjusted = known.p_better if made.answer == "better" else known.p_worse
-    return replace(row, p=made.p, p_adjusted=adjusted, confirmed=made.confirmed)
+    adjusted = known.p_better if one.answer == "better" else known.p_worse
+    return replace(row, p=one.p, p_adjusted=adjusted, confirmed=one.confirmed)
 
 
 # --- in words --------------------------------------------------------------------------------------------------------
 
 
 def _because(asked: NightComparison, decision: stats.CellDecision, confirmed: bool | None) -> str:
-    """Say it in one sentence; `confirmed` is whether a second run said the same, None where there was none."""
+    """Explain a decision in one sentence; `confirmed`: True if a second run agreed, None without one."""
     told = f"{_HEADS[asked.thing]} {_amount(asked.thing, decision.effect)}"
     if asked.thing != "size":
         low, high = (_amount(asked.thing, end) for end in decision.ci95)
@@ -256,7 +255,7 @@ def _because(asked: NightComparison, decision: stats.CellDecision, confirmed: bo
 
 
 def _amount(thing: Thing, effect: float) -> str:
-    """`+4.8 %`, `+0.012 nats`; nothing is without a sign."""
+    """Format an effect: `+4.8 %`, `+0.012 nats`; zero has no sign."""
     if thing in ("kl", "perplexity"):
         sign = "−" if effect < 0 else "+" if effect > 0 else ""
         return f"{sign}{words.figure(abs(effect), 2)} nats"

@@ -1,12 +1,12 @@
-"""What the rows of one cell or build say about the candidate, as evidence for a decision.
+"""Derive evidence for a decision from the rows of one cell or build.
 
     latency     times of both sides in the same ABBA blocks         `stats.slowdown`
-    accuracy    items that one side answers right and the other not `stats.flips`, sequences as clusters
+    accuracy    items that only one side answers right              `stats.flips`, sequences as clusters
     kl          KL from the float model, and −log p                 `stats.flips`, sequences as clusters
     drift       latency and accuracy against the last release
     size        bytes, counted
 
-What cannot be compared has its answer at once, with the reason: nothing is compared with nothing.
+A comparison without data on both sides gets its answer at once, with the reason.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from quantkit.stats.slowdown import slowdown
 Array = NDArray[Any]
 Thing = Literal["latency", "accuracy", "kl", "perplexity", "size"]
 
-# flags of a result, each followed by `: ` and the reason: where one side is not there, the cell is inconclusive.
-# What was not scored is the candidate, or the side that the reason begins with: `accuracy-unscored: baseline: ...`
+# flags of a result, each followed by `: ` and the reason: a missing side makes the cell inconclusive. `UNSCORED`
+# concerns the candidate, or the side at the start of the reason: `accuracy-unscored: baseline: ...`
 UNLOADABLE: dict[Side, str] = {"baseline": "baseline-unloadable", "release": "release-unloadable"}
 UNSCORED = "accuracy-unscored"
-FIRST = "no baseline yet: this night becomes it"
+FIRST = "no baseline yet: this night becomes the baseline"
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class NightComparison:
     """One comparison.
 
     Args:
-        cells: keys; those of a build share what is measured once.
+        cells: keys of the cells; those of one build share some measurements.
         what: column of its decision.
-        evidence: None where there is an answer without any; `because` says why, else what else a reader must know.
+        evidence: None if the answer needs none; `because` then has the reason, otherwise a note for the reader.
         n: items, or timed steps of the candidate.
     """
 
@@ -59,18 +59,18 @@ class NightComparison:
 
 
 def is_first(result: Result) -> bool:
-    """Whether a cell had nothing yet to be set against, and so becomes what the next night is set against."""
+    """Tell whether a cell had no baseline yet, and so becomes the next night's baseline."""
     return result.state == "done" and result.baseline_sha256 is None and not _flag(result, UNLOADABLE["baseline"])
 
 
 def of_times(result: Result, times: Sequence[Time], margins: NightMargins) -> list[NightComparison]:
-    """Compare latency, and drift of latency where there is a release; `times` are of the result's attempt."""
+    """Compare latency and, with a release, its drift; `times` belong to the result's attempt."""
     sides: list[Side] = ["baseline", *(["release"] if _has_release(result) else [])]  # type: ignore[list-item]
     return [_timed(result, times, side, margins) for side in sides]
 
 
 def of_items(results: Sequence[Result], items: Sequence[Item], margins: NightMargins) -> list[NightComparison]:
-    """Compare accuracy and KL of cells of one build that share margins, and drift where there is a release."""
+    """Compare accuracy and KL of one build's cells with equal margins and, with a release, the drift."""
     compared = _scored(results, items, "baseline", margins)
     if _has_release(results[0]) and any(item.side == "release" for item in items):
         compared += _scored(results, items, "release", margins)
@@ -78,7 +78,7 @@ def of_items(results: Sequence[Result], items: Sequence[Item], margins: NightMar
 
 
 def of_size(result: Result, margins: NightMargins) -> NightComparison:
-    """Compare the bytes of the weights: counted, so nothing about them is uncertain."""
+    """Compare the bytes of the weights, which are exact."""
     cells = (result.cell,)
     if not result.bytes or not result.baseline_bytes:
         answer, why = _nothing(result, "baseline", there=bool(result.bytes))
@@ -91,8 +91,8 @@ def of_size(result: Result, margins: NightMargins) -> NightComparison:
 
 def _timed(result: Result, times: Sequence[Time], other: Side, margins: NightMargins) -> NightComparison:
     cells, what = (result.cell,), _what("latency", other)
-    ours = [each for each in times if each.side == "candidate"]
-    if not ours or not any(each.side == other for each in times):
+    ours = [step for step in times if step.side == "candidate"]
+    if not ours or not any(step.side == other for step in times):
         answer, why = _nothing(result, other, there=bool(ours))
         return NightComparison(cells, what, "latency", n=len(ours), answer=answer, because=why)
 
@@ -100,28 +100,29 @@ def _timed(result: Result, times: Sequence[Time], other: Side, margins: NightMar
         candidate, baseline, rounds = paired(times, other, result.cell)
         return slowdown(candidate, baseline, rounds=rounds, margin=margins.latency, where=result.cell)
 
-    slowed = sum(bool(each.throttled) for each in times)
-    notes = [f"the device had lowered its clock in {slowed} of {len(times)} steps"] if slowed else []
-    notes += ["both are the same bundle"] if result.content_sha256 == _sha256(result, other) else []
+    slowed = sum(bool(step.throttled) for step in times)
+    notes = [f"the device lowered its clock in {slowed} of {len(times)} steps"] if slowed else []
+    notes += ["both sides are the same bundle"] if result.content_sha256 == _sha256(result, other) else []
     return _asked(cells, what, "latency", len(ours), evidence, "; ".join(notes))
 
 
 def paired(times: Sequence[Time], other: Side, where: str) -> tuple[Array, Array, list[int]]:
     """Pair (candidate, other side) [blocks, 2, burst] in seconds, and count the blocks of each round.
 
-    Blocks that only one of the two is in are left out: those are against somebody else.
+    Blocks without one of the two sides are skipped: they compare with another side.
 
-    Raises:
-        InputError: `times-invalid`, a block that does not visit both sides twice and as often as the others.
+    Raises InputError: `times-invalid`, a block that does not visit both sides twice and as often as the others.
     """
     blocks: dict[tuple[int, int], dict[str, list[float]]] = {}
-    for each in sorted(times, key=lambda each: (each.round, each.block, each.position)):
-        blocks.setdefault((each.round, each.block), {}).setdefault(each.side, []).append(each.seconds)
+    for step in sorted(times, key=lambda step: (step.round, step.block, step.position)):
+        blocks.setdefault((step.round, step.block), {}).setdefault(step.side, []).append(step.seconds)
     chosen = {key: sides for key, sides in blocks.items() if "candidate" in sides and other in sides}
     counts = {len(sides[side]) for sides in chosen.values() for side in ("candidate", other)}
     if len(counts) != 1 or (count := counts.pop()) % 2:
         value = f"blocks of {', '.join(map(str, sorted(counts or {count})))} steps of a side"
-        raise InputError("times-invalid", where=where, value=value, rule="each side is visited twice, as often in all")
+        raise InputError(
+            "times-invalid", where=where, value=value, rule="every block visits both sides twice, equally often"
+        )
     ours, theirs = (
         np.array([sides[side] for sides in chosen.values()]).reshape(len(chosen), 2, count // 2)
         for side in ("candidate", other)
@@ -132,62 +133,64 @@ def paired(times: Sequence[Time], other: Side, where: str) -> tuple[Array, Array
 def _scored(
     results: Sequence[Result], items: Sequence[Item], other: Side, margins: NightMargins
 ) -> list[NightComparison]:
-    cells, result = tuple(each.cell for each in results), results[0]
-    sides = [[each for each in items if each.side == side] for side in (other, "candidate")]
-    before, after = (sorted(side, key=lambda each: each.item) for side in sides)
+    cells, result = tuple(row.cell for row in results), results[0]
+    sides = [[row for row in items if row.side == side] for side in (other, "candidate")]
+    before, after = (sorted(side, key=lambda row: row.item) for side in sides)
     if not before or not after:
         answer, why = _nothing(result, other, there=bool(after))
         if reason := _unscored(results, other):
             answer, why = "inconclusive", f"not scored: {reason}"
-        has_kl = any(each.kl is not None for each in after)
+        has_kl = any(row.kl is not None for row in after)
         things: tuple[Literal["accuracy", "kl"], ...] = ("accuracy", "kl") if has_kl else ("accuracy",)
         return [
-            NightComparison(cells, _what(each, other), each, n=len(after), answer=answer, because=why)
-            for each in things
+            NightComparison(cells, _what(thing, other), thing, n=len(after), answer=answer, because=why)
+            for thing in things
         ]
 
-    numbers = np.array([each.item for each in before]), np.array([each.item for each in after])
-    labels = [each.sequence for each in after]
+    numbers = np.array([row.item for row in before]), np.array([row.item for row in after])
+    labels = [row.sequence for row in after]
     clusters = None if None in labels else np.array(labels)
     if clusters is not None and _all_have("logp", before, after):
-        # words, of which those far apart in a text are not alike; the crops of a photograph all are
+        # distant words of a text are independent enough; crops of a photograph are not
         clusters, _ = clusters_of(clusters)
 
     def lost() -> Evidence:
-        right = ([bool(each.correct) for each in side] for side in (before, after))
+        right = ([bool(row.correct) for row in side] for side in (before, after))
         return flips(
             *map(np.array, right), margin=margins.accuracy, clusters=clusters, items=numbers, where=result.build
         )
 
     def risen(name: str, sign: float) -> Callable[[], Evidence]:
         def evidence() -> Evidence:
-            values = (sign * np.array([getattr(each, name) for each in side], float) for side in (before, after))
+            values = (sign * np.array([getattr(row, name) for row in side], float) for side in (before, after))
             return increase(*values, margin=margins.kl, clusters=clusters, items=numbers, where=result.build)
 
         return evidence
 
     kept = {name: _all_have(name, before, after) for name in ("correct", "kl", "logp")}
-    found: list[NightComparison] = []
+    comparisons: list[NightComparison] = []
     if kept["correct"]:
-        found.append(_asked(cells, _what("accuracy", other), "accuracy", len(after), lost))
+        comparisons.append(_asked(cells, _what("accuracy", other), "accuracy", len(after), lost))
     if other == "baseline":
         for thing, name, sign in (("kl", "kl", 1.0), ("perplexity", "logp", -1.0)):
             if kept[name]:
-                found.append(_asked(cells, "kl", thing, len(after), risen(name, sign)))  # type: ignore[arg-type]
-        if not found:
-            why = "items hold neither answers nor likelihoods of both sides"
-            found.append(NightComparison(cells, "accuracy", "accuracy", n=len(after), answer="missing", because=why))
-    return found
+                comparisons.append(_asked(cells, "kl", thing, len(after), risen(name, sign)))  # type: ignore[arg-type]
+        if not comparisons:
+            why = "the items have neither answers nor likelihoods of both sides"
+            comparisons.append(
+                NightComparison(cells, "accuracy", "accuracy", n=len(after), answer="missing", because=why)
+            )
+    return comparisons
 
 
 def _all_have(name: str, *sides: Sequence[Item]) -> bool:
-    return all(getattr(each, name) is not None for side in sides for each in side)
+    return all(getattr(item, name) is not None for side in sides for item in side)
 
 
 def _asked(
     cells: tuple[str, ...], what: What, thing: Thing, n: int, evidence: Callable[[], Evidence], because: str = ""
 ) -> NightComparison:
-    """Make a comparison; where what was measured is unusable, a failure of this cell alone."""
+    """Make a comparison; unusable measurements become a failure of this cell alone."""
     try:
         return NightComparison(cells, what, thing, evidence(), n, because=because)
     except InputError as error:
@@ -195,14 +198,14 @@ def _asked(
 
 
 def _nothing(result: Result, other: Side, *, there: bool) -> tuple[Answer, str]:
-    """Give the answer, and why, where one side has no data."""
+    """Return the answer and the reason if one side has no data."""
     if not there:
-        return "missing", "nothing of the candidate was measured"
+        return "missing", "the candidate was not measured"
     if reason := _flag(result, UNLOADABLE[other]):
         return "inconclusive", f"the {_named(other)} could not be loaded: {reason}"
     if other == "baseline" and is_first(result):
         return "inconclusive", FIRST
-    return "inconclusive", f"nothing of the {_named(other)} was measured"
+    return "inconclusive", f"the {_named(other)} was not measured"
 
 
 def _named(other: Side) -> str:
@@ -222,17 +225,17 @@ def _sha256(result: Result, other: Side) -> str | None:
 
 
 def _unscored(results: Sequence[Result], other: Side) -> str:
-    """Why the candidate or the other side has no items; empty where no flag says so."""
+    """Return the flagged reason for unscored items of the candidate or the other side; "" without one."""
     reasons = [reason for result in results for reason in _flags(result, UNSCORED)]
     others = [f"{side}:" for side in UNLOADABLE if side != other]
     return next((reason for reason in reasons if not reason.startswith(tuple(others))), "")
 
 
 def _flag(result: Result, name: str) -> str:
-    """What a flag says; empty where it is not there."""
+    """Return the reason of a flag; "" without it."""
     return next(iter(_flags(result, name)), "")
 
 
 def _flags(result: Result, name: str) -> list[str]:
-    found = (flag for flag in result.flags if flag == name or flag.startswith(f"{name}:"))
-    return [flag.removeprefix(name).lstrip(": ") or "no reason is known" for flag in found]
+    matching = (flag for flag in result.flags if flag == name or flag.startswith(f"{name}:"))
+    return [flag.removeprefix(name).lstrip(": ") or "the reason is unknown" for flag in matching]

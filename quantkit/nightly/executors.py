@@ -1,19 +1,19 @@
-"""Where the builds of a night run.
+"""Run the builds of a night, on this machine or on a cluster.
 
-`local`: here, one build after another: what is timed has the machine for itself. Builds whose cells are measured on
-devices are compiled here first. Then the devices measure side by side, each one cell at a time, and this machine its
-own when they are done: it has nothing else to do meanwhile.
+`local`: on this machine, one build after another, so that timing has the machine to itself. Builds for devices are
+compiled here first. Then the devices measure in parallel, each one cell at a time. This machine measures its own
+builds after they finish.
 
 `ray`: on a Ray cluster, each build on a node that offers its target as a resource.
 
     ray start --head --resources='{"cpu-x86": 1}'
     ray start --address=HEAD:6379 --resources='{"l4": 1}'
 
-Cells of a device (`on: [pi5]`) go to a node that offers the device's name: one that reaches it, by OpenSSH's own
-configuration and keys. What else is known of the device goes with them. A build takes one of the resource, so a node
-that offers 1 runs one build at a time. Where a node dies, its build begins anew on another; what it had committed is
-not done again. The store, the bundles and `nightly.yaml` lie on a path that all nodes share, and quantkit is installed
-on all of them.
+Cells of a device (`on: [pi5]`) go to a node that offers the device's name and can reach it with OpenSSH's own
+configuration and keys; the device's other settings travel with the job. A build takes one unit of the resource, so a
+node that offers 1 runs one build at a time. If a node dies, its build starts again on another; committed results are
+not repeated. The store, the bundles and `nightly.yaml` must be on a path that all nodes share, and quantkit must be
+installed on all of them.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from quantkit.nightly.build import prepare
 from quantkit.nightly.jobs import BuildJob, Executor, JobOutcome, Work, contained
 from quantkit.pipeline.progress import Progress
 
-# seconds between two looks at which nodes are left
+# seconds between two checks of the remaining nodes
 _LOOK = 5.0
 
 
 @dataclass(frozen=True)
 class Local:
-    """This machine; `prepare` compiles what a device will measure."""
+    """This machine; `prepare` compiles the bundles that devices will measure."""
 
     prepare: Work = prepare
 
     def ready(self) -> None:
-        """See `jobs.Executor`: it always is."""
+        """Do nothing: this machine is always ready. See `jobs.Executor`."""
 
     def run(self, jobs: Sequence[BuildJob], work: Work, progress: Progress) -> Iterator[JobOutcome]:
-        """See `jobs.Executor`."""
+        """Run the jobs: see `jobs.Executor`."""
         devices: dict[str, list[BuildJob]] = {}
         for job in jobs:
             if job.on:
@@ -65,7 +65,7 @@ class Local:
 
 
 def _side_by_side(queues: Sequence[Sequence[BuildJob]], work: Work, progress: Progress) -> Iterator[JobOutcome]:
-    """Each device's builds in order, each outcome as it comes; an interrupt ends all of them."""
+    """Run the devices in parallel, each one's builds in order; yield outcomes as they arrive. An interrupt ends all."""
     over = threading.Event()
     ended: SimpleQueue[JobOutcome | BaseException] = SimpleQueue()
 
@@ -95,9 +95,9 @@ class Ray:
     """A Ray cluster.
 
     Args:
-        address: of its head; `auto` is the one that this machine belongs to.
-        retries: how often a build begins anew because its node died.
-        patience: seconds that a build waits for a node of its target to come, or to come back.
+        address: address of its head; `auto` is this machine's cluster.
+        retries: restarts of a build after a node died.
+        patience: seconds that a build waits for a node of its target.
     """
 
     address: str = "auto"
@@ -105,11 +105,11 @@ class Ray:
     patience: float = 60.0
 
     def ready(self) -> None:
-        """See `jobs.Executor`. Raises MissingDependency: ray; InputError: `ray-unreachable`."""
+        """Check the cluster: see `jobs.Executor`. Raises MissingDependency: ray; InputError: `ray-unreachable`."""
         _connected(self.address).shutdown()
 
     def run(self, jobs: Sequence[BuildJob], work: Work, progress: Progress) -> Iterator[JobOutcome]:
-        """See `jobs.Executor`. Raises as `ready`."""
+        """Run the jobs: see `jobs.Executor`. Raises as `ready`."""
         ray = _connected(self.address)
         try:
             yield from self._run(ray, jobs, work, progress)
@@ -145,18 +145,18 @@ def _on_a_node(job: BuildJob, work: Work) -> JobOutcome:
 
 
 def _outcome(ray: Any, reference: Any, job: BuildJob) -> JobOutcome:
-    """What a task gave back, or why it did not."""
+    """Return the outcome of a task, or of its failure."""
     try:
-        found: JobOutcome = ray.get(reference)
+        outcome: JobOutcome = ray.get(reference)
     except ray.exceptions.RayTaskError as problem:
         if isinstance(problem.cause, Stopped):
             raise problem.cause from None
         return JobOutcome.of(job, InputError("internal-error", where=job.build, value=_first_line(problem.cause)))
     except ray.exceptions.RayError as problem:
-        value, rule = _first_line(problem), "a build whose node dies begins anew, but not for ever"
+        value, rule = _first_line(problem), "a build restarts after a node's death, a limited number of times"
         lost = InputError("node-died", where=job.build, value=value, rule=rule, remedy="see `ray status`")
         return JobOutcome.of(job, lost)
-    return found
+    return outcome
 
 
 def _first_line(problem: BaseException) -> str:
@@ -166,7 +166,7 @@ def _first_line(problem: BaseException) -> str:
 def _nowhere(job: BuildJob) -> InputError:
     value, rule = (
         f"no node of the cluster offers {job.place!r}",
-        "a build runs on a node whose resources name its target",
+        "a build needs a node with its target among the resources",
     )
     remedy = f"ray start --resources='{{\"{job.place}\": 1}}'"
     return InputError("no-machine", where=job.build, value=value, rule=rule, remedy=remedy)
@@ -181,14 +181,14 @@ def _connected(address: str) -> Any:
     try:
         host, _, port = address.rpartition(":")
         if host and port.isdecimal():
-            # ray itself would go on trying for minutes
+            # ray itself would retry for minutes
             socket.create_connection((host, int(port)), timeout=_LOOK).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError) as problem:
         where, remedy = f"--executor ray, {address}", "start one: ray start --head"
         raise InputError("ray-unreachable", where=where, value=_first_line(problem), remedy=remedy) from None
     if threading.current_thread() is threading.main_thread():
-        # ray makes of a SIGTERM an exit that nothing can be put away in
+        # ray turns SIGTERM into an exit without cleanup
         signal.signal(signal.SIGTERM, before)
     return ray
 
@@ -197,7 +197,7 @@ NAMES: dict[str, type[Local | Ray]] = {"local": Local, "ray": Ray}
 
 
 def named(name: str) -> Executor:
-    """Return the executor of that name, with its defaults. Raises InputError `usage`."""
+    """Return the executor called `name`, with its defaults. Raises InputError `usage`."""
     if name not in NAMES:
         raise InputError("usage", where="--executor", value=name, remedy=did_you_mean(name, NAMES))
     return NAMES[name]()

@@ -1,15 +1,15 @@
-"""Whether a night passes, and the files that other programs read: JUnit XML, GitHub's summary, GitLab's report.
+"""Decide whether a night passes, and write files for other programs: JUnit XML, GitHub's summary, GitLab's report.
 
-    1   something is worse, or a cell failed
-    3   nothing is, but something is inconclusive or missing
-    0   otherwise; a cell's first night, which had nothing to be set against, is said and passes
+    1   a comparison is worse, or a cell failed
+    3   neither, but a comparison is inconclusive or missing
+    0   otherwise; a cell's first night, without a baseline, is reported and passes
 
-JUnit: a suite a build, a test a decision; worse is a failure, failed an error, inconclusive and missing are skipped. It
-has what the schemas of Ant (windyroad/JUnit-Schema) and Jenkins (junit-10.xsd) ask for. GitLab:
+JUnit: a suite for each build, a test for each decision; worse is a failure, failed an error, inconclusive and missing
+are skipped. It satisfies the schemas of Ant (windyroad/JUnit-Schema) and Jenkins (junit-10.xsd). GitLab:
 https://docs.gitlab.com/ci/testing/code_quality/#code-quality-report-format. GitHub's file is appended to, as GitHub
-asks for; the other two are replaced in one step.
+requires; the other two are replaced in one step.
 
-Reads the store alone. A night that has begun and was never decided has no answer for any cell: they are missing.
+Only the store is read. A night that began and was never decided has no answers: its cells are missing.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from quantkit.report.kit.tree import Cell, Facts, Line, Part, Remark, Section, S
 
 ALARMS: tuple[Answer, ...] = ("failed", "worse")
 OPEN: tuple[Answer, ...] = ("missing", "inconclusive")
-_UNDECIDED = "the night was not decided: `quantkit nightly run --resume` goes on"
-# that the one line of an error names
+_UNDECIDED = "the night was not decided: continue with `quantkit nightly run --resume`"
+# most decisions in the one line of an error
 _NAMED = 3
-# GitHub refuses a step's summary of more than a megabyte
+# GitHub refuses a step's summary above one megabyte
 _LISTED = 100
 _LONGEST = 1000
 _TAGS: dict[Answer, str] = {"worse": "failure", "failed": "error", "inconclusive": "skipped", "missing": "skipped"}
 _SEVERITIES: dict[Answer, str] = {"failed": "critical", "worse": "major", "missing": "minor", "inconclusive": "info"}
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()!|~@#])")
-# rows that a terminal shows; `--out` and `--json` have all
+# most rows on a terminal; `--out` and `--json` have all
 MOST = 100
 _TOLD = ("cell", "what", "answer", "value", "low", "high", "margin", "smallest", "confirmed", "because")
 
@@ -60,9 +60,9 @@ class Gated:
     """A night at the gate.
 
     Args:
-        decisions: of all its cells, in the order of the matrix; a cell without any is missing.
-        first: keys of cells that had nothing yet to be set against.
-        seconds: that each cell took, where known.
+        decisions: decisions of all cells, in the order of the matrix; a cell without any is missing.
+        first: keys of cells without a baseline yet.
+        seconds: seconds that each cell took, where known.
     """
 
     night: Night
@@ -72,30 +72,30 @@ class Gated:
 
     @property
     def alarms(self) -> list[StoredDecision]:
-        """What is worse or failed."""
+        """Worse and failed decisions."""
         return [decision for decision in self.decisions if decision.answer in ALARMS]
 
     @property
     def open(self) -> list[StoredDecision]:
-        """What is inconclusive or missing, first nights apart."""
+        """Inconclusive and missing decisions, except for first nights."""
         return [decision for decision in self.decisions if decision.answer in OPEN and not self.is_first(decision)]
 
     @property
     def exit(self) -> int:
-        """See the module."""
+        """Exit code; see the module."""
         return 1 if self.alarms else 3 if self.open else 0
 
     @property
     def counts(self) -> Counter[str]:
-        """Answer -> how many; `first` for those of first nights."""
+        """Answer -> count; `first` for those of first nights."""
         return Counter("first" if self.is_first(decision) else decision.answer for decision in self.decisions)
 
     def is_first(self, decision: StoredDecision) -> bool:
-        """Whether it is inconclusive because there was nothing yet to compare with."""
+        """Tell whether a decision is inconclusive for lack of a baseline."""
         return decision.cell in self.first and decision.what != "drift" and decision.answer == "inconclusive"
 
     def as_dict(self) -> dict[str, Any]:
-        """Make JSON of it, which has neither NaN nor infinity: they are null."""
+        """Return its JSON form; NaN and infinity become null."""
         alarms, open_ = (
             [{name: plain(getattr(row, name)) for name in _TOLD} for row in rows] for rows in (self.alarms, self.open)
         )
@@ -104,18 +104,17 @@ class Gated:
 
 
 def gate(store: Store, night: str | None = None) -> Gated:
-    """Read a night; None is the last that has begun.
+    """Read a night; None: the last one.
 
-    Raises:
-        InputError: `night-missing`, `night-damaged`.
+    Raises InputError: `night-missing`, `night-damaged`.
     """
     begun = {known.night: known for known in store.nights()}
     lost = {name for (name,) in store.query("SELECT DISTINCT night FROM results").rows} - begun.keys()
     if night in lost or (night is None and lost and max(lost) > max(begun, default="")):
-        value = f"{night or max(lost)} has results, but the row that says what it was to measure is gone"
+        value = f"{night or max(lost)} has results, but its row in the table of nights is gone"
         raise InputError("night-damaged", where=str(store.path), value=value, remedy="run again, or --night ID")
     if not begun or night not in (None, *begun):
-        value = f"no night {night}" if night else "no night has begun"
+        value = f"no night {night}" if night else "the store has no night"
         remedy = f"the last is {max(begun)}" if begun else "run one first: `quantkit nightly run`"
         raise InputError("night-missing", where=str(store.path), value=value, remedy=remedy)
     chosen = begun[night or max(begun)]
@@ -131,42 +130,44 @@ def gate(store: Store, night: str | None = None) -> Gated:
 
 
 def title(decision: StoredDecision) -> str:
-    """`latency of smollm2-135m, awq-int4, cpu-x86, onnxruntime, batch 8`."""
+    """Return a decision's title: `latency of smollm2-135m, awq-int4, cpu-x86, onnxruntime, batch 8`."""
     cell = NightCell.of(decision.cell)
     return f"{decision.what} of {cell.model}, {cell.recipe}, {cell.target}, {cell.runtime}, batch {cell.batch}"
 
 
 def count(gated: Gated) -> str:
-    """`2 worse, 1 failed, 37 same`, the gravest first."""
+    """Return `2 worse, 1 failed, 37 same`, the gravest first."""
     named = {name: name for name in ("failed", "worse", "missing", "inconclusive")}
     named |= {"first": "of a first night", "better": "better", "same": "same"}
     return ", ".join(f"{gated.counts[name]} {text}" for name, text in named.items() if gated.counts[name])
 
 
 def warnings(gated: Gated) -> list[str]:
-    """Say what must be known of a night that passes."""
-    cells = f"{words.plural(len(gated.first), 'cell')} had no baseline yet: nothing was compared there"
-    return [f"{cells}, and this night becomes what the next is set against"] if gated.counts["first"] else []
+    """Return the warnings about a night that passes."""
+    cells = f"{words.plural(len(gated.first), 'cell')} had no baseline yet and compared nothing"
+    return [f"{cells}; this night becomes the baseline of the next"] if gated.counts["first"] else []
 
 
 def error(gated: Gated, *, allow_inconclusive: bool = False) -> QuantkitError | None:
-    """Make the error of a night that does not pass."""
+    """Return the error of a night that does not pass."""
     rows = gated.alarms or gated.open
     if not rows or (allow_inconclusive and not gated.alarms):
         return None
     more = f"; and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
-    said = "; ".join(f"{row.answer}: {title(row)}: {words.visible(row.because)}" for row in rows[:_NAMED]) + more
+    summary = "; ".join(f"{row.answer}: {title(row)}: {words.visible(row.because)}" for row in rows[:_NAMED]) + more
     if gated.alarms:
-        return GateError("worse", where=gated.night.night, value=said, remedy="`quantkit nightly page` shows all of it")
+        return GateError(
+            "worse", where=gated.night.night, value=summary, remedy="`quantkit nightly page` shows everything"
+        )
     remedy = "measure longer (`budget`), or let it pass: --allow-inconclusive"
-    return Inconclusive("inconclusive", where=gated.night.night, value=said, remedy=remedy)
+    return Inconclusive("inconclusive", where=gated.night.night, value=summary, remedy=remedy)
 
 
 # --- files ---
 
 
 def junit(gated: Gated) -> bytes:
-    """Write all decisions as JUnit XML."""
+    """Return all decisions as JUnit XML."""
     root = ElementTree.Element("testsuites")
     for number, (build, cells) in enumerate(builds(NightCell.of(key) for key in gated.night.matrix).items()):
         keys = {cell.key for cell in cells}
@@ -191,14 +192,14 @@ def junit(gated: Gated) -> bytes:
             ElementTree.SubElement(properties, "property", name=name, value=_text(value))
         timed: set[str] = set()
         for row, tag in zip(rows, tags, strict=True):
-            # a cell's seconds stand with its first test, so that they add up
+            # a cell's seconds count once, with its first test
             seconds = 0.0 if row.cell in timed else gated.seconds.get(row.cell, 0.0)
             timed.add(row.cell)
             name = f"{row.what}, batch {NightCell.of(row.cell).batch}"
             case = ElementTree.SubElement(suite, "testcase", classname=_text(build), name=name, time=_seconds(seconds))
             if tag:
-                said = ElementTree.SubElement(case, tag, message=_text(row.because), type=row.answer)
-                said.text = _text(f"{row.answer}: {title(row)}: {row.because}")
+                outcome = ElementTree.SubElement(case, tag, message=_text(row.because), type=row.answer)
+                outcome.text = _text(f"{row.answer}: {title(row)}: {row.because}")
         for name in ("system-out", "system-err"):
             ElementTree.SubElement(suite, name)
     ElementTree.indent(root)
@@ -207,11 +208,11 @@ def junit(gated: Gated) -> bytes:
 
 
 def gitlab(gated: Gated, config: Path) -> bytes:
-    """Write what is not fine as GitLab's code-quality JSON; an empty list where all is.
+    """Return the failed and open decisions as GitLab's code-quality JSON; an empty list if there are none.
 
     Args:
-        config: `nightly.yaml`: a finding stands at the first line of it that names its recipe. GitLab asks for a path
-            from the root of the repository, which the working directory is taken for.
+        config: `nightly.yaml`; a finding points to its first line that names the recipe. GitLab expects a path from the
+            repository's root, which is taken to be the working directory.
     """
     path = Path(os.path.relpath(config)).as_posix()
     text = limits.read(config).decode("utf-8") if config.is_file() else ""
@@ -219,7 +220,7 @@ def gitlab(gated: Gated, config: Path) -> bytes:
         {
             "description": _text(f"{row.answer}: {title(row)}: {row.because}"),
             "check_name": f"quantkit-nightly-{row.what}",
-            # the same on every night, so that GitLab knows what is new
+            # equal on every night, so that GitLab recognizes new findings
             "fingerprint": hashlib.sha256(f"{row.cell}#{row.what}".encode()).hexdigest(),
             "severity": _SEVERITIES[row.answer],
             "location": {"path": path, "lines": {"begin": _line(text, NightCell.of(row.cell).recipe)}},
@@ -230,19 +231,19 @@ def gitlab(gated: Gated, config: Path) -> bytes:
 
 
 def github(gated: Gated) -> str:
-    """Write the night in GitHub's Markdown: a table of what alarmed, one of what is open."""
+    """Return the night in GitHub Markdown: a table of alarms and a table of open decisions."""
     mark = {0: "✅", 1: "❌", 3: "⚠️"}[gated.exit]
     commit = f", commit {_markdown(gated.night.commit[:12])}" if gated.night.commit else ""
     lines = [f"## {mark} Night {_markdown(gated.night.night)}{commit}", "", _markdown(count(gated)) + "."]
     if gated.counts["first"]:
-        lines += ["", f"{words.plural(len(gated.first), 'cell')} had no baseline yet: this night becomes it."]
+        lines += ["", f"{words.plural(len(gated.first), 'cell')} had no baseline yet: this night becomes the baseline."]
     for heading, rows in (("Alarms", gated.alarms), ("Not decided", gated.open)):
         lines += _table(heading, rows) if rows else []
     return "\n".join(lines) + "\n"
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace a file, in one step; a device or a pipe, `/dev/stdout`, is written to.
+    """Replace a file in one step; a device or a pipe, `/dev/stdout`, is written to directly.
 
     Raises:
         InputError: `file-unwritable`.
@@ -257,7 +258,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Add to a file, in one step. Raises as `write`."""
+    """Append to a file in one step. Raises as `write`."""
     with writing(path), path.open("ab", buffering=0) as stream:
         stream.write(text.encode())
 
@@ -274,23 +275,23 @@ def _table(heading: str, rows: Sequence[StoredDecision]) -> list[str]:
 
 
 def _markdown(text: str) -> str:
-    """Escape text that means itself: no markup, no tag, no cell's end."""
+    """Escape Markdown, tags and cell borders in a text."""
     return _MARKDOWN.sub(lambda match: f"&#{ord(match[1])};", html.escape(_text(text), quote=False))
 
 
 def _text(text: str) -> str:
-    """Make one line, of a bounded length, that XML can hold: what does not print is escaped."""
+    """Return one line of limited length that XML can hold; unprintable characters are escaped."""
     line = words.visible(" ".join(text.split()))
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
 
 def _seconds(value: float) -> str:
-    """Write a decimal number: neither schema knows `1e-05` or `nan`."""
+    """Format a decimal number: neither schema accepts `1e-05` or `nan`."""
     return f"{value if math.isfinite(value) and value > 0 else 0.0:.3f}"
 
 
 def _line(text: str, name: str) -> int:
-    """Find the first line that has a word; 1 where none has."""
+    """Return the first line with a word; 1 without one."""
     word = re.compile(rf"(?<![\w./-]){re.escape(name)}(?![\w-])")
     return next((number for number, line in enumerate(text.splitlines(), 1) if word.search(line)), 1)
 
@@ -298,45 +299,46 @@ def _line(text: str, name: str) -> int:
 # --- a terminal ---
 
 
-def rows(found: QueryRows, besides: str = "") -> list[Part]:
-    """Build a table, and how many rows it has; one wider than the terminal as lines `column  value`."""
-    cells = [[words.visible(_shown(value)) for value in row] for row in found.rows[:MOST]]
-    widths = [max(map(len, column)) for column in zip(found.columns, *cells, strict=True)]
-    table: Part = Sheet(found.columns, cells, words=len(widths))
+def rows(answer: QueryRows, besides: str = "") -> list[Part]:
+    """Build a table with its row count; one wider than the terminal becomes lines of `column  value`."""
+    cells = [[words.visible(_shown(value)) for value in row] for row in answer.rows[:MOST]]
+    widths = [max(map(len, column)) for column in zip(answer.columns, *cells, strict=True)]
+    table: Part = Sheet(answer.columns, cells, words=len(widths))
     if sum(widths) + 2 * len(widths) > shutil.get_terminal_size().columns:
         lines: list[tuple[Line, Cell]] = []
         for row in cells:
-            lines += [("", ""), *zip(found.columns, row, strict=True)]
+            lines += [("", ""), *zip(answer.columns, row, strict=True)]
         table = Facts(lines[1:])
-    count = words.plural(len(found.rows), "row")
-    said = count if len(found.rows) <= MOST else f"the first {MOST} of {count}; --out FILE and --json have all"
-    return [*([table] if found.rows else []), Remark(f"{said} {besides}".rstrip(), "caption")]
+    count = words.plural(len(answer.rows), "row")
+    note = count if len(answer.rows) <= MOST else f"the first {MOST} of {count}; --out FILE and --json have all"
+    return [*([table] if answer.rows else []), Remark(f"{note} {besides}".rstrip(), "caption")]
 
 
-def warned(said: Sequence[str]) -> list[Part]:
-    """Build what a reader must know about an answer: what was passed over, what is odd."""
-    return [Remark(warning, "note") for warning in said]
+def warned(warnings: Sequence[str]) -> list[Part]:
+    """Build notes on an answer, such as skipped files."""
+    return [Remark(warning, "note") for warning in warnings]
 
 
-def night(found: Gated, results: Sequence[Result]) -> list[Part]:
-    """Build a row a cell: what was answered of each thing, and by how much. What all cells share is said once."""
+def night(gated: Gated, results: Sequence[Result]) -> list[Part]:
+    """Build a table with a row for each cell: answer and effect of each comparison. Values shared by all cells are
+    stated once."""
     names = ("model", "recipe", "target", "runtime", "batch")
     parts = {name: [str(getattr(result, name)) for result in results] for name in names}
     apart = [name for name in names if len(set(parts[name])) > 1] or ["recipe"]
     shared = ", ".join(f"{name} {parts[name][0]}" for name in names if name not in apart)
-    things = [what for what in typing.get_args(What) if any(row.what == what for row in found.decisions)]
-    answers = {(row.cell, row.what): row for row in found.decisions}
+    things = [what for what in typing.get_args(What) if any(row.what == what for row in gated.decisions)]
+    answers = {(row.cell, row.what): row for row in gated.decisions}
     body: list[list[Line]] = []
     for result in results:
-        told = [_answer(answers.get((result.cell, what)), found) for what in things]
+        told = [_answer(answers.get((result.cell, what)), gated) for what in things]
         took = "–" if result.seconds is None else words.duration(result.seconds)
         body.append([*(str(getattr(result, name)) for name in apart), *told, took])
     table = Sheet([*apart, *things, "took"], body, words=len(apart) + len(things))
     return [*([Remark(shared, "caption")] if shared else []), table, Remark("")]
 
 
-def _answer(decision: StoredDecision | None, found: Gated) -> str:
-    if decision is None or found.is_first(decision):
+def _answer(decision: StoredDecision | None, gated: Gated) -> str:
+    if decision is None or gated.is_first(decision):
         return "–" if decision is None else "first"
     value = ""
     if decision.value is not None:
@@ -345,14 +347,14 @@ def _answer(decision: StoredDecision | None, found: Gated) -> str:
     return Styled(f"{decision.answer}{value}", tones.get(decision.answer, ""))
 
 
-def shown(found: Gated) -> list[Part]:
-    """Build a night at the gate: how many of what, and what is not fine."""
-    mark = {0: Styled("✓", "good"), 1: Styled("✗", "bad"), 3: Styled("?", "warning")}[found.exit]
+def shown(gated: Gated) -> list[Part]:
+    """Build a night's result at the gate: counts, then failed and open decisions."""
+    mark = {0: Styled("✓", "good"), 1: Styled("✗", "bad"), 3: Styled("?", "warning")}[gated.exit]
     lines = [
         Remark((Styled(row.answer, "strong"), f" {title(row)}: {words.visible(row.because)}"))
-        for row in [*found.alarms, *found.open]
+        for row in [*gated.alarms, *gated.open]
     ]
-    head = Remark((mark, " ", Styled(found.night.night, "strong"), f": {count(found)}"))
+    head = Remark((mark, " ", Styled(gated.night.night, "strong"), f": {count(gated)}"))
     return [head, *([Section("", lines)] if lines else [])]
 
 

@@ -1,8 +1,8 @@
-"""What each side answered, item by item, so that a night can be decided on pairs and read again later.
+"""Collect the answers of each side, item by item, so that a night is decided on pairs and can be read again later.
 
-decoder   the next words that each bundle has kept (`measurement.accuracy`); of flipped ones their text
-graph     the class of each sample of the scoring set, and KL from the float graph, run now
-encoder   whether each pair of the scoring set is found at first, run now
+decoder   the next words kept in each bundle (`measurement.accuracy`); flipped ones with their text
+graph     the class of each scoring sample, and KL from the float graph, computed now
+encoder   whether each scoring pair is found at first rank, computed now
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from quantkit.pipeline.sides import demand_one_text
 from quantkit.runtimes import load_runtime
 
 Array = NDArray[Any]
-# flipped words of each kind that keep their text: those that moved most
+# flipped words of each kind that keep their text: those with the largest change
 _TEXTS = 100
 
 
-# the columns of one side, by item: see `records.Item`
+# columns of one side, by item: see `records.Item`
 _Answers = Mapping[str, Array | None]
 
 
 @dataclass(frozen=True)
 class Answered:
-    """Items of all sides that were scored on the same data, without night, build and attempt; flags of the result."""
+    """Items of all sides scored on the same data, without night, build and attempt; and flags of the result."""
 
     items: Sequence[Mapping[str, Any]]
     flags: Sequence[str] = ()
 
 
 def answered(bundles: Mapping[Side, Bundle], runtime: str, request: Request) -> Answered:
-    """Collect what all sides answered; what prevents it is a flag, not the end of the build.
+    """Collect the answers of all sides; an obstacle becomes a flag and does not end the build.
 
     Args:
-        request: what the candidate was compiled by.
+        request: compile request of the candidate.
     """
     candidate = bundles[CANDIDATE]
     try:
@@ -66,7 +66,7 @@ def answered(bundles: Mapping[Side, Bundle], runtime: str, request: Request) -> 
 
 
 def _kept(bundles: Mapping[Side, Bundle], runtime: str, request: Request) -> Answered:
-    """Out of the bundles."""
+    """Read the answers kept in the bundles."""
     ours = _side(bundles[CANDIDATE])
     at, flags = _runtime(ours, runtime)
     data = demand_one_text(ours, ours, ours.data(at), ours.data(at))
@@ -76,10 +76,10 @@ def _kept(bundles: Mapping[Side, Bundle], runtime: str, request: Request) -> Ans
             continue
         other = _side(bundle)
         try:
-            there, said = _runtime(other, runtime)
+            there, added = _runtime(other, runtime)
             demand_one_text(other, ours, other.data(there), data)
             scored[side] = other.read(there)
-            flags += said
+            flags += added
         except QuantkitError as problem:
             flags.append(f"{UNSCORED}: {side}: {problem.line()}")
     texts: dict[int, str] = {}
@@ -89,13 +89,13 @@ def _kept(bundles: Mapping[Side, Bundle], runtime: str, request: Request) -> Ans
         flags += notes
         starts = {int(label): int(np.argmax(after.sequence == label)) for label in np.unique(after.sequence)}
         shown = flips(before, after, text, _TEXTS).examples
-        texts = {starts[each.sequence] + each.position: _words(each) for each in shown}
+        texts = {starts[flip.sequence] + flip.position: _words(flip) for flip in shown}
     answers = {side: _of_words(items) for side, items in scored.items()}
     return Answered(_rows(answers, texts), flags)
 
 
 def _runtime(side: Compared, runtime: str) -> tuple[str, list[str]]:
-    """The runtime that a bundle was scored in, the asked one if there is a choice, and what a reader must know."""
+    """Return the scoring runtime of a bundle, preferably the requested one, and notes for the reader."""
     known = list(side.items())
     if runtime in known or not known:
         return runtime, []
@@ -115,26 +115,26 @@ def _of_words(items: positions.Items) -> _Answers:
 
 
 def _words(flip: WordFlip) -> str:
-    """A flipped word, as people read it: what came before, what follows, and what each side expected."""
+    """Describe a flipped word: the words before, the next word, and each side's prediction."""
     before = "" if flip.before is None else f"…{flip.before} → {flip.follows!r}; "
     return f"{before}baseline: {flip.a!r} ({flip.a_chance:.0%}), candidate: {flip.b!r} ({flip.b_chance:.0%})"
 
 
 def _run(bundles: Mapping[Side, Bundle], answer: Callable[[Bundle], _Answers]) -> Answered:
-    """Now."""
-    found, flags = {}, []
+    """Compute the answers now."""
+    by_side, flags = {}, []
     for side, bundle in bundles.items():
         try:
-            found[side] = answer(bundle)
+            by_side[side] = answer(bundle)
         except QuantkitError as problem:
             if side == CANDIDATE:
                 raise
             flags.append(f"{UNSCORED}: {side}: {problem.line()}")
-    return Answered(_rows(found, {}), flags)
+    return Answered(_rows(by_side, {}), flags)
 
 
 def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
-    """Runs the graph of a bundle on what it is scored on."""
+    """Return a function to run a bundle's graph on its scoring samples."""
     from quantkit.graph.open import open_graph
     from quantkit.graph.run import Runner
     from quantkit.measurement.accuracy.labelled import by_item
@@ -148,12 +148,12 @@ def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
     expected = answers(graph.model, samples)
     names = classes_of(expected, samples, kinds_of(graph.model))
     if len(names) != 1:
-        raise _nothing(graph.name, f"{len(names) or 'none'} of its outputs tell classes apart")
+        raise _nothing(graph.name, f"{len(names) or 'none'} of its outputs are classes")
 
     def answer(bundle: Bundle) -> _Answers:
-        given = answers(Runner(file_of(bundle), literal=is_network(bundle)), samples)
+        outputs = answers(Runner(file_of(bundle), literal=is_network(bundle)), samples)
         right, kl = by_item(
-            of_classes(expected[names[0]]), of_classes(given[names[0]]), samples.labels, str(bundle.path)
+            of_classes(expected[names[0]]), of_classes(outputs[names[0]]), samples.labels, str(bundle.path)
         )
         return {"correct": right, "kl": kl, "sequence": samples.clusters}
 
@@ -161,18 +161,18 @@ def _graph(candidate: Bundle, request: Request) -> Callable[[Bundle], _Answers]:
 
 
 def samples(request: Request, path: Path, most: int) -> None:
-    """Write the first samples that a graph is scored on into a `.npz` file, for timing."""
+    """Write a graph's first scoring samples to a `.npz` file, for timing."""
     from quantkit.graph.open import open_graph
     from quantkit.pipeline.graphs.prepared import inputs_of
     from quantkit.pipeline.request import located
 
     file = located(request)
-    found = inputs_of(request, open_graph(file.path), "eval", file.alias, None)
-    np.savez(path, allow_pickle=False, **found.first(most))
+    inputs = inputs_of(request, open_graph(file.path), "eval", file.alias, None)
+    np.savez(path, allow_pickle=False, **inputs.first(most))
 
 
 def _encoder(runtime: str, request: Request) -> Callable[[Bundle], _Answers]:
-    """Embeds the pairs that a bundle is scored on."""
+    """Return a function to embed the scoring pairs."""
     from quantkit.measurement.accuracy.labelled import found_first
     from quantkit.measurement.accuracy.purpose import TextResults, results
     from quantkit.model.source.open import open_model
@@ -183,7 +183,7 @@ def _encoder(runtime: str, request: Request) -> Callable[[Bundle], _Answers]:
     _, scoring = tokens.load(request.recipe, source, calibrate=False, decisions=[])
     pairs = scoring.pairs
     if pairs is None:
-        raise _nothing(scoring.name, "no pairs, which an encoder is right or wrong about")
+        raise _nothing(scoring.name, "no pairs to answer right or wrong")
     result = TextResults(StreamedModel(source), scoring, vectors=True)
 
     def answer(bundle: Bundle) -> _Answers:

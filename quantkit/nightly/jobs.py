@@ -1,8 +1,7 @@
-"""What an executor is given, what it gives back, and the process of its own in which a job runs.
+"""Define jobs, outcomes and executors, and the separate process that runs a job.
 
-A job's process commits what it finds to the store itself, so that a lost answer loses nothing; an outcome tells only
-how the process ended. Whatever happens in it, a Python error, a signal, too little memory, no end: it is an outcome,
-and never the end of the night.
+A job's process commits its results to the store itself, so a lost answer loses nothing; an outcome only tells how the
+process ended. A Python error, a signal, too little memory or a hang becomes an outcome, never the end of the night.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from quantkit.nightly.records import NightCell
 from quantkit.pipeline.progress import Overall, Progress
 from quantkit.runtimes import child
 
-# seconds between two words on progress
+# seconds between two progress reports
 _SELDOM = 0.2
 
 
 @dataclass(frozen=True)
 class BuildJob:
-    """A build whose cells are to be measured. Plain data, for other processes and other machines.
+    """A build with cells to measure: plain data, for other processes and machines.
 
     Args:
         config: path of the `nightly.yaml`.
-        config_sha256: of that file when the night began.
-        cells: keys, all of one build.
-        attempt: 1, and 2 for the repetition that an alarm asks for.
+        config_sha256: hash of that file when the night began.
+        cells: keys of cells, all of one build.
+        attempt: 1, or 2 for the repetition after an alarm.
         limit: seconds after which its process is ended.
-        device: YAML of what its cells are measured on, as this user knows it: a node of a cluster need not know it.
+        device: YAML of the device to measure on; a cluster's node need not know the device.
     """
 
     night: str
@@ -55,23 +54,24 @@ class BuildJob:
 
     @property
     def build(self) -> str:
-        """Its key."""
+        """Key of the build."""
         return NightCell.of(self.cells[0]).build
 
     @property
     def place(self) -> str:
-        """What a node of a cluster offers that it can run on."""
+        """Resource required of a cluster's node."""
         return self.on or NightCell.of(self.cells[0]).target
 
     @property
     def on(self) -> str:
-        """The device that its cells are measured on; empty: the machine that builds it."""
+        """Device to measure on; empty for the machine that builds."""
         return NightCell.of(self.cells[0]).on
 
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How a job ended: `missing` where there is no machine for it; the five fields of the error unless it is done."""
+    """How a job ended: `missing` without a machine for it; otherwise with the five fields of its error unless it is
+    done."""
 
     job: BuildJob
     state: Literal["done", "failed", "missing"]
@@ -79,26 +79,25 @@ class JobOutcome:
 
     @classmethod
     def of(cls, job: BuildJob, problem: QuantkitError, state: Literal["failed", "missing"] = "failed") -> JobOutcome:
-        """Make the outcome of what went wrong."""
+        """Return the outcome of an error."""
         return cls(job, state, problem.as_dict())
 
 
-# what a job's process runs: a function of a module
+# the function of a module that a job's process runs
 Work = Callable[[BuildJob, Progress], None]
 
 
 class Executor(Protocol):
-    """Runs jobs, here or elsewhere."""
+    """Runner of jobs, here or elsewhere."""
 
     def ready(self) -> None:
-        """Refuse to begin a night that could not be run. Raises InputError."""
+        """Refuse to start a night that cannot run. Raises InputError."""
         ...
 
     def run(self, jobs: Sequence[BuildJob], work: Work, progress: Progress) -> Iterator[JobOutcome]:
-        """Run every job once, and give its outcome as it ends.
+        """Run every job once, and yield its outcome as it ends.
 
-        Raises:
-            Stopped: the disk is full. On an interrupt nothing of the jobs is left running.
+        Raises Stopped: the disk is full. After an interrupt, no job keeps running.
         """
         ...
 
@@ -109,11 +108,10 @@ def contained(
     """Run a job in a process of its own.
 
     Args:
-        alone: one at a time on this machine: timing needs a quiet one.
-        over: ends it once it is set.
+        alone: True to run one job at a time on this machine, since timing needs a quiet one.
+        over: event that ends the job.
 
-    Raises:
-        Stopped: the disk is full, `over` is set, or somebody ended the process safely.
+    Raises Stopped: the disk is full, `over` is set, or the process was ended safely.
     """
     with _machine(progress) if alone else nullcontext():
         try:
@@ -123,7 +121,7 @@ def contained(
                 lambda share, words: progress.at(job.build, share, words),
                 where=job.build,
                 died="process-died",
-                remedy="look into the system's log; raise `limit` in nightly.yaml if it was still at work",
+                remedy="read the system's log; raise `limit` in nightly.yaml if the job was still running",
                 seconds=job.limit,
                 note=progress.note,
                 shown=True,
@@ -137,16 +135,16 @@ def contained(
 
 
 def _run(data: Mapping[str, Any], caller: child.Caller) -> None:
-    """What the job's process does."""
+    """Run in the job's process."""
     signal.signal(signal.SIGTERM, _interrupt)
     job = BuildJob(**{**data["job"], "cells": tuple(data["job"]["cells"])})
     work: Work = getattr(import_module(data["module"]), data["function"])
-    said = 0.0
+    reported = 0.0
 
     def report(share: float, words: str) -> None:
-        nonlocal said
-        if time.monotonic() - said >= _SELDOM:
-            said = time.monotonic()
+        nonlocal reported
+        if time.monotonic() - reported >= _SELDOM:
+            reported = time.monotonic()
             caller.at(share, words)
 
     try:
@@ -171,7 +169,7 @@ def _interrupt(*_: object) -> None:
 
 @contextmanager
 def _machine(progress: Progress) -> Iterator[None]:
-    """One job at a time on a machine, whoever runs it; the kernel frees the lock of one that is killed."""
+    """Hold the machine's lock for one job at a time; the kernel frees the lock of a killed process."""
     place = content.cache_dir() / "nightly.lock"
     place.parent.mkdir(parents=True, exist_ok=True)
     lock = disk.lock_file(place)

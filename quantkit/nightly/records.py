@@ -1,13 +1,13 @@
-"""The rows of the store: one frozen dataclass a table, their columns as annotated.
+"""Define the rows of the store: one frozen dataclass a table, with annotated columns.
 
-A cell is model x recipe x target x runtime x batch. Cells that differ in their batch alone share one compile and one
-measurement of accuracy: a build. Both are named by a key, their parts joined by `|`:
+A cell is model x recipe x target x runtime x batch. Cells that differ only in their batch share one compile and one
+measurement of accuracy: a build. Both have a key, their parts joined by `|`:
 
     smollm2-135m|awq-int4|cpu-x86|onnxruntime           build
     smollm2-135m|awq-int4|cpu-x86|onnxruntime|8         cell, at batch 8
     smollm2-135m|awq-int4|cpu-arm|onnxruntime@pi5|8     the same on another machine
 
-A `Mapping` is a column of text that holds JSON, a tuple a list of texts, a time a timestamp in microseconds, UTC.
+A `Mapping` is a text column with JSON, a tuple a list of texts, a time a timestamp in microseconds, UTC.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ What = Literal["latency", "accuracy", "kl", "size", "drift"]
 Answer = Literal["better", "same", "worse", "inconclusive", "missing", "failed"]
 
 SEPARATOR = "|"
-# between a runtime and the device that it runs on; the word for this machine among devices
+# separator of a runtime and its device; name of this machine among devices
 ON, HERE = "@", "here"
 NIGHT_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{4,32}")
 
@@ -38,7 +38,7 @@ RowKind = TypeVar("RowKind", bound="Record")
 
 
 def night_id(started: datetime) -> str:
-    """Name a new night: its start in UTC, so that names sort by time, and what tells two that start at once apart.
+    """Return a new night's name: its start in UTC, so that names sort by time, and a random part.
 
     `20260102T030405Z-3f2a81`
     """
@@ -47,7 +47,7 @@ def night_id(started: datetime) -> str:
 
 @dataclass(frozen=True, order=True)
 class NightCell:
-    """One thing that is compared each night: a build at a batch."""
+    """One comparison of each night: a build at a batch."""
 
     model: str
     recipe: str
@@ -57,27 +57,27 @@ class NightCell:
 
     @property
     def build(self) -> str:
-        """The key of what it shares with the cells of other batches."""
+        """Key shared with the cells of other batches."""
         return SEPARATOR.join((self.model, self.recipe, self.target, self.runtime))
 
     @property
     def program(self) -> str:
-        """Its runtime, without the device."""
+        """Runtime without the device."""
         return self.runtime.partition(ON)[0]
 
     @property
     def on(self) -> str:
-        """The device that it is measured on; empty: this machine."""
+        """Device to measure on; empty for this machine."""
         return self.runtime.partition(ON)[2]
 
     @property
     def key(self) -> str:
-        """Its name in the store."""
+        """Name in the store."""
         return f"{self.build}{SEPARATOR}{self.batch}"
 
     @classmethod
     def of(cls, key: str) -> NightCell:
-        """Read a key. Raises ValueError for what is none."""
+        """Read a key. Raises ValueError for an invalid one."""
         try:
             model, recipe, target, runtime, batch = key.split(SEPARATOR)
             return cls(model, recipe, target, runtime, int(batch))
@@ -96,10 +96,10 @@ class Night(Record):
     """One run of a matrix.
 
     Args:
-        night: its name, see `night_id`.
-        commit: of the repository that the matrix belongs to; None outside of one.
-        config_sha256: of the configuration's file.
-        matrix: keys of the cells that are to be measured.
+        night: name, see `night_id`.
+        commit: commit of the matrix's repository; None outside of one.
+        config_sha256: hash of the configuration file.
+        matrix: keys of the cells to measure.
     """
 
     table: ClassVar[str] = "nights"
@@ -114,20 +114,20 @@ class Night(Record):
 
 @dataclass(frozen=True)
 class Result(Record):
-    """What became of one cell in one night.
+    """Result of one cell in one night.
 
     Args:
-        state: `missing`: it could not be tried (no machine of its target).
-        error: the five fields of the error, of a cell that failed.
-        content_sha256: of the candidate's bundle.
-        baseline_sha256: of the bundle it was set against; None where there was none yet.
-        release_sha256: of the last release's bundle, where drift was measured too.
-        bytes: of the candidate's weights.
-        seconds: that the cell took, compile included.
-        attempt: 1, and 2 for the repetition that an alarm asks for.
-        versions: package -> version, the driver among them.
-        flags: what a reader must know before trusting it; a word, or `word: reason`. `reused`: the bundle was;
-            `baseline-unloadable`, `release-unloadable`; `accuracy-unscored`.
+        state: `missing`: no machine of its target.
+        error: the five fields of a failed cell's error.
+        content_sha256: content hash of the candidate's bundle.
+        baseline_sha256: content hash of the baseline's bundle; None without one.
+        release_sha256: content hash of the last release's bundle, if drift was measured.
+        bytes: bytes of the candidate's weights.
+        seconds: duration of the cell, compile included.
+        attempt: 1, or 2 for the repetition after an alarm.
+        versions: package -> version, including the driver.
+        flags: caveats for the reader; a word, or `word: reason`. `reused`: the bundle existed; `baseline-unloadable`,
+            `release-unloadable`; `accuracy-unscored`.
     """
 
     table: ClassVar[str] = "results"
@@ -156,19 +156,19 @@ class Result(Record):
 
     @classmethod
     def of(cls, night: str, cell: NightCell, state: State, **others: Any) -> Self:
-        """Make the row of a cell, whose own columns follow from it."""
+        """Make the row of a cell and fill in the cell's own columns."""
         return cls(night=night, cell=cell.key, build=cell.build, **dataclasses.asdict(cell), state=state, **others)
 
 
 @dataclass(frozen=True)
 class Time(Record):
-    """One timed iteration, as it was taken; clock, temperature and throttling of the device where known.
+    """One timed iteration; with clock, temperature and throttling of the device where known.
 
     Args:
-        round: rounds have something else between them.
-        block: of the round, ABBA or BAAB.
-        position: of the iteration in the block, from 0.
-        began: in seconds since 1970 (UTC).
+        round: number of the round; something else ran between rounds.
+        block: number of the block in the round, ABBA or BAAB.
+        position: position of the iteration in the block, from 0.
+        began: start in seconds since 1970 (UTC).
     """
 
     table: ClassVar[str] = "times"
@@ -189,15 +189,14 @@ class Time(Record):
 
 @dataclass(frozen=True)
 class Item(Record):
-    """One item that both sides answered: a next word, an image, a pair. Items belong to the build.
+    """One item answered by both sides: a next word, an image, a pair. Items belong to the build.
 
     Args:
-        item: its number in the data.
+        item: index in the data.
         kl: divergence from the float model, in nats.
-        logp: logarithm of the probability of what is right.
-        sequence: that a next word belongs to, or another cluster (the photograph of a crop); items of one are not
-            independent.
-        text: for people, of items whose answer flipped; None for the others.
+        logp: log-probability of the right answer.
+        sequence: sequence of a next word, or another cluster (the photograph of a crop); its items are not independent.
+        text: text for people, only for flipped answers.
     """
 
     table: ClassVar[str] = "items"
@@ -216,21 +215,21 @@ class Item(Record):
 
 @dataclass(frozen=True)
 class StoredDecision(Record):
-    """What was decided of one cell in one respect. What holds for a build stands with each of its cells.
+    """Decision on one cell in one comparison. A build's decision is stored with each of its cells.
 
     Args:
-        what: latency, accuracy, size: against the baseline. kl: the KL from the float model, or the log-perplexity
-            where its answer is graver. drift: latency against the last release, or accuracy, likewise.
-        value: the effect; above zero is worse. A share of latency, drift and size (0.05 is 5 % more) and of items
-            lost (0.01 is one in a hundred), nats of KL. `low` and `high` are the ends of its 95 % interval.
-        p: one-sided, that it is worse (where it is better: that it is better) than the alarm, see `stats.decision`;
-            None of what was counted.
-        p_adjusted: the same by Holm, across the matrix.
-        margin: the least effect that counts.
-        smallest: the least effect that could have been seen.
+        what: latency, accuracy, size: against the baseline. kl: the KL from the float model, or the log-perplexity if
+            its answer is graver. drift: latency or accuracy against the last release, likewise.
+        value: effect; above zero is worse. A share of latency, drift and size (0.05 is 5 % more) and of items lost
+            (0.01 is one in a hundred), nats of KL. `low` and `high` are the ends of its 95 % interval.
+        p: one-sided p-value of being worse (or better, for a better answer) than the alarm, see `stats.decision`; None
+            for counted values.
+        p_adjusted: p-value adjusted by Holm, across the matrix.
+        margin: smallest effect that matters.
+        smallest: smallest detectable effect.
         n: items, or timed steps of the candidate.
-        confirmed: whether a second run called it worse as well; None where there was none.
-        because: one sentence.
+        confirmed: True if a second run called it worse as well; None without one.
+        because: explanation in one sentence.
     """
 
     table: ClassVar[str] = "decisions"
@@ -255,7 +254,6 @@ TABLES: tuple[type[Record], ...] = (Night, Result, Time, Item, StoredDecision)
 
 
 def _columns(kind: Any) -> dict[str, Any]:
-    """Map columns -> `str`, `tuple`, `Mapping`, ..., in order."""
     return {name: _core(hint) for name, hint in typing.get_type_hints(kind).items() if name != "table"}
 
 
@@ -277,7 +275,7 @@ def schema(kind: type[Record]) -> Any:
 
 
 def to_table(kind: type[RowKind], rows: Iterable[RowKind]) -> Any:
-    """Make a `pyarrow.Table` of rows. Raises `pyarrow.ArrowInvalid` for a value of another type."""
+    """Return a `pyarrow.Table` of rows. Raises `pyarrow.ArrowInvalid` for a value of a wrong type."""
     import pyarrow as pa
 
     def stored(value: Any, core: Any) -> Any:

@@ -1,10 +1,9 @@
-"""A night: its builds are run, what they commit is decided, what alarmed is run again, and decided for good.
+"""Run a night: run its builds, decide on their results, repeat the alarms, decide again.
 
     begin -> a job a build -> decide -> again those with cells that alarmed, all loaded anew -> decide
 
-All that is known is in the store, so a night that is killed at any moment goes on with the cells that are missing:
-`resume` takes the last night of the same file, by its hash, that has any. Nothing resumes by itself: tonight's run is
-tonight's, whatever became of the last one.
+All state is in the store, so a night that is killed at any moment can continue with its missing cells: `resume` takes
+the last unfinished night of the same file, identified by hash. Nothing resumes by itself: a new run starts a new night.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from quantkit.nightly.records import Night, NightCell, Result, StoredDecision, n
 from quantkit.nightly.store import Store, plain
 from quantkit.pipeline.progress import Progress
 
-# last nights whose bundles are kept, whatever was decided of them
+# last nights whose bundles are kept, whatever their decisions
 KEPT = 7
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A night that has ended: the last attempt of each cell, what was decided, which cells were measured twice."""
+    """A finished night: last attempt of each cell, decisions, cells measured twice."""
 
     night: str
     store: Path
@@ -48,10 +47,10 @@ class Summary:
     warnings: Sequence[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has neither NaN nor infinity: they are null."""
+        """Return its JSON form; NaN and infinity become null."""
         cells = [
-            {name: getattr(each, name) for name in ("cell", "state", "attempt", "seconds", "error", "flags")}
-            for each in self.results
+            {name: getattr(result, name) for name in ("cell", "state", "attempt", "seconds", "error", "flags")}
+            for result in self.results
         ]
         return {
             "night": self.night,
@@ -59,7 +58,7 @@ class Summary:
             "seconds": self.seconds,
             "cells": cells,
             "answers": dict(Counter(decision.answer for decision in self.decisions)),
-            "decisions": [plain(asdict(each)) for each in self.decisions],
+            "decisions": [plain(asdict(decision)) for decision in self.decisions],
             "repeated": list(self.repeated),
         }
 
@@ -73,17 +72,17 @@ def run_night(
     work: Work = build,
     progress: Progress | None = None,
 ) -> Summary:
-    """Run a night, or go on with one.
+    """Run a night, or continue one.
 
     Args:
-        path: of the `nightly.yaml`.
-        resume: go on with the last night of the same file that has cells without a result, or no decisions.
-        only: a glob of the keys of cells: the night has these alone.
-        work: what each job runs.
+        path: path of the `nightly.yaml`.
+        resume: True to continue the last night of the same file that lacks results or decisions.
+        only: glob of cell keys; the night has only these.
+        work: function that each job runs.
 
     Raises:
-        InputError: of the configuration, the store and the executor; `nothing-to-resume`, `no-such-cells`.
-        Stopped: interrupted, or the disk is full; what is committed is kept.
+        InputError: errors of the configuration, the store and the executor; `nothing-to-resume`, `no-such-cells`.
+        Stopped: interrupted, or the disk is full; committed results are kept.
     """
     began, progress = time.monotonic(), progress or Progress()
     place = Path(path).expanduser().absolute()
@@ -92,24 +91,24 @@ def run_night(
     executor.ready()
     night = _resumed(store, config, place) if resume else _begun(store, config, place, only)
     cells = [NightCell.of(key) for key in night.matrix if only is None or fnmatchcase(key, only)]
-    if not cells:  # of a night that is resumed
-        remedy = f"one is called {night.matrix[0]}"
+    if not cells:  # only possible when resuming
+        remedy = f"one cell is {night.matrix[0]}"
         raise InputError("no-such-cells", where="--only", value=only, rule=f"cells of {night.night}", remedy=remedy)
     running = _Running(store, config, place, night, executor, work, progress)
     try:
         running.attempt(1, cells)
         judged = decide_night(store, night.night, config)
         if judged.repeat:
-            progress.note(f"{len(judged.repeat)} of the times alarmed, and are taken once more")
+            progress.note(f"{len(judged.repeat)} of the times alarmed and are measured again")
             running.attempt(2, judged.repeat)
             judged = decide_night(store, night.night, config)
-        # once and last: it is what makes the night finished
+        # last: decisions mark the night as finished
         store.decide(night.night, judged.decisions)
     except (KeyboardInterrupt, Stopped) as problem:
         raise _stopped(problem, store, night, place) from None
     _prune(store, config)
-    # of two attempts the second
-    last = {each.cell: each for each in store.results(night.night)}
+    # the second of two attempts
+    last = {result.cell: result for result in store.results(night.night)}
     results = [last[key] for key in night.matrix if key in last]
     repeated = sorted(store.committed(night.night, 2))
     seconds = time.monotonic() - began
@@ -117,10 +116,9 @@ def run_night(
 
 
 def dry_run(config: Nightly, only: str | None = None) -> dict[str, Any]:
-    """Return the cells and builds of a night, as JSON; how long they take is known when the first has been timed.
+    """Return the cells and builds of a night, as JSON; durations are unknown before the first timing.
 
-    Raises:
-        InputError: `no-such-cells`, where `only` fits none.
+    Raises InputError: `no-such-cells`, `only` matches none.
     """
     cells = config.chosen(only)
     kept: dict[str, Any] = {"seconds": None}
@@ -132,7 +130,7 @@ def dry_run(config: Nightly, only: str | None = None) -> dict[str, Any]:
         "builds": [{"build": build, **kept} for build in builds(cells)],
         "seconds": {"compile": None, "measure": None},
         "total_seconds": None,
-        "notes": ["how long it takes is known when the first cell has been timed"],
+        "notes": ["the duration is known after the first cell"],
     }
 
 
@@ -147,7 +145,7 @@ class _Running:
     progress: Progress
 
     def attempt(self, number: int, cells: Sequence[NightCell]) -> None:
-        """Run the builds of cells that have no result of an attempt yet; whatever fails is a result."""
+        """Run the builds of cells without a result for an attempt; failures are results too."""
         done = self.store.committed(self.night.night, number)
         limit = 3600 * self.config.limit
         jobs = [
@@ -176,8 +174,8 @@ class _Running:
 def _begun(store: Store, config: Nightly, place: Path, only: str | None) -> Night:
     keys = tuple(cell.key for cell in config.chosen(only))
     started = datetime.now(UTC)
-    if any(each.night.startswith(f"{started:%Y%m%dT%H%M%SZ}") for each in store.nights()):
-        # names of nights sort by the second of their start, and what comes after another is set against it
+    if any(other.night.startswith(f"{started:%Y%m%dT%H%M%SZ}") for other in store.nights()):
+        # names of nights sort by second, and a later night is compared with an earlier one
         time.sleep(1 - started.microsecond / 1e6)
         started = datetime.now(UTC)
     host, commit = socket.gethostname(), _commit(place.parent)
@@ -185,7 +183,7 @@ def _begun(store: Store, config: Nightly, place: Path, only: str | None) -> Nigh
 
 
 def _resumed(store: Store, config: Nightly, place: Path) -> Night:
-    """The last night of the same file that is not finished."""
+    """Return the last unfinished night of the same file."""
     nights = store.nights()
     for night in reversed(nights):
         if night.config_sha256 == config.sha256:
@@ -193,13 +191,17 @@ def _resumed(store: Store, config: Nightly, place: Path) -> Night:
                 return night
             break
     same = [night.night for night in nights if night.config_sha256 == config.sha256]
-    value = f"{same[-1]}, the last of this file, is finished" if same else "no night of this file, as it is now"
-    remedy = "begin one: the same command without --resume"
+    value = (
+        f"{same[-1]}, the last night of this file, is finished"
+        if same
+        else "this file, in its current form, has no night"
+    )
+    remedy = "start a night: the same command without --resume"
     raise InputError("nothing-to-resume", where=str(place), value=value, remedy=remedy)
 
 
 def _stopped(problem: BaseException, store: Store, night: Night, place: Path) -> Stopped:
-    """With what is kept, and how to go on."""
+    """Return the error of a stopped night, with the kept cells and the command to continue."""
     kept = len(store.committed(night.night))
     full = isinstance(problem, Stopped) and problem.code == "disk-full"
     return Stopped(
@@ -211,7 +213,7 @@ def _stopped(problem: BaseException, store: Store, night: Night, place: Path) ->
 
 
 def _commit(folder: Path) -> str | None:
-    """Of the repository that a folder lies in; None outside of one."""
+    """Return the commit of the repository around a folder; None outside of one."""
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)  # noqa: S603
@@ -221,9 +223,9 @@ def _commit(folder: Path) -> str | None:
 
 
 def _prune(store: Store, config: Nightly) -> None:
-    """Delete bundles that nothing will be set against: neither accepted, nor of the last nights."""
-    keep = {each.content_sha256 for each in store.accepted().values()}
+    """Delete bundles without further use: neither accepted nor of the last nights."""
+    keep = {result.content_sha256 for result in store.accepted().values()}
     for night in store.nights()[-KEPT:]:
-        for each in store.results(night.night):
-            keep |= {each.content_sha256, each.baseline_sha256, each.release_sha256}
-    Bundles(config.at(config.bundles)).prune({each for each in keep if each})
+        for result in store.results(night.night):
+            keep |= {result.content_sha256, result.baseline_sha256, result.release_sha256}
+    Bundles(config.at(config.bundles)).prune({content for content in keep if content})

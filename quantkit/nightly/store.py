@@ -1,11 +1,11 @@
 """The store of nights: one DuckDB file in a folder of its own.
 
-    nights.duckdb       the tables of `records`, and `about`: the schema's number and the version that made it
-    nights.duckdb.wal   what a killed process had committed; DuckDB itself takes it in
+    nights.duckdb       the tables of `records`, and `about`: the schema's number and the writing version
+    nights.duckdb.wal   commits of a killed process; DuckDB applies them itself
 
-A cell's result is committed on its own, in one transaction, and once: a killed night loses no more than the cell it was
-at, and two runs at once share the work. A file is open only while something is asked or written, so that several
-processes take turns: many read at once, one writes. Names of nights sort by their start.
+Each cell's result is committed once, in its own transaction: a killed night loses at most the current cell, and two
+simultaneous runs share the work. The file is open only during a query or a write, so processes take turns: many may
+read at once, one writes. Names of nights sort by their start.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from quantkit.nightly.records import (
 
 SCHEMA = 2
 FILE = "nights.duckdb"
-# of a store before that: a folder of Parquet files
+# marks a store of an earlier version: a folder of Parquet files
 _OLD = "store.json"
 _WAIT_SECONDS = 30.0
 _SHOWN = 300
@@ -49,22 +49,22 @@ Got = TypeVar("Got")
 
 @dataclass(frozen=True)
 class QueryRows:
-    """The answer of a query; a column's name that comes twice is numbered."""
+    """Answer of a query; repeated column names are numbered."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """Return the rows by column."""
+        """Return the rows as dictionaries."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def as_json(self) -> dict[str, Any]:
-        """Return `columns` and `rows` as JSON has them: NaN is null, a time its ISO 8601."""
+        """Return `columns` and `rows` for JSON: NaN becomes null, a time ISO 8601."""
         return {"columns": list(self.columns), "rows": plain(self.as_dicts())}
 
 
 class Store:
-    """A store in its folder; `warnings` say what is odd, once each. Open one with `Store.open`."""
+    """A store in its folder; `warnings` lists oddities, once each. Open one with `Store.open`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -76,12 +76,11 @@ class Store:
         """Open a store.
 
         Args:
-            create: make it where there is none.
+            create: True to create it if missing.
             config: the `nightly.yaml` that names it, for errors.
 
-        Raises:
-            InputError: `store-missing`, `store-invalid` (no store, one of Parquet files, or a damaged one),
-                `store-newer`, `store-locked`, `file-unwritable`.
+        Raises InputError: `store-missing`, `store-invalid` (not a store, one of Parquet files, or a damaged one),
+        `store-newer`, `store-locked`, `file-unwritable`.
         """
         store = cls(Path(path).expanduser())
         if (store.path / _OLD).exists():
@@ -120,15 +119,15 @@ class Store:
         if rows[0]["schema"] > SCHEMA:
             value = f"schema {rows[0]['schema']}, of quantkit {rows[0]['quantkit']}"
             rule, remedy = f"this quantkit {__version__} reads schemas up to {SCHEMA}", "install that version"
-            remedy += "; the store is as it was"
+            remedy += "; the store is unchanged"
             raise InputError("store-newer", where=str(self.path), value=value, rule=rule, remedy=remedy)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def begin(self, night: Night) -> Night:
-        """Write down that a night begins. One that has begun already stays as it is, and is returned.
+        """Record the start of a night; return it, or the stored one if it has begun already.
 
-        Where a night of the store started later, the clock has gone back, and a warning says so.
+        A later night in the store means that the clock went back; a warning tells.
         """
         _demand(NIGHT_ID.fullmatch(night.night) is not None, f"a name like {NIGHT_ID.pattern}, got {night.night!r}")
         with self._writing() as database:
@@ -137,18 +136,18 @@ class Store:
                 _insert(database, Night, [night])
         if later := [name for name in known if name > night.night]:
             warning = f"the clock says {night.night}, but {max(later)} is in the store"
-            warning += "; nights sort by the time they state, so this one comes before it"
+            warning += "; nights sort by their stated time, so this one comes first"
             self.warnings += [] if warning in self.warnings else [warning]
         return next(row for row in self.nights() if row.night == night.night)
 
     def commit(self, result: Result, times: Iterable[Time] = (), items: Iterable[Item] = ()) -> bool:
-        """Write one attempt at one cell, whole or not at all.
+        """Write one attempt at one cell, completely or not at all.
 
         Args:
-            items: of its build; give them with the first of its cells alone.
+            items: items of its build; only with the first of its cells.
 
         Returns:
-            False where this attempt was committed before; then nothing is written.
+            False if this attempt was committed before; then nothing is written.
 
         Raises:
             ValueError: rows of another night, cell, build or attempt.
@@ -170,7 +169,7 @@ class Store:
         return True
 
     def decide(self, night: str, decisions: Iterable[StoredDecision]) -> None:
-        """Write what was decided of a night: all of it, in place of what was decided of it before."""
+        """Replace all decisions of a night."""
         decisions = list(decisions)
         _demand(NIGHT_ID.fullmatch(night) is not None, f"a night's name, got {night!r}")
         _demand(all(row.night == night for row in decisions), f"decisions of {night}")
@@ -180,7 +179,7 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Iterator[Any]:
-        """A connection whose statements are one transaction; no other process has the file meanwhile."""
+        """Open a connection for one transaction; no other process has the file meanwhile."""
         duckdb = _duckdb()
         try:
             with self._opened(read_only=False) as database:
@@ -211,7 +210,7 @@ class Store:
         return self._rows(Result, f"FROM results {_of(night)} ORDER BY night, cell, attempt", night=night)
 
     def times(self, night: str, cell: str | None = None) -> list[Time]:
-        """Read the iterations of one cell, or of all cells of a night, in the order in which they were taken."""
+        """Read the iterations of one cell, or of all cells of a night, in order of measurement."""
         where = f"{_of(night)} AND ($cell IS NULL OR cell = $cell)"
         order = "ORDER BY cell, attempt, round, block, position, began"
         return self._rows(Time, f"FROM times {where} {order}", night=night, cell=cell)
@@ -226,49 +225,47 @@ class Store:
         return self._rows(StoredDecision, f"FROM decisions {_of(night)} ORDER BY night, cell, what", night=night)
 
     def committed(self, night: str, attempt: int = 1) -> set[str]:
-        """Return the keys of the cells that have a result of that attempt, whatever it is."""
+        """Return the keys of cells with any result of that attempt."""
         sql = "SELECT cell FROM results WHERE night = $night AND attempt = $attempt"
         return {cell for (cell,) in self.query(sql, night=night, attempt=attempt).rows}
 
     def accepted(self, before: str | None = None, cells: Sequence[str] | None = None) -> dict[str, Result]:
-        """Return of each cell the last result that was done, decided on, and in no respect found worse or failed.
+        """Return the last accepted result of each cell: done, decided, and in no comparison worse or failed.
 
         Args:
-            before: a night; it and later ones do not count.
-            cells: keys of those that are asked for; None is all that there are.
+            before: night; it and later ones are ignored.
+            cells: keys of the cells; None: all.
         """
         rows = self._rows(Result, _ACCEPTED, before=before, cells=None if cells is None else list(cells))
         return {row.cell: row for row in rows}
 
     def query(self, sql: str, **values: Any) -> QueryRows:
-        """Answer a query. It reads the tables and nothing else, and writes nothing.
+        """Answer a query. It can only read the tables.
 
         Args:
-            sql: one statement, in DuckDB's dialect, or a table's name; `$name` is a parameter.
+            sql: one statement in DuckDB's dialect, or a table's name; `$name` is a parameter.
 
-        Raises:
-            InputError: `query-invalid`, `query-failed`, `over-limit`.
+        Raises InputError: `query-invalid`, `query-failed`, `over-limit`.
         """
         table = self.arrow(_statement(sql), **values)
-        # by position: two columns may have one name
+        # by position: two columns may share a name
         columns = [column.to_pylist() for column in table.columns]
         return QueryRows(_numbered(table.column_names), list(zip(*columns, strict=True)) if columns else [])
 
     def arrow(self, sql: str, **values: Any) -> Any:
-        """Answer a query with a `pyarrow.Table`: for many rows, which take long to make into Python's own."""
+        """Answer a query with a `pyarrow.Table`, which is faster for many rows."""
         import pyarrow as pa
 
         return self._reading(sql, values, lambda batches: pa.Table.from_batches(list(batches)))
 
     def export(self, what: str, out: str | Path) -> int:
-        """Write a table, or the answer of a query, into a file; return the number of rows.
+        """Write a table, or the answer of a query, to a file; return the number of rows.
 
         Args:
-            what: a table's name, or a query.
-            out: `.csv`, or `.json` (an array with an object a row). NaN and infinity, which JSON has not, become null.
+            what: table's name, or query.
+            out: `.csv`, or `.json` (an array of objects). NaN and infinity become null.
 
-        Raises:
-            InputError: `query-invalid`, `query-failed`, `file-unwritable`, `usage` for another suffix.
+        Raises InputError: `query-invalid`, `query-failed`, `file-unwritable`, `usage` for another suffix.
         """
         place = Path(out).expanduser()
         if place.suffix not in _FORMATS:
@@ -280,7 +277,7 @@ class Store:
         return from_table(kind, self.arrow(sql, **{name: value for name, value in values.items() if f"${name}" in sql}))
 
     def _reading(self, sql: str, values: dict[str, Any], use: Callable[[Iterator[Any]], Got]) -> Got:
-        """Return what `use` makes of the answer's batches, of which the first is empty and tells the columns."""
+        """Apply `use` to the answer's batches; the first is empty and has the columns."""
         duckdb = _duckdb()
         wrong: tuple[type[Exception], ...] = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
         wrong += (duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException)
@@ -311,21 +308,21 @@ class Store:
 
     @contextmanager
     def _opened(self, *, read_only: bool) -> Iterator[Any]:
-        """A connection; another process that has the file is waited for."""
+        """Open a connection; wait for another process that has the file."""
         duckdb = _duckdb()
         until = time.monotonic() + _WAIT_SECONDS
         while True:
             try:
-                # nothing is spilled: a query that needs more memory than there is says so
+                # no spilling to disk: a query that needs too much memory fails
                 database = duckdb.connect(self.file, read_only=read_only, config={"temp_directory": ""})
                 break
             except (duckdb.IOException, duckdb.ConnectionException) as error:
                 if "Could not set lock" not in str(error) and not isinstance(error, duckdb.ConnectionException):
                     raise
                 if time.monotonic() > until:
-                    value = f"another process has had it for {_WAIT_SECONDS:.0f} s"
-                    rule, remedy = "one process writes at a time, and alone", "wait for it or end it"
-                    remedy += "; the lock goes with the process"
+                    value = f"another process has held it for {_WAIT_SECONDS:.0f} s"
+                    rule, remedy = "a writing process has the store to itself", "wait for it or end it"
+                    remedy += "; the lock ends with the process"
                     where = str(self.path)
                     raise InputError("store-locked", where=where, value=value, rule=rule, remedy=remedy) from None
                 time.sleep(0.02)
@@ -339,11 +336,11 @@ class Store:
             database.close()
 
     def _damaged(self, value: str) -> InputError:
-        remedy = "restore it from a copy, or move it away and begin anew"
-        return _invalid(self.file, value, "it is a whole DuckDB file", remedy)
+        remedy = "restore it from a copy, or move it away and start a new one"
+        return _invalid(self.file, value, "a store is an intact DuckDB file", remedy)
 
 
-# of a cell's last night whose decisions let it pass the last attempt
+# last attempt of each cell's last night that passed
 _ACCEPTED = """
 WITH passed AS (
     SELECT night, cell FROM decisions WHERE $before IS NULL OR night < $before
@@ -368,12 +365,12 @@ def _of(night: str | None) -> str:
 
 
 def _statement(what: str) -> str:
-    """A table's name as a query; a query stays one."""
+    """Turn a table's name into a query; leave a query unchanged."""
     return f"FROM {what}" if what in {kind.table for kind in TABLES} else what
 
 
 def _duckdb() -> Any:
-    """`duckdb`; MissingDependency without it or pyarrow."""
+    """Import `duckdb`. Raises MissingDependency without it or pyarrow."""
     try:
         import duckdb
         import pyarrow  # noqa: F401
@@ -390,16 +387,16 @@ def _insert(database: Any, kind: type[RowKind], rows: Sequence[RowKind]) -> None
 
 
 def _batches(duckdb: Any, database: Any, sql: str, values: dict[str, Any]) -> Iterator[Any]:
-    """The answer as `pyarrow.RecordBatch`es. Raises InputError `query-invalid`, `over-limit`."""
+    """Yield the answer as `pyarrow.RecordBatch`es. Raises InputError `query-invalid`, `over-limit`."""
     import pyarrow as pa
 
     statements = database.extract_statements(sql)
     kinds = duckdb.StatementType
-    # a pivot counts as several
+    # a pivot counts as several statements
     if len(statements) != 1 or statements[0].type not in (kinds.SELECT, kinds.EXPLAIN, kinds.MULTI):
         value = f"found {', '.join(statement.type.name for statement in statements) or 'nothing'}"
     elif (writes := _writes(duckdb, sql)) is not None:
-        # DuckDB shuts all files but the database's own, which an explained `COPY` would write over
+        # DuckDB blocks all files but the database's own, which an explained `COPY` would overwrite
         value = f"found {writes}"
     else:
         reader = database.sql(sql, params=values or None).to_arrow_reader()
@@ -410,12 +407,12 @@ def _batches(duckdb: Any, database: Any, sql: str, values: dict[str, Any]) -> It
             limits.UNPACKED.demand(size, sql[:_SHOWN])
             yield batch
         return
-    rule = "one statement that reads: SELECT, FROM, WITH, PIVOT, DESCRIBE, SUMMARIZE, EXPLAIN"
+    rule = "a query is one reading statement: SELECT, FROM, WITH, PIVOT, DESCRIBE, SUMMARIZE, EXPLAIN"
     raise InputError("query-invalid", where=sql[:_SHOWN], value=value, rule=rule, remedy=_TABLES)
 
 
 def _writes(duckdb: Any, sql: str) -> str | None:
-    """The first keyword of a statement within a statement that writes a file; quoted names are none."""
+    """Return the first keyword of a nested statement that writes a file; quoted names do not count."""
     data = sql.encode()
     for start, kind in duckdb.tokenize(sql):
         word = data[start : start + 6].decode(errors="replace").upper()
@@ -425,7 +422,7 @@ def _writes(duckdb: Any, sql: str) -> str | None:
 
 
 def _line(error: Exception) -> str:
-    """DuckDB's message, without the picture of where."""
+    """Return DuckDB's message, without the marked query."""
     return " ".join(str(error).split("\n\nLINE ")[0].split())[:_SHOWN]
 
 
@@ -435,7 +432,7 @@ def _demand(holds: bool, rule: str) -> None:
 
 
 def _numbered(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of which none comes twice: a, a_2, ..."""
+    """Make names unique: a, a_2, ..."""
     taken: list[str] = []
     for name in names:
         tries = [name, *(f"{name}_{number}" for number in range(2, len(taken) + 3))]
@@ -444,7 +441,7 @@ def _numbered(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _export(out: Path, batches: Iterator[Any]) -> int:
-    """Write batches, of which the first tells the columns, into a file, whole or not at all."""
+    """Write batches to a file, completely or not at all; the first has the columns."""
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         with writing(out):
@@ -458,7 +455,7 @@ def _export(out: Path, batches: Iterator[Any]) -> int:
 
 
 def _csv(stream: IO[bytes], batches: Iterator[Any]) -> int:
-    """Lists and the like become JSON, null an empty field."""
+    """Write CSV; nested values become JSON, null an empty field."""
     import pyarrow as pa
     from pyarrow.csv import CSVWriter
 
@@ -474,7 +471,7 @@ def _csv(stream: IO[bytes], batches: Iterator[Any]) -> int:
 
 
 def _flat(column: Any) -> Any:
-    """A column that CSV has: numbers, times and text as they are."""
+    """Return a column for CSV: numbers, times and text stay unchanged."""
     import pyarrow as pa
 
     if not (pa.types.is_nested(column.type) or pa.types.is_binary(column.type) or pa.types.is_interval(column.type)):
@@ -485,7 +482,7 @@ def _flat(column: Any) -> Any:
 
 
 def _json(stream: IO[bytes], batches: Iterator[Any]) -> int:
-    """An array, an object a line."""
+    """Write a JSON array, one object a line."""
     count = 0
     stream.write(b"[")
     for batch in batches:
@@ -501,7 +498,7 @@ _FORMATS: dict[str, Callable[[IO[bytes], Iterator[Any]], int]] = {".csv": _csv, 
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it: NaN and infinity become null, times ISO 8601, the rest its text."""
+    """Return a value for JSON: NaN and infinity become null, times ISO 8601, other objects their text."""
     if isinstance(value, dict):
         return {str(name): plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

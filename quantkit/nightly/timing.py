@@ -1,13 +1,13 @@
-"""A cell timed, in a process of its own: candidate, baseline and release in turns, round by round (`timing.rounds`).
+"""Time a cell in a process of its own: candidate, baseline and release in turns, round by round (`timing.rounds`).
 
-What is repeated is one step of a bundle in its runtime:
+The repeated step of a bundle in its runtime is:
 
     decoder   one new token a sequence, with 128 tokens in the cache
     encoder   a pass over 128 tokens a sequence
     graph     a pass over the first samples of its calibration set
 
-Where a model has room for fewer tokens, as many as it has. On a device it is done by the same code there, and what
-comes back is checked.
+A model with room for fewer tokens uses as many as it has. On a device the same code runs there, and its answers are
+checked.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from quantkit.runtimes import child, load_runtime
 from quantkit.target import Target
 
 TOKENS = 128
-# what `rounds.measure` gives: a round's times, or why a side was left out
+# rows of `rounds.measure`: the times of a round, or the error of a side that was left out
 Taken = Sequence[Mapping[str, Any]]
 Report = Callable[[float, str], None]
-# seconds between two looks whether a device is free
+# seconds between two checks of a busy device
 _LOOK = 20.0
 
 
 def unloadable(rows: Taken) -> dict[Side, dict[str, str]]:
-    """Map the sides that were left out to the five fields of why."""
+    """Return sides left out, with the five fields of the error."""
     return {row["unloadable"]: row["error"] for row in rows if "unloadable" in row}
 
 
 def times(rows: Taken, night: str, cell: str, attempt: int) -> list[Time]:
-    """Make the rows of the store; a side that was left out later had company before, and has none of them."""
+    """Make the rows of the store; a side that failed to load in any round has none."""
     lost = unloadable(rows)
     return [
         Time(night, cell, attempt, side, row["round"], *step, **row["state"])  # type: ignore[arg-type]
@@ -74,10 +74,9 @@ def times(rows: Taken, night: str, cell: str, attempt: int) -> list[Time]:
 def run(task: Task, progress: Report | None = None) -> Taken:
     """Time a cell here.
 
-    Raises:
-        InputError: what the candidate raises; `timing-failed` if the process dies.
+    Raises InputError: errors of the candidate; `timing-failed` if the process dies.
     """
-    remedy = "look into the system's log; a smaller batch takes less memory"
+    remedy = "read the system's log; a smaller batch takes less memory"
     where = f"{Path(task.sides[CANDIDATE]).name}, batch {task.batch}"
     return list(child.run(_time, asdict(task), progress, remedy=remedy, died="timing-failed", where=where))
 
@@ -100,10 +99,10 @@ def loaded(path: Path, runtime: str, batch: int, samples: Mapping[str, NDArray[A
 
     Args:
         batch: sequences or samples at once.
-        samples: of a graph, an array [n, ...] for each input; else empty.
+        samples: for a graph, an array [n, ...] for each input; otherwise empty.
 
     Raises:
-        InputError: the bundle's and the runtime's; `out-of-memory`; `not-timed`, where a step would say nothing.
+        InputError: errors of the bundle and the runtime; `out-of-memory`; `not-timed`, a step without meaning.
         MissingDependency: of the runtime.
     """
     bundle = Bundle.load(path)
@@ -117,7 +116,7 @@ def loaded(path: Path, runtime: str, batch: int, samples: Mapping[str, NDArray[A
     if runtime == "torch":
         return _in_torch(bundle, batch, decodes=decodes)
     model = load_runtime(runtime).load(bundle)
-    # of an engine, what it was built for
+    # an engine has the capacity that it was built for
     context = int(getattr(model, "capacity", None) or model.context)
     step: Step = (
         model.decode(batch, min(TOKENS, context - 1)) if decodes else model.prefill(batch, min(TOKENS, context))
@@ -174,7 +173,7 @@ class _Round(Closed):
     turns: _Turns
 
     def is_whole(self) -> bool:
-        """Whether each side has times of each block."""
+        """Tell whether each side has times of every block."""
         sides, turns = set(self.turns.seconds), self.turns
         if set(turns.began) != sides or any(sorted(order) != sorted(sides) for order in turns.order):
             return False
@@ -199,7 +198,7 @@ class Timer:
     """A device that times cells, one at a time.
 
     Args:
-        limit: seconds that it is waited for while it is at work for somebody else.
+        limit: seconds to wait for a busy device.
     """
 
     def __init__(self, reached: Reached, limit: float) -> None:
@@ -207,10 +206,9 @@ class Timer:
         self._versions: dict[str, str] = {}
 
     def run(self, task: Task, progress: Report) -> Taken:
-        """Time a cell, see `run`. A device that is lost, or has stopped by itself, fails the cell: the night goes on.
+        """Time a cell, see `run`. A lost or stopped device fails only this cell.
 
-        Raises:
-            InputError: `emulated`, `device-gone`; what the device answers, those of the link.
+        Raises InputError: `emulated`, `device-gone`; errors of the device and of the link.
         """
         with _failing():
             return self._run(task, progress)
@@ -236,25 +234,25 @@ class Timer:
                 return
             rows.extend(self._checked(row) for row in cells[cell])
             if len(rows) > task.rounds + len(folders):
-                raise invalid(name, f"more than the {task.rounds} rounds that were asked for")
+                raise invalid(name, f"more than the requested {task.rounds} rounds")
 
         try:
             self._waited(lambda: link.run("night", job, progress, row=come), progress)
         except Lost:
             raise
-        except Stopped as problem:  # it may stop itself, not the night
+        except Stopped as problem:  # it may end its own work, not the night
             raise InputError(**problem.as_dict()) from None
         return rows
 
     def now(self) -> dict[str, Any]:
-        """Make `device` and `versions` of a result that was measured there."""
+        """Return `device` and `versions` of a result measured there."""
         about, name = self._reached.about, self._reached.device.name
         device: dict[str, Any] = {"id": f"{name}-{about.machine}", "kind": "cpu", "name": about.processor, "on": name}
         device |= {"machine": about.machine, "isa": about.isa[0], "threads": about.cores}
         return {"device": device, "versions": {**self._versions, "quantkit": __version__, "python": about.python}}
 
     def _waited(self, run: Callable[[], object], progress: Report) -> None:
-        """Run it once the device is free. Raises InputError `device-busy`, it is not in time."""
+        """Run a job as soon as the device is free. Raises InputError `device-busy` after the limit."""
         until = time.monotonic() + self._limit
         while True:
             try:
@@ -270,14 +268,14 @@ class Timer:
         where = self._reached.device.name
         known = validated(_Row, {"row": row}, where=where, code="answer-invalid").row
         if isinstance(known, _Round) and not known.is_whole():
-            rule = "each side has times of each block"
+            rule = "each side has times of every block"
             raise InputError("answer-invalid", where=where, value="times that do not fit together", rule=rule)
         return known.model_dump()
 
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """Let a device that is lost fail what is measured on it: `Stopped` would end the night."""
+    """Turn a lost device into a failure of the cell: `Stopped` would end the night."""
     try:
         yield
     except Lost as problem:
@@ -286,10 +284,9 @@ def _failing() -> Iterator[None]:
 
 @contextmanager
 def reached(on: NamedDevice, target: Target, progress: Progress, limit: float) -> Iterator[Timer]:
-    """Reach a device that cells of a target can be measured on.
+    """Reach a device able to measure a target's cells.
 
-    Raises:
-        InputError: `wrong-machine`, `device-gone`, those of `reach`.
+    Raises InputError: `wrong-machine`, `device-gone`, those of `reach`.
     """
     progress.at("timing", 0.0, f"reaching {on.name}")
     with _failing(), reach(on) as device:
@@ -303,7 +300,7 @@ def reached(on: NamedDevice, target: Target, progress: Progress, limit: float) -
 
 
 def _files(bundle: Bundle, runtime: str) -> tuple[str, dict[str, Path]]:
-    """List what a runtime loads of a bundle: of a graph its file's name, and relative path -> file."""
+    """List the files loaded by a runtime: a graph's file name, and relative path -> file."""
     if holds_graph(bundle):
         file = file_of(bundle)
         return file.name, {path.name: path for path in sorted(file.parent.glob(f"{file.name}*"))}

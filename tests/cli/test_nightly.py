@@ -187,7 +187,7 @@ def test_a_dry_run_says_which_cells_there_are_and_writes_nothing(config: Path, q
     cells = [each["cell"] for each in ran.envelope["result"]["cells"]]
     assert cells == [f"smollm2-135m|rtn-int4|cpu-x86|onnxruntime|{batch}" for batch in (1, 8)]
     said = quantkit("nightly", "run", config, "--dry-run", "--only", "*|8").out
-    assert "1 row of 1 build" in said and "first cell has been timed" in said
+    assert "1 row of 1 build" in said and "known after the first cell" in said
     assert list(config.parent.glob("kept")) == []
 
 

@@ -109,7 +109,7 @@ def test_outputs_of_a_large_network_come_in_several_lines() -> None:
     again = Told()
     outputs(10, lambda part: {n: array[part] for n, array in given.items()}, answers(again, told.cells))
     assert not again.cells
-    with pytest.raises(InputError, match=r"outputs-too-many.*10,051 numbers come out of each"):
+    with pytest.raises(InputError, match=r"outputs-too-many.*each gives 10,051 numbers"):
         outputs(1000, lambda part: {"y": np.zeros((8, 10_051))}, answers(again))
 
 

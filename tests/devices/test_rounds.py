@@ -57,7 +57,7 @@ def test_a_clock_that_was_lowered_is_said(tmp_path: Path, throttles: Sequence[in
 
 def test_an_emulator_is_refused_before_its_times(tmp_path: Path) -> None:
     link = answering(planted(), emulated=True)
-    with pytest.raises(InputError, match=r"\[emulated\] pi5: Cortex is a program"):
+    with pytest.raises(InputError, match=r"\[emulated\] pi5: Cortex is emulated"):
         DeviceTimer(reached(link))(job(tmp_path), lambda share, words: None)
     assert link.heard == ["about"]
 

@@ -86,7 +86,7 @@ def test_what_is_no_session_makes_no_text_there_and_takes_no_turns(runtime: str)
     # text is torch's too
     demand_sessions(["onnxruntime", "openvino", "llama_cpp", "torch"], text=True)
     if runtime != "torch":
-        with pytest.raises(InputError, match=rf"runtime-unsupported.*{runtime} is for `measure` there"):
+        with pytest.raises(InputError, match=rf"runtime-unsupported.*{runtime} with `measure`"):
             demand_sessions([runtime], text=True)
 
 

@@ -121,14 +121,14 @@ def test_a_budget_is_blocks_or_seconds() -> None:
         ({"gates": {"latency": 0}}, "nightly-invalid", "greater than 0"),
         ({"gates": {"latency": float("nan")}}, "nightly-invalid", "gates.latency"),
         ({"gates": {"alpha": 0.7}}, "nightly-invalid", "less than 0.5"),
-        ({"gates": {"overrides": [{"latency": 0.1}]}}, "nightly-invalid", "names at least one"),
+        ({"gates": {"overrides": [{"latency": 0.1}]}}, "nightly-invalid", "needs at least one"),
         ({"gates": {"overrides": [{"batch": 3, "latency": 0.1}]}}, "nightly-invalid", "fits no cell"),
         ({"models": []}, "nightly-invalid", "models"),
         ({"models": ["smollm"]}, "unknown-model", "did you mean 'smollm2-135m'"),
         ({"models": ["./nowhere"]}, "file-missing", "nowhere"),
         ({"models": ["a|b"]}, "nightly-invalid", "pattern"),
         ({"recipes": ["rtn-int5"]}, "unknown-recipe", "did you mean 'rtn-int4'"),
-        ({"recipes": ["rtn-int4", "rtn-int4"]}, "nightly-invalid", "rtn-int4 is there twice"),
+        ({"recipes": ["rtn-int4", "rtn-int4"]}, "nightly-invalid", "rtn-int4 is listed twice"),
         ({"recipes": ["int8-network"]}, "model-kind", "is for network"),
         ({"targets": ["cpu-x85"]}, "unknown-target", "did you mean 'cpu-x86'"),
         ({"runtimes": ["onnxrunntime"]}, "target-cannot-run", "did you mean 'onnxruntime'"),
@@ -139,11 +139,11 @@ def test_a_budget_is_blocks_or_seconds() -> None:
         ),
         ({"set": ["export=[{tensorrt: {}}]"]}, "target-cannot-run", "exclude: [{recipe: rtn-int4, target: cpu-x86}]"),
         ({"batches": [0]}, "nightly-invalid", "batches"),
-        ({"batches": [1, 1]}, "nightly-invalid", "1 is there twice"),
+        ({"batches": [1, 1]}, "nightly-invalid", "1 is listed twice"),
         ({"batches": "1,8"}, "nightly-invalid", "batches"),
-        ({"exclude": [{}]}, "nightly-invalid", "names at least one"),
+        ({"exclude": [{}]}, "nightly-invalid", "needs at least one"),
         ({"exclude": [{"recipe": "int8"}]}, "nightly-invalid", "exclude.0: fits no cell"),
-        ({"exclude": [{"batch": [1, 8]}]}, "nightly-invalid", "no cell is left"),
+        ({"exclude": [{"batch": [1, 8]}]}, "nightly-invalid", "no cell remains"),
         ({"include": [{"model": "smollm2-135m"}]}, "nightly-invalid", "include"),
         (
             {"include": [{"model": "smollm2-135m", "recipe": "rtn-int4", "target": "cpu-x86"}]},
@@ -213,7 +213,7 @@ def test_a_dry_run_says_the_cells_and_no_time() -> None:
         "baseline",
         "seconds",
     }
-    assert any("first cell has been timed" in note for note in found["notes"])
+    assert any("known after the first cell" in note for note in found["notes"])
 
 
 def test_it_is_read_without_what_is_heavy() -> None:

@@ -108,7 +108,7 @@ def test_a_second_run_confirms_an_alarm_or_takes_it_back(
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        (done(ONE, attempt=2), "nothing of the candidate was measured"),
+        (done(ONE, attempt=2), "the candidate was not measured"),
         (Result.of(FIRST, ONE, "failed", attempt=2, error={"code": "broke", "value": "the disk"}), "[broke] the disk"),
     ],
 )
@@ -273,7 +273,7 @@ def test_failed_and_missing_cells_have_answers_of_their_own() -> None:
     rows = [row(found, "latency", cell) for cell in CELLS]
     assert [each.answer for each in rows] == ["failed", "missing", "same", "missing"]
     assert rows[0].because == "[out-of-memory] x: none left" and "--resume" in rows[3].because
-    assert row(judged([Result.of(FIRST, ONE, "failed")]), "latency").because == "no reason is known"
+    assert row(judged([Result.of(FIRST, ONE, "failed")]), "latency").because == "the reason is unknown"
     order = [CELLS.index(NightCell.of(each.cell)) for each in found.decisions]
     assert order == sorted(order)
 
@@ -333,7 +333,7 @@ def test_what_a_reader_must_know_is_said() -> None:
     times = [replace(each, throttled=i < 3) for i, each in enumerate(timed(ONE))]
     latency = row(judged([done(ONE, baseline_sha256="c" * 64)], times), "latency")
     assert "lowered its clock in 3 of 320 steps" in latency.because
-    assert "both are the same bundle" in latency.because
+    assert "both sides are the same bundle" in latency.because
 
 
 def test_margins_are_the_cell_s() -> None:

@@ -85,7 +85,7 @@ def test_the_second_night_has_the_first_for_its_baseline(home: Path) -> None:
     first = night_of(home)
     assert {each.state for each in first.results} == {"done"} and len(first.results) == 2
     assert answers(first) == {"inconclusive"}
-    assert all("this night becomes it" in each.because for each in first.decisions if each.what == "latency")
+    assert all("this night becomes the baseline" in each.because for each in first.decisions if each.what == "latency")
     second = night_of(home)
     assert answers(second) == {"same"} and not second.repeated
     store = store_of(home)
@@ -154,7 +154,7 @@ def test_another_file_is_another_night(home: Path) -> None:
     with pytest.raises(Stopped):
         night_of(home, Here(stop_after=1))
     write(home, batches=[2])
-    with pytest.raises(InputError, match="no night of this file"):
+    with pytest.raises(InputError, match="this file, in its current form, has no night"):
         night_of(home, resume=True)
 
 

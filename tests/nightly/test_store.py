@@ -380,7 +380,7 @@ def test_whatever_reads_is_a_query(filled: Store, sql: str) -> None:
         ("FROM result", "results"),
         ("", "found nothing"),
         ("-- nothing", "found nothing"),
-        ("SELECT 1; SELECT 2", "one statement"),
+        ("SELECT 1; SELECT 2", "one reading statement"),
         ("DROP TABLE results", "found DROP"),
         ("DELETE FROM results", "found DELETE"),
         ("CREATE TABLE mine AS FROM results", "found CREATE"),

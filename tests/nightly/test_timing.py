@@ -185,10 +185,10 @@ class Stops(Planted):
     [
         (Planted(row(), cut="round-0"), "device-gone"),
         (Stops(), r"disk-full\] pi5 says: rows"),
-        (Planted(about(emulated=True)), r"emulated.*Cortex is a program"),
+        (Planted(about(emulated=True)), r"emulated.*Cortex is emulated"),
         (Planted(about(cores="many")), "answer-invalid"),
         (Planted(row(order=[])), "answer-in"),
-        (Planted(*(row() for _ in range(4))), "answer-invalid.*more than the 1 rounds"),
+        (Planted(*(row() for _ in range(4))), "answer-invalid.*more than the requested 1 rounds"),
     ],
     ids=["lost", "stopped", "emulator", "facts", "times", "more"],
 )

@@ -1,8 +1,8 @@
-"""Programs that are sent to a device and run there by its Python: of the standard library alone, one request each.
+"""Programs that are sent to a device and run by its Python: standard library only, one request each.
 
-A module has `main(asked)`, which answers what JSON has, or itself writes to standard output. What comes after the
-program on standard input is its data. Nothing of quantkit needs to be there. This module is sent behind every program:
-how it answers, one JSON document behind the mark that says where its answer begins, and how it opens a lock.
+A module has `main(asked)`, which returns JSON values or writes to standard output itself. Data follows the program on
+standard input. The device needs nothing of quantkit. This module is sent with every program: it prints the answer, one
+JSON document after the mark, and opens locks.
 """
 
 import contextlib
@@ -15,18 +15,18 @@ from typing import Any
 
 
 class LockError(Exception):
-    """Something else stands at a lock's place: its path."""
+    """Another kind of file is in a lock's place: its path."""
 
 
 def lock_file(path: Any, *, mode: int | None = None) -> Any:
-    """Open the file of a lock to read and append; nothing is written, and nothing waited for.
+    """Open a lock's file to read and append, without writing or waiting.
 
     Args:
-        mode: of one that is made just now, whatever the process's mask.
+        mode: permissions of a new file, regardless of the umask.
 
     Raises:
-        LockError: there is a link, no regular file, one that another name leads to, or one that may not be opened.
-        FileNotFoundError, PermissionError: it may not be made.
+        LockError: it is a link, not a regular file, has several names, or cannot be opened.
+        FileNotFoundError, PermissionError: it cannot be created.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = None
@@ -35,7 +35,7 @@ def lock_file(path: Any, *, mode: int | None = None) -> Any:
         if mode is not None:
             os.fchmod(descriptor, mode)
     try:
-        # in a folder of all users one may not ask to make what another one has made
+        # O_CREAT may be refused for another user's file in a shared folder
         descriptor = os.open(path, flags) if descriptor is None else descriptor
     except OSError:
         raise LockError(str(path)) from None
@@ -47,7 +47,7 @@ def lock_file(path: Any, *, mode: int | None = None) -> Any:
 
 
 def answer(main: Callable[[dict[str, Any]], Any], asked: dict[str, Any]) -> None:
-    """Print what `main` answers, or what it met."""
+    """Print the answer of `main`, or its error."""
     print(asked["mark"], flush=True)
     try:
         reply = main(asked)

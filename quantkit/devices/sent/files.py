@@ -1,11 +1,11 @@
-"""Files on a device, a folder at a time: a broken transfer goes on where it was, and nothing is there twice.
+"""Store files on a device, one folder at a time; a broken transfer resumes, and nothing is stored twice.
 
-    WORKDIR/files/NAME/...    a folder that was carried, whole; its name goes by its contents
-                 /.NAME/...   as much of it as has arrived: whole files, and of the one under way PATH.part
-    WORKDIR/wheels/SHA256/    a wheel, unpacked: a folder for PYTHONPATH
-    WORKDIR/made/SHA256       what a program has made that goes back
+    WORKDIR/files/NAME/...    a complete carried folder; its name contains a hash of the contents
+                 /.NAME/...   an incomplete one: complete files, and PATH.part for the current one
+    WORKDIR/wheels/SHA256/    an unpacked wheel: a folder for PYTHONPATH
+    WORKDIR/made/SHA256       a program's output, to be fetched
 
-Two that send the same folder write the same bytes at the same places: neither waits for the other.
+Two senders of one folder write the same bytes at the same places; neither waits for the other.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:  # sent with it
     from quantkit.devices.sent import lock_file
 
 LAYOUT = 2
-# bytes that are read at a time; of a line on their way back
+# bytes read at a time; bytes of a line sent back
 _CHUNK, _LINE = 1 << 20, 3 << 18
-# seconds that nothing has to come for, until whoever sends has gone
+# seconds of silence until the sender counts as gone
 _PATIENCE = 60
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
-    """`do` is one of `have`, `receive`, `unpack`, `send`, `drop`, `clean`; `workdir` where."""
+    """Run `do`, one of `have`, `receive`, `unpack`, `send`, `drop`, `clean`, in `workdir`."""
     place = Path(os.path.expanduser(asked["workdir"]))  # noqa: PTH111
     if asked["do"] == "clean" and not place.exists():
         return {"bundles": 0, "wheels": 0, "bytes": 0}
@@ -47,7 +47,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _opened(place: Path) -> dict[str, str] | None:
-    """Make the folder, or see that it is one of this version's."""
+    """Create the folder, or check that it belongs to this version."""
     mark = place / "quantkit.json"
     if not mark.exists():
         if place.exists() and any(place.iterdir()):
@@ -62,25 +62,24 @@ def _opened(place: Path) -> dict[str, str] | None:
 
 
 def have(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """Bytes there of each of `files` of a folder `name`, and bytes that the disk has free; of `wheels`, those that are
-    unpacked."""
+    """Return bytes present of each of `files` in folder `name`, free bytes, and the unpacked ones of `wheels`."""
     folder, free = place / "files" / asked["name"], shutil.disk_usage(place).free
     wheels = [sha for sha in asked.get("wheels", ()) if (place / "wheels" / sha).is_dir()]
     if folder.is_dir():
         return {"whole": True, "there": {}, "wheels": wheels, "free": free}
-    coming, found = folder.with_name(f".{folder.name}"), dict[str, int]()
+    coming, sizes = folder.with_name(f".{folder.name}"), dict[str, int]()
     for name in asked["files"]:
         for path in (coming / name, coming / f"{name}.part"):
             with contextlib.suppress(OSError):
-                found[name] = max(path.stat().st_size, found.get(name, 0))
-    return {"whole": False, "there": found, "wheels": wheels, "free": free}
+                sizes[name] = max(path.stat().st_size, sizes.get(name, 0))
+    return {"whole": False, "there": sizes, "wheels": wheels, "free": free}
 
 
 def receive(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """Files of a folder `name`, [path, size, sha256, where its bytes begin], from standard input, in their order."""
+    """Receive files of folder `name`, [path, size, sha256, first byte sent], from standard input, in order."""
     folder = place / "files" / asked["name"]
     coming, damaged = folder.with_name(f".{folder.name}"), []
-    with _held(place, fcntl.LOCK_SH):  # nothing is removed meanwhile
+    with _held(place, fcntl.LOCK_SH):  # blocks `clean` meanwhile
         for name, size, sha, begin in asked["files"]:
             whole, part = coming / name, coming / f"{name}.part"
             part.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +95,7 @@ def receive(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
                 os.fsync(stream.fileno())
                 stream.seek(0)
                 good = hashlib.file_digest(stream, "sha256").hexdigest() == sha
-            with contextlib.suppress(FileNotFoundError):  # another one that sends the same was first
+            with contextlib.suppress(FileNotFoundError):  # another sender of the same file was first
                 if good:
                     part.replace(whole)
                 else:
@@ -114,7 +113,7 @@ def receive(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arrived(stream: Any, missing: int) -> bool:
-    """Whether so many bytes came."""
+    """Copy the missing bytes; tell whether all arrived."""
     source: Any = sys.stdin.buffer
     while missing:
         signal.alarm(_PATIENCE)
@@ -128,31 +127,31 @@ def _arrived(stream: Any, missing: int) -> bool:
 
 
 def unpack(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """The `wheels` of a folder `name`, file -> sha256, each in a folder for PYTHONPATH without its tests."""
+    """Unpack the `wheels` of folder `name`, file -> sha256, each into a folder for PYTHONPATH, without tests."""
     folder = place / "files" / asked["name"]
     with _held(place, fcntl.LOCK_SH), _held(place, fcntl.LOCK_EX, "unpacking"):
         for name, sha in asked["wheels"].items():
             target = place / "wheels" / sha
-            made = target.with_name(f".{sha}")
+            unpacked = target.with_name(f".{sha}")
             if target.is_dir():
                 continue
-            shutil.rmtree(made, ignore_errors=True)
-            made.mkdir(parents=True)
+            shutil.rmtree(unpacked, ignore_errors=True)
+            unpacked.mkdir(parents=True)
             try:
                 with zipfile.ZipFile(folder / name) as wheel:
                     for member in wheel.namelist():
                         parts = member.split("/")
                         if "tests" not in parts and not parts[0].endswith(".data"):
-                            wheel.extract(member, made)
+                            wheel.extract(member, unpacked)
             except FileNotFoundError:
                 return {"error": "absent", "value": name}
-            made.replace(target)
+            unpacked.replace(target)
         shutil.rmtree(folder, ignore_errors=True)
     return {}
 
 
 def send(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """Print what a program has made from byte `begin` on, in lines of base64; the last line is `sent`."""
+    """Print a program's output from byte `begin` on, in lines of base64; the last line is `sent`."""
     try:
         stream = (place / "made" / asked["sha"]).open("rb")
     except FileNotFoundError:
@@ -168,15 +167,15 @@ def send(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """Remove what a program has made, once it has been fetched."""
+    """Remove a program's output after it was fetched."""
     (place / "made" / asked["sha"]).unlink(missing_ok=True)
     return {}
 
 
 def clean(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """Remove all that was carried: how many `bundles` and `wheels`, and `bytes` of all.
+    """Remove everything carried; return the number of `bundles` and `wheels`, and all `bytes`.
 
-    While a program runs, or something arrives, nothing is removed: `holder` says whose that is.
+    While a program runs or files arrive, nothing is removed, and `holder` names the owner.
     """
     with lock_file(place / "lock") as lock, lock_file(place / "files" / ".coming") as coming:
         try:
@@ -196,12 +195,11 @@ def clean(place: Path, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _removed(path: Path) -> int:
-    """Remove a file or a folder; its bytes."""
     if path.is_symlink() or not path.is_dir():
         size = path.lstat().st_size
         path.unlink()
         return size
-    size = sum(found.lstat().st_size for found in path.rglob("*") if found.is_symlink() or found.is_file())
+    size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_symlink() or file.is_file())
     shutil.rmtree(path)
     return size
 

@@ -1,13 +1,13 @@
-"""Runs one program of quantkit on a device while somebody listens: one at a time, never doubled, never orphaned.
+"""Run one program of quantkit on a device while somebody listens: one at a time, never doubled, never orphaned.
 
-    WORKDIR/lock          held while it runs; says whose it is
+    WORKDIR/lock          held while it runs; names the owner
     /tmp/quantkit.lock    the same for the machine: see `_locks`
-    WORKDIR/tmp/          what the program writes; removed with it, or by the next one
+    WORKDIR/tmp/          the program's files; removed with it, or by the next program
 
-What the program prints goes to whoever asked, who sends a byte now and then. The program ends with them, with all that
-it has started: orphans become this process's, and where this process itself is killed the system kills the program.
-Nothing is kept of it: who asked keeps its answers, and says which are known when the connection is taken up again. The
-locks are the kernel's, so a reboot frees them.
+The program's output goes to the client, who sends a byte now and then. The program ends with the client, together with
+all its children: orphans become children of this process, and if this process is killed, the system kills the program.
+The device keeps no results; the client keeps them, and names the known ones when it reconnects. The locks are the
+kernel's, so a reboot frees them.
 """
 
 from __future__ import annotations
@@ -29,30 +29,29 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:  # sent with it
     from quantkit.devices.sent import lock_file
 
-# of prctl(2): the system's signal where the parent has gone; orphans below are this process's
+# prctl(2): signal on the parent's death; adopt orphaned descendants
 _PDEATHSIG, _SUBREAPER = 1, 36
-# bytes of what it says besides; seconds to put away what it is at, and between two looks
+# most bytes of its standard error; seconds to finish after a signal, and between two checks
 _LOG, _GRACE, _TICK = 1 << 20, 5.0, 0.25
 _TRIES = 4
-# where all users of a machine may write; what lies in /dev/shm goes with the session of whoever made it
-_SHARED = "/tmp/quantkit.lock"  # noqa: S108 (made for itself alone, no link is followed, and what it says is no program)
+# a place where all users may write; files in /dev/shm may vanish with their owner's session
+_SHARED = "/tmp/quantkit.lock"  # noqa: S108 (created exclusively, no link is followed, its text is never executed)
 
 
 class _Left(Exception):
-    """Nobody listens any more, or somebody asks for the end: `gone` or `left`."""
+    """The client is gone, or asks for the end: `gone` or `left`."""
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
-    """Run `program`, tell it `text`, and print what it prints.
+    """Run `program`, send it `text`, and print its output.
 
     Args:
-        asked: `workdir`; `wheels`, of what runs it; `environment`; `lease`, seconds without a byte until it ends;
-            `who`, `client`, `token` and `what`, for others who find it at work; `oust`, the token of one that may be
-            ended.
+        asked: `workdir`; `wheels` that it needs; `environment`; `lease`, seconds without a byte until it ends; `who`,
+            `client`, `token` and `what`, for other clients while it is busy; `oust`, token of a job that may be ended.
 
     Returns:
-        `why` it ended: `done`, `died` (with `code` and what it `said` last), `left`, `gone` (with the machine), or
-        `busy` (with its `holder`).
+        `why` it ended: `done`, `died` (with `code` and the last line `said`), `left`, `gone` (with the machine), or
+            `busy` (with its `holder`).
     """
     place = Path(os.path.expanduser(asked["workdir"]))  # noqa: PTH111
     locks = _locks(place)
@@ -60,10 +59,10 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         holder = _taken(lock, (asked["token"], asked["oust"]))
         if holder is not None:
             return {"why": "busy", "holder": holder}
-    said = {name: asked[name] for name in ("who", "client", "token", "what")}
+    owner = {name: asked[name] for name in ("who", "client", "token", "what")}
     for lock in locks:
         lock.truncate(0)
-        lock.write(json.dumps({**said, "since": time.time(), "runner": os.getpid()}))
+        lock.write(json.dumps({**owner, "since": time.time(), "runner": os.getpid()}))
         lock.flush()
     scratch = place / "tmp"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -77,8 +76,10 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _locks(place: Path) -> list[IO[str]]:
-    """The lock of the workdir and that of the machine, whose users and workdirs take turns too; not that one where
-    there is no such place, or `QUANTKIT_LOCK`, which names another, is empty."""
+    """Open the locks of the workdir and of the machine, which all users and workdirs share.
+
+    The second is skipped if its folder is missing, or if `QUANTKIT_LOCK`, which overrides its path, is empty.
+    """
     locks, shared = [lock_file(place / "lock")], os.environ.get("QUANTKIT_LOCK", _SHARED)
     with contextlib.suppress(FileNotFoundError, PermissionError):
         locks += [lock_file(shared, mode=0o666)] if shared else []
@@ -86,7 +87,7 @@ def _locks(place: Path) -> list[IO[str]]:
 
 
 def _taken(lock: IO[str], ours: tuple[str, ...]) -> dict[str, Any] | None:
-    """None once it is held; else who has it. One of `ours` is asked to end, and waited for."""
+    """Take a lock; return None, or its owner if it is held. An owner among `ours` is asked to end, and awaited."""
     until, asked = time.monotonic() + _TRIES * _TICK, False
     while True:
         try:
@@ -100,16 +101,16 @@ def _taken(lock: IO[str], ours: tuple[str, ...]) -> dict[str, Any] | None:
                 os.kill(holder["runner"], signal.SIGTERM)
         if time.monotonic() > until:
             return holder
-        time.sleep(_TICK)  # somebody only looks whether it is held
+        time.sleep(_TICK)  # another process may only be checking the lock
 
 
 def _holder(lock: IO[str]) -> dict[str, Any]:
-    """Reads the lock's owner."""
+    """Read the lock's owner."""
     lock.seek(0)
     with contextlib.suppress(ValueError):
-        found = json.loads(lock.read(4096))
-        if isinstance(found, dict):
-            return found
+        owner = json.loads(lock.read(4096))
+        if isinstance(owner, dict):
+            return owner
     return {}
 
 
@@ -120,7 +121,7 @@ def _run(place: Path, scratch: Path, asked: dict[str, Any]) -> dict[str, Any]:
         **os.environ,
         **asked["environment"],
         "OMP_WAIT_POLICY": "PASSIVE",
-        # the first GPU is then the same to CUDA, which else begins with the fastest, and to the driver, which names it
+        # makes CUDA, which otherwise begins with the fastest, number the GPUs as the driver does
         "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
         "PYTHONPATH": os.pathsep.join(str(place / "wheels" / wheel) for wheel in asked["wheels"]),
         **{"TMPDIR": str(scratch), "HOME": str(scratch), "QUANTKIT_CACHE": str(scratch / "cache")},
@@ -162,14 +163,14 @@ def _die_with_parent() -> None:
 
 
 def _pump(work: subprocess.Popen[bytes], asked: dict[str, Any], log: Path) -> None:
-    """Tell it what it is asked, and pass on what it prints until it ends. Raises _Left."""
+    """Send the request, and pass on the output until the program ends. Raises _Left."""
     assert work.stdin is not None and work.stdout is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended already, and says why
+    with contextlib.suppress(BrokenPipeError):  # it has ended already, with a message
         work.stdin.write(asked["text"].encode() + b"\n")
         work.stdin.flush()
     out, source, mended = sys.stdout.buffer, work.stdout.fileno(), True
     while True:
-        # looked at before its output: what ended has printed all of it
+        # check before reading: a program that has ended has printed everything
         ended = work.poll() is not None
         ready = select.select([0, source], [], [], 0 if ended else _TICK)[0]
         if 0 in ready:
@@ -183,10 +184,10 @@ def _pump(work: subprocess.Popen[bytes], asked: dict[str, Any], log: Path) -> No
             if chunk:
                 mended = chunk.endswith(b"\n")
                 continue
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it puts away what it has loaded
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it frees its memory
                 work.wait(4 * _GRACE)
             ended = True
-        if ended:  # what it has started may hold its output open
+        if ended:  # its children may hold its output open
             out.write(b"" if mended else b"\n")
             return
         if log.stat().st_size > _LOG:
@@ -194,7 +195,7 @@ def _pump(work: subprocess.Popen[bytes], asked: dict[str, Any], log: Path) -> No
 
 
 def _end(work: subprocess.Popen[bytes]) -> int:
-    """Ends the program and all that it has started; its exit code."""
+    """End the program and its descendants; return its exit code."""
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     assert work.stdin is not None
@@ -214,7 +215,7 @@ def _end(work: subprocess.Popen[bytes]) -> int:
 
 
 def _reap() -> None:
-    """Ends the orphans, which are this process's children. One that does not end is left."""
+    """Kill the orphans, all children of this process; give up on one that survives."""
     until = time.monotonic() + _GRACE
     while time.monotonic() < until:
         for child in _children():
@@ -228,18 +229,17 @@ def _reap() -> None:
 
 
 def _children() -> list[int]:
-    """Numbers of this process's children: not every kernel has a list of them."""
-    found = []
+    """List this process's children; not every kernel has such a list."""
+    children = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            # the name of a program may have brackets and blanks
+            # a program's name may contain brackets and blanks
             if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(path.parent.name))
-    return found
+                children.append(int(path.parent.name))
+    return children
 
 
 def _last(log: Path) -> str:
-    """The last line that was printed besides."""
     with contextlib.suppress(OSError), log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - 4096))
         lines = [line.strip() for line in stream.read().decode("utf-8", "replace").splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""The page of a cell: what was decided last, its history, the last night's times and flips, what it ran with."""
+"""Build the page of a cell: last decisions, history, times and flips of the last night, environment."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from quantkit.report.kit import words
 from quantkit.stats.changes import changes
 
 Array = Any
-# nights that the table lists whatever they were, and of those before as many that were not `same`
+# last nights in the table, and most earlier nights with an answer other than `same`
 _LATELY, _OTHERS = 30, 30
 _KINDS = {"accepted": "its last night that passed", "release": "the last release", "bundle": "a named bundle"}
 
 
 def page(history: History, at: int, detail: Detail) -> dict[str, Any]:
-    """Make what the template is filled with."""
+    """Return the values of the template."""
     key, nights = history.cells[at], history.of(at)
     night = history.nights[int(nights[-1])] if nights.size else None
     code = int(history.answer[at, nights[-1]]) if nights.size else 2
     tone, answer, because = _verdict(history, at, nights, code, detail)
-    drawn, said = _history(history, at, nights, detail)
+    drawn, level_changes = _history(history, at, nights, detail)
     environments = detail.environments
     return {
         "title": say.cell(parts(key)),
@@ -40,7 +40,7 @@ def page(history: History, at: int, detail: Detail) -> dict[str, Any]:
         "days": [say.when(history.nights[i]) for i in nights],
         "reasons": _reasons([row for row in detail.decisions if row.answer not in ("same", ANSWERS[code])]),
         "charts": drawn,
-        "changes": said,
+        "changes": level_changes,
         "strip": charts.answers(history.answer[at, nights]),
         "raw": _raw(detail),
         "flips": detail.flips,
@@ -61,9 +61,9 @@ def page(history: History, at: int, detail: Detail) -> dict[str, Any]:
 
 
 def _verdict(history: History, at: int, nights: Array, code: int, detail: Detail) -> tuple[str, str, list[str]]:
-    """Give (tone, sentence, reasons)."""
+    """Return (tone, sentence, reasons)."""
     if not nights.size:
-        return "open", "Never measured", ["No night has had this cell yet."]
+        return "open", "Never measured", ["No night has measured this cell yet."]
     name = ANSWERS[code]
     tone = {"worse": "bad", "failed": "bad", "better": "good", "same": "good"}.get(name, "open")
     of = [row for row in detail.decisions if row.answer == name]
@@ -71,16 +71,16 @@ def _verdict(history: History, at: int, nights: Array, code: int, detail: Detail
     answer = words.sentence(name) if name == "same" or not told else f"{words.sentence(name)}: {told[0]}"
     reasons = [] if name == "same" else _reasons(of)
     if history.waits[at, int(nights[-1])]:
-        reasons.append("It was measured, and nothing was decided of it yet.")
+        reasons.append("The cell was measured, but not decided yet.")
     elif not detail.results:
-        reasons.append("The night has no result of this cell: it was not reached, or the night was cut off.")
+        reasons.append("The night has no result for this cell: the night ended before it.")
     if (row := history.in_a_row(at)) > 1:
-        reasons.append(f"So for {words.plural(row, 'night')} in a row.")
+        reasons.append(f"The same for {words.plural(row, 'night')} in a row.")
     return tone, answer, reasons
 
 
 def _reasons(of: Sequence[StoredDecision]) -> list[str]:
-    """Say why each was decided so; the respects that share a reason in one line, all of them without their names."""
+    """Return the reasons, one line each; comparisons with the same reason share a line."""
     told = words.by((row for row in of if row.because), lambda row: row.because.rstrip("."))
     if len(told) == 1 and len(of) > 1:
         return [f"{words.sentence(why)}." for why in told]
@@ -106,12 +106,12 @@ def _decision(row: StoredDecision) -> dict[str, Any]:
 def _history(
     history: History, at: int, nights: Array, detail: Detail
 ) -> tuple[list[tuple[str, str, Chart]], list[str]]:
-    """Draw ((title, unit, chart) of each respect, what changed in a sentence each)."""
+    """Return ((title, unit, chart) of each comparison, a sentence for each change of level)."""
     days = [say.when(history.nights[i]) for i in nights]
     places = {history.nights[i].night: n for n, i in enumerate(nights.tolist())}
     updates = [places[later.night] for later in detail.environments[1:] if later.night in places]
     drawn: list[tuple[str, str, Chart]] = []
-    said: list[str] = []
+    sentences: list[str] = []
     for what, decided in history.decided.items():
         values, low, high, margins = (
             column[at, nights] for column in (decided.value, decided.low, decided.high, decided.margin)
@@ -119,34 +119,34 @@ def _history(
         if not np.isfinite(values).any():
             continue
         margin = float(margins[np.isfinite(margins)][-1]) if np.isfinite(margins).any() else 0.0
-        # levels of a ratio, which is never zero; of what is a difference, as it is
+        # a ratio's level is never zero; a difference stays as it is
         ratio = what in ("latency", "size", "drift")
         levels = changes(1 + values if ratio else values)
         levels = [type(c)(c.index, c.before - ratio, c.after - ratio, c.p) for c in levels]
         codes = decided.answer[at, nights]
-        chart = charts.respect(what, days, codes, values, low, high, margin, levels, updates, len(said) + 1)
+        chart = charts.respect(what, days, codes, values, low, high, margin, levels, updates, len(sentences) + 1)
         drawn.append((say.TITLES[what], say.UNITS[what], chart))
         for level in levels:
             ends = f"from {say.value(what, level.before)} to {say.value(what, level.after)}"
-            said.append(f"{say.TITLES[what]}: {ends} on {days[level.index][:10]}")
-    return drawn, said
+            sentences.append(f"{say.TITLES[what]}: {ends} on {days[level.index][:10]}")
+    return drawn, sentences
 
 
 def _raw(detail: Detail) -> dict[str, Any] | None:
-    """Draw the last night's times."""
+    """Draw the times of the last night."""
     raw = detail.raw
     if raw is None or not len(raw.seconds):
-        return {"times": None, "notes": [f"All {raw.dropped:,} times are broken"]} if raw and raw.dropped else None
+        return {"times": None, "notes": [f"All {raw.dropped:,} times are invalid"]} if raw and raw.dropped else None
     starts = [0, *(np.flatnonzero(np.diff(raw.round)) + 1).tolist()]
     ratios, sides = raw.ratios(), raw.sides()
     margins = [row.margin for row in detail.decisions if row.what == "latency" and row.margin]
     notes = []
     if raw.again is not None:
-        notes.append(f"From round {raw.again + 1} on it is the second run, which an alarm asks for")
+        notes.append(f"Rounds from {raw.again + 1} on belong to the second run, after an alarm")
     if raw.dropped:
-        notes.append(f"{words.plural(raw.dropped, 'time')} left out: NaN, infinite or not above zero")
+        notes.append(f"{words.plural(raw.dropped, 'time')} left out: NaN, infinite or not positive")
     if raw.throttled:
-        notes.append(f"{words.plural(raw.throttled, 'step')} ran while the device had lowered its clock")
+        notes.append(f"{words.plural(raw.throttled, 'step')} ran while the device lowered its clock")
     if raw.temperature:
         notes.append(f"between {raw.temperature[0]:.0f} and {raw.temperature[1]:.0f} °C")
     return {
@@ -172,7 +172,7 @@ def _sizes(detail: Detail) -> list[tuple[str, str]]:
 
 
 def _difference(before: Mapping[str, str], now: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """List (name, before, now) of what is another; a dash for what is not there."""
+    """List (name, before, now) of changed entries; a dash for an absent one."""
     names = sorted({*before, *now})
     return [(n, before.get(n, "–"), now.get(n, "–")) for n in names if before.get(n) != now.get(n)]
 
@@ -183,7 +183,7 @@ def _environment(known: Sequence[Environment]) -> list[tuple[str, str]]:
 
 
 def _table(history: History, at: int, nights: Array) -> dict[str, Any]:
-    """List nights as rows: the last ones, and those before that were not `same`."""
+    """List nights as rows: the last ones, and earlier ones with an answer other than `same`."""
     shown = {what: row for what, row in history.decided.items() if np.isfinite(row.value[at]).any()}
     codes = history.answer[at, nights]
     older = [n for n in range(len(nights) - _LATELY) if codes[n] != SAME]
@@ -206,7 +206,7 @@ def _facts(key: str, night: Any, detail: Detail) -> list[tuple[str, str]]:
         facts.append(("sha256 of nightly.yaml", night.config_sha256))
     for result in detail.results[-1:]:
         if result.state == "done":
-            facts.append(("set against", _KINDS.get(result.baseline_kind or "", "nothing yet")))
+            facts.append(("compared with", _KINDS.get(result.baseline_kind or "", "nothing yet")))
         hashes = ("content_sha256", "baseline_sha256", "release_sha256")
         facts += [(name, value) for name in hashes if (value := getattr(result, name))]
         if result.seconds is not None and np.isfinite(result.seconds):

@@ -1,7 +1,7 @@
-"""The drawings of the site, as SVG that stretches to its place: for the grid, nights in lanes, one respect, raw times.
+"""Draw the site's charts as stretchable SVG: grid cells, lanes of nights, one comparison, raw times.
 
-Words stand beside them in HTML, where they keep their shape. Points are lines of no length with round ends, so that
-they stay round however the drawing is stretched.
+Text stands beside them in HTML, where it keeps its shape. Points are zero-length lines with round ends, which stay
+round when the drawing is stretched.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from quantkit.report.kit import words
 from quantkit.stats.changes import Change
 
 Array = Any
-# nights that a small drawing shows; of fewer than so many, intervals are drawn apart
+# most nights in a small drawing; below this number, intervals are drawn separately
 SHORT, _FEW = 90, 60
-# how high an answer stands in a strip: it can be told without its colour
+# height of each answer in a strip, so that it can be read without colour
 _HEIGHTS = (1.0, 0.8, 0.45, 0.6, 0.3, 0.12)
-# height of the drawing of a chart, in its own units; one unit across is a night
+# height of a chart, in drawing units; one unit of width is a night
 TALL = 100.0
-# of an axis: how many times longer the last night may make it
+# most times that the last night may lengthen an axis
 _FAR = 4.0
 
 
 class Label(NamedTuple):
-    """Words at a place: `left` and `top` in percent of the drawing."""
+    """Text at a place; `left` and `top` in percent of the drawing."""
 
     text: str
     left: float = 0.0
@@ -42,12 +42,12 @@ class Label(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A drawing with labels at its left (`ticks`), within it and under it.
+    """A drawing with labels at its left (`ticks`), within it and below it.
 
     Args:
-        alt: what it shows, in a sentence.
-        readout: what is told of every place across it, as the script wants it.
-        tall: its class of height.
+        alt: description in a sentence.
+        readout: text for each place across it, for the script.
+        tall: CSS class of its height.
     """
 
     svg: Markup
@@ -60,120 +60,120 @@ class Chart(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """The upright axis of a drawing, from its lower edge to its upper, in the drawing's own units."""
+    """Vertical axis of a drawing, from its lower to its upper edge, in drawing units."""
 
     low: float
     high: float
     height: float = TALL
 
     def places(self, values: Any) -> Array:
-        """Place heights from the top, NaN for what is not finite; what lies beyond the axis stands at its end."""
+        """Return distances from the top, NaN for a value that is not finite; values beyond the axis are put at its
+        end."""
         values = np.asarray(values, float)
-        found = np.clip(self.height * (self.high - values) / (self.high - self.low), 0.0, self.height)
-        return np.where(np.isfinite(values), found, np.nan)
+        heights = np.clip(self.height * (self.high - values) / (self.high - self.low), 0.0, self.height)
+        return np.where(np.isfinite(values), heights, np.nan)
 
     def rule(self, value: float, width: float, kind: str) -> str:
         """Draw a line across the drawing."""
         return path(f"M0 {number(float(self.places(value)))}H{width}", kind)
 
     def band(self, margin: float, width: float) -> str:
-        """Draw the effects within the margin."""
+        """Draw the band of effects within the margin."""
         top, bottom = self.places([margin, -margin])
         size = f'width="{width}" height="{number(bottom - top)}"'
         return f'<rect class="band" x="0" y="{number(top)}" {size}/>'
 
     def labels(self, form: Callable[[float], str]) -> list[Label]:
-        """Label it with round numbers."""
+        """Return labels at round numbers."""
         return [Label(form(tick), 0, float(self.places(tick))) for tick in ticks(self.low, self.high)]
 
     def beyond(self, values: Array) -> int:
-        """Count how many values lie outside of it."""
+        """Count the values outside of the axis."""
         return int((np.isfinite(values) & ((values > self.high) | (values < self.low))).sum())
 
 
 def svg(width: float, height: float, *shapes: str, kind: str = "") -> Markup:
-    """Make a drawing of shapes. They are made of numbers and this package's own words alone."""
+    """Return a drawing of shapes. Shapes contain only numbers and this package's own words."""
     size = f"0 0 {number(width)} {number(height)}"
     body = "".join(shapes)
     return Markup(f'<svg class="{kind}" viewBox="{size}" preserveAspectRatio="none" aria-hidden="true">{body}</svg>')  # noqa: S704
 
 
 def number(value: float) -> str:
-    """Write it as short as a coordinate may be."""
+    """Format a coordinate as briefly as possible."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def merged(labels: Sequence[Label], apart: float) -> list[Label]:
-    """Merge labels in order, those that would stand on each other in one."""
-    found: list[Label] = []
+    """Merge overlapping labels, in order."""
+    kept: list[Label] = []
     for label in labels:
-        if found and label.left - found[-1].left < apart:
-            found[-1] = found[-1]._replace(text=f"{found[-1].text}, {label.text}")
+        if kept and label.left - kept[-1].left < apart:
+            kept[-1] = kept[-1]._replace(text=f"{kept[-1].text}, {label.text}")
         else:
-            found.append(label)
-    return found
+            kept.append(label)
+    return kept
 
 
 def path(d: str, kind: str) -> str:
-    """Draw a path, if there is anything on it."""
+    """Draw a path, unless it is empty."""
     return f'<path class="{kind}" d="{d}"/>' if d else ""
 
 
 def line(x: Iterable[float], y: Iterable[float]) -> str:
-    """Write the `d` of a line with a gap wherever a value is NaN; a value with gaps at both sides is a point."""
-    found, drawn = [], False
+    """Return the `d` of a line with a gap at each NaN; a value between two gaps is a point."""
+    commands, drawn = [], False
     for at, value in zip(x, y, strict=True):
         if not math.isfinite(value):
             drawn = False
             continue
-        found.append(f"{'L' if drawn else 'M'}{number(at)} {number(value)}")
+        commands.append(f"{'L' if drawn else 'M'}{number(at)} {number(value)}")
         if not drawn:
-            found.append("h0")
+            commands.append("h0")
         drawn = True
-    return "".join(found)
+    return "".join(commands)
 
 
 def dots(x: Iterable[float], y: Iterable[float]) -> str:
-    """Write the `d` of points."""
+    """Return the `d` of points."""
     return "".join(f"M{number(a)} {number(b)}h0" for a, b in zip(x, y, strict=True) if math.isfinite(a + b))
 
 
 def bars(x: Iterable[float], low: Iterable[float], high: Iterable[float]) -> str:
-    """Write the `d` of upright lines."""
+    """Return the `d` of vertical lines."""
     ends = zip(x, low, high, strict=True)
     return "".join(f"M{number(at)} {number(a)}V{number(b)}" for at, a, b in ends if math.isfinite(a + b))
 
 
 def strip(codes: Array, bottom: float, height: float) -> str:
-    """Draw what was answered, night by night: a bar of its own height and colour each, like neighbours in one."""
-    found: dict[int, list[str]] = {}
+    """Draw the answers, night by night: bars with their own height and colour; equal neighbours form one."""
+    bars_of: dict[int, list[str]] = {}
     edges = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
     for start, end in itertools.pairwise(edges):
         code = int(codes[start])
         if code != NONE:
             tall = number(_HEIGHTS[code] * height)
-            found.setdefault(code, []).append(f"M{start} {number(bottom)}v-{tall}h{end - start}v{tall}z")
-    return "".join(path("".join(parts), f"a-{ANSWERS[code]}") for code, parts in sorted(found.items(), reverse=True))
+            bars_of.setdefault(code, []).append(f"M{start} {number(bottom)}v-{tall}h{end - start}v{tall}z")
+    return "".join(path("".join(parts), f"a-{ANSWERS[code]}") for code, parts in sorted(bars_of.items(), reverse=True))
 
 
 def reach(values: Sequence[Array], least: float) -> tuple[float, float]:
-    """(low, high) of an axis that shows nearly all of the values, and the last ones; a few that are far must not make
-    the rest flat.
-    """
-    every = np.concatenate([np.ravel(each) for each in values]) if values else np.zeros(0)
+    """Return (low, high) of an axis for nearly all values and the last ones; a few outliers must not flatten the
+    rest."""
+    every = np.concatenate([np.ravel(series) for series in values]) if values else np.zeros(0)
     every = every[np.isfinite(every)]
     low, high = np.quantile(every, (0.01, 0.99)) if every.size else (0.0, 0.0)
     low, high = min(low, -least), max(high, least)
-    last = [float(each[-1]) for each in values if len(each) and np.isfinite(each[-1])]
+    last = [float(series[-1]) for series in values if len(series) and np.isfinite(series[-1])]
     far = _FAR * (high - low)
-    lower, upper = (max(each, low - far) for each in last), (min(each, high + far) for each in last)
+    lower, upper = (max(end, low - far) for end in last), (min(end, high + far) for end in last)
     low, high = min([low, *lower]), max([high, *upper])
     room = 0.08 * (high - low) or abs(high) or 1.0
     return float(low - room), float(high + room)
 
 
 def ticks(low: float, high: float, least: int = 3) -> list[float]:
-    """Round numbers within an axis, at least so many, as few as that allows."""
+    """Return round numbers within an axis, at least `least`, as few as that allows."""
     power = 10.0 ** math.ceil(math.log10(high - low))
     for step in (factor * power / 10**digits for digits in range(3) for factor in (1, 0.5, 0.2)):
         first, last = math.ceil(low / step), math.floor(high / step)
@@ -183,12 +183,12 @@ def ticks(low: float, high: float, least: int = 3) -> list[float]:
 
 
 def months(days: Sequence[str], most: int = 7) -> list[Label]:
-    """Label where months begin among days `2026-01-02 03:04`, or days where there are few; as many as fit."""
+    """Return labels where months begin among days `2026-01-02 03:04`, or at days if there are few; as many as fit."""
     every = len(days)
     starts = [i for i in range(every) if i == 0 or days[i][:7] != days[i - 1][:7]]
     if every <= 45:
         step = max(1, -(-every // most))
-        # several runs on one day are told apart by their hour
+        # several runs on one day are distinguished by the hour
         form = slice(5, 10) if len({day[:10] for day in days}) == every else slice(5, 16)
         return [Label(days[i][form], 100 * (i + 0.5) / every) for i in range(0, every, step)]
     step = max(1, -(-len(starts) // most))
@@ -197,7 +197,7 @@ def months(days: Sequence[str], most: int = 7) -> list[Label]:
 
 
 def spark(values: Array, codes: Array, margin: float) -> Markup:
-    """Draw a cell in the grid: its effect over the last nights within the margin, and below it what was answered."""
+    """Draw a grid cell: its effect over the last nights within the margin, and its answers below."""
     values, codes = values[-SHORT:], codes[-SHORT:]
     width = max(len(codes), 2)
     far = np.nanmax(np.abs(values)) if np.isfinite(values).any() else 0.0
@@ -211,7 +211,7 @@ def spark(values: Array, codes: Array, margin: float) -> Markup:
 
 
 def lanes(days: Sequence[str], counts: Mapping[str, Array], alt: str) -> Chart:
-    """Draw counts over nights (name -> how many, `[nights]`), a lane a name, each to its own height."""
+    """Draw counts over nights (name -> counts, `[nights]`), one lane a name, each scaled to its own height."""
     shapes, labels, height = [], [], 20.0
     for i, (name, values) in enumerate(counts.items()):
         bottom, most = (i + 1) * height - 1, max(int(values.max()), 1)
@@ -229,7 +229,7 @@ def lanes(days: Sequence[str], counts: Mapping[str, Array], alt: str) -> Chart:
 def spread(
     days: Sequence[str], low: Array, middle: Array, high: Array, called: Array, measured: Array, wrong: Array
 ) -> Chart:
-    """Draw how far ratios of things to themselves were spread, night by night, and on which nights one was called."""
+    """Draw the spread of cells compared with themselves, night by night, and mark nights with a false call."""
     scale = Scale(*reach([low, high], 0.005))
     x = np.arange(len(days)) + 0.5
     a, b, c = map(scale.places, (low, middle, high))
@@ -256,16 +256,17 @@ def respect(
     low: Array,
     high: Array,
     margin: float,
-    found: Sequence[Change],
+    level_changes: Sequence[Change],
     updates: Sequence[int] = (),
     first: int = 1,
 ) -> Chart:
-    """Draw one respect of a cell over its nights: effects with their intervals, the margin, levels, what was answered.
+    """Draw one comparison of a cell over its nights: effects, intervals, margin, levels, answers.
 
     Args:
-        codes: numbers of their answers.
-        margin: the least effect that counts.
-        updates: nights on which versions changed.
+        codes: numbers of the answers.
+        margin: smallest effect that matters.
+        level_changes: changes of level.
+        updates: nights with new versions.
         first: number of the first change.
     """
     count, finite = len(days), np.isfinite(values)
@@ -281,13 +282,13 @@ def respect(
     if count < _FEW:
         shapes.append(path(dots(x, y), "point"))
     marks = []
-    if found:
-        edges = [0, *(change.index for change in found), count]
-        means = [found[0].before, *(change.after for change in found)]
+    if level_changes:
+        edges = [0, *(change.index for change in level_changes), count]
+        means = [level_changes[0].before, *(change.after for change in level_changes)]
         heights = scale.places(means)
         levels = "".join(f"M{i} {number(h)}H{j}" for h, i, j in zip(heights, edges, edges[1:], strict=False))
         shapes.append(path(levels, "level"))
-        for place, change in enumerate(found, first):
+        for place, change in enumerate(level_changes, first):
             marks.append(Label(str(place), 100 * change.index / count, 0.0, "change"))
             shapes.append(path(f"M{change.index} 0V{number(TALL)}", "step"))
     for code in range(3):
@@ -308,12 +309,12 @@ def respect(
 
 
 def _interval(count: int) -> str:
-    """The class of so many intervals beside each other."""
+    """Return the CSS class for this many intervals."""
     return "interval apart" if count < _FEW else "interval"
 
 
 def answers(codes: Array) -> Markup:
-    """Draw what a cell was answered, over all of its nights."""
+    """Draw the answers of a cell, over all its nights."""
     return svg(max(len(codes), 1), 12, strip(codes, 12, 12), kind="strip")
 
 
@@ -324,7 +325,7 @@ def between(low: float | None, value: float | None, high: float | None, margin: 
     known = [end for end in (low, value, high) if end is not None]
     if not known:
         return None
-    most = max(*(abs(each) for each in known), 1.6 * (margin or 0.0), 1e-9) * 1.05
+    most = max(*(abs(end) for end in known), 1.6 * (margin or 0.0), 1e-9) * 1.05
 
     def at(v: float) -> str:
         return number(50 + 50 * v / most)
@@ -342,14 +343,14 @@ def between(low: float | None, value: float | None, high: float | None, margin: 
 
 
 def raw(sides: Mapping[str, tuple[Array, Array]], rounds: Sequence[int], count: int) -> Chart:
-    """Draw the times of one night as they were taken: side -> (places in the night's order, seconds).
+    """Draw the times of one night in order of measurement: side -> (places in the night's order, seconds).
 
     Args:
-        rounds: places at which a round begins.
+        rounds: places where a round begins.
     """
     every = np.concatenate([seconds for _, seconds in sides.values()])
     factor, unit = words.time_unit(float(np.median(every)))
-    # a few that something else held up must not hide how the two differ
+    # a few delayed steps must not hide the difference between the sides
     low, third, high = np.quantile(every, (0.0, 0.75, 0.97))
     high = min(high, 1.5 * third)
     room = 0.15 * (high - low) or 0.05 * high
@@ -357,7 +358,7 @@ def raw(sides: Mapping[str, tuple[Array, Array]], rounds: Sequence[int], count: 
     shapes = [path("".join(f"M{at} 0V{TALL}" for at in rounds[1:]), "grid")]
     for side, (x, seconds) in sides.items():
         shapes.append(path(dots(x + 0.5, scale.places(seconds)), f"raw {side}"))
-    alt = f"{words.plural(count, 'step')} in the order in which they were taken"
+    alt = f"{words.plural(count, 'step')} in order of measurement"
     if beyond := int((every > scale.high).sum()):
         alt += f"; {beyond:,} above {words.moment(scale.high)} stand at the upper end"
     labels = scale.labels(lambda seconds: words.figure(factor * seconds, 3))
@@ -367,9 +368,9 @@ def raw(sides: Mapping[str, tuple[Array, Array]], rounds: Sequence[int], count: 
     return Chart(whole, f"{alt}, in {unit}", labels, [], below, None)
 
 
-def ratios(found: Array, margin: float) -> Chart:
-    """Draw the candidate's fastest step of each block over the baseline's fastest, in the order of the blocks."""
-    values = found - 1
+def ratios(of_blocks: Array, margin: float) -> Chart:
+    """Draw the candidate's fastest step of each block divided by the baseline's, in the order of the blocks."""
+    values = of_blocks - 1
     first, third = np.quantile(values, (0.25, 0.75))
     far = 5 * (third - first) + margin
     scale = Scale(*reach([np.clip(values, first - far, third + far)], 1.3 * margin))

@@ -1,7 +1,7 @@
-"""A store's content for its site: how every cell was answered on every night, as arrays, and what a cell's page tells.
+"""Load a store's content for its site: every cell's answer on every night, as arrays, and the details of a cell's page.
 
-A cell's answer on a night is the worst of what was decided of it. Where nothing was decided, it is `failed` if it
-failed, and else `missing`, as at the gate: not reached, or measured and not decided yet.
+A cell's answer on a night is the worst of its decisions. Without decisions it is `failed` if it failed, otherwise
+`missing`, as at the gate: the night ended before it, or has not decided it yet.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from quantkit.nightly.store import Store
 from quantkit.report.kit import words
 
 Array = Any
-# flipped items of each direction, and errors, that a page shows
+# most flipped items of each direction, and most errors, on a page
 EXAMPLES, ERRORS = 40, 20
 
-# the worst first; an answer's number is its place here
+# worst first; an answer's number is its index here
 ANSWERS: tuple[Answer, ...] = ("worse", "failed", "missing", "inconclusive", "better", "same")
 WORSE, FAILED, MISSING, INCONCLUSIVE, BETTER, SAME = range(6)
-# of a night on which a cell was not in the matrix, and of what was not decided
+# code for a cell outside of a night's matrix, and for a missing decision
 NONE = 9
 _WAITS = 8
 WHATS: tuple[What, ...] = get_args(What)
@@ -35,12 +35,12 @@ WHATS: tuple[What, ...] = get_args(What)
 
 @dataclass(frozen=True)
 class NightAnswers:
-    """What was decided in one respect, each `[cells, nights]`.
+    """Decisions of one comparison, each `[cells, nights]`.
 
     Args:
         answer: numbers of `ANSWERS`.
-        value: the effects, above zero is worse; NaN where there is none.
-        margin: the least effect that counts.
+        value: effects, above zero is worse; NaN without one.
+        margin: smallest effects that matter.
     """
 
     answer: Array
@@ -55,14 +55,14 @@ class History:
     """All nights of all cells.
 
     Args:
-        nights: in the order of their names.
-        cells: every cell that any night had, sorted.
-        current: those of them that the last night had: what the grid shows.
-        answer: of each cell on each night, numbers of `ANSWERS`, `[cells, nights]`.
-        decided: respect -> what was decided in it.
-        itself: where the candidate was measured against the very same bundle.
-        waits: where something was measured and nothing decided.
-        notes: what is odd about the data, a sentence each.
+        nights: nights in the order of their names.
+        cells: every cell of any night, sorted.
+        current: cells of the last night, shown in the grid.
+        answer: numbers of `ANSWERS`, `[cells, nights]`.
+        decided: comparison -> its decisions.
+        itself: True where the candidate was compared with the very same bundle.
+        waits: True where a measurement was not decided yet.
+        notes: oddities of the data, a sentence each.
     """
 
     nights: list[Night]
@@ -75,25 +75,25 @@ class History:
     notes: list[str]
 
     def of(self, cell: int) -> Array:
-        """Number a cell's nights, in order."""
+        """Return the indices of a cell's nights, in order."""
         return np.flatnonzero(self.answer[cell] != NONE)
 
     def in_a_row(self, cell: int) -> int:
-        """Count the last nights on which a cell was answered alike."""
+        """Count the last nights with the same answer of a cell."""
         codes = self.answer[cell, self.of(cell)]
         other = np.flatnonzero(codes != codes[-1]) if codes.size else codes
         return len(codes) - 1 - int(other[-1]) if other.size else len(codes)
 
 
 def parts(key: str) -> NightCell:
-    """Read a key; of a key that is none, a cell whose model is called like it."""
+    """Read a key; an invalid key becomes a cell with this model name."""
     try:
         return NightCell.of(key)
     except ValueError:
         return NightCell(key, "", "", "", 0)
 
 
-# rows of a table by the numbers of their nights and cells; of nights and cells that are not named there are none
+# rows of a table with the indices of their nights and cells, limited to known nights and cells
 _PLACED = """
 SELECT nights.i AS night, cells.i AS cell, {columns} FROM {table}
 JOIN (SELECT unnest($nights) AS night, unnest(range(len($nights))) AS i) AS nights USING (night)
@@ -105,7 +105,7 @@ def read(store: Store, *, now: datetime | None = None) -> History:
     """Read a store.
 
     Args:
-        now: nights that say they began after this have a wrong clock; None: not looked at.
+        now: current time; nights that began later have a wrong clock; None skips the check.
     """
     notes: list[str] = []
     nights = _nights(store, notes)
@@ -150,12 +150,12 @@ def read(store: Store, *, now: datetime | None = None) -> History:
     answer = np.where(worst == NONE, answer, worst)
     ((broken,),) = store.query(_BROKEN).rows
     if broken:
-        notes.append(f"{words.plural(broken, 'decision')} with a figure that is NaN or infinite: it is left out")
+        notes.append(f"{words.plural(broken, 'decision')} with a NaN or infinite figure, which is left out")
     shown = [cells[i] for i in np.flatnonzero(answer[:, -1] != NONE)] if nights else []
     return History(nights, cells, shown, answer, decided, itself, waits & (worst == NONE), notes)
 
 
-# what is null is not broken
+# null is not broken
 _BROKEN = """
 SELECT count(*) FROM decisions
 WHERE NOT (isfinite(coalesce(value, 0)) AND isfinite(coalesce(low, 0)) AND isfinite(coalesce(high, 0))
@@ -164,16 +164,16 @@ WHERE NOT (isfinite(coalesce(value, 0)) AND isfinite(coalesce(low, 0)) AND isfin
 
 
 def _nights(store: Store, notes: list[str]) -> list[Night]:
-    """Read all nights; of one whose own row is gone what its name tells, for what was measured in it is there."""
+    """Read all nights; a night without its own row is restored from its name, for the sake of its measurements."""
     known = {night.night: night for night in store.nights()}
     there = store.query("SELECT DISTINCT night FROM results UNION SELECT DISTINCT night FROM decisions").rows
     for (name,) in sorted(there):
         if name not in known and not NIGHT_ID.fullmatch(name):
-            notes.append(f"{name} is no name of a night; its rows are left out")
+            notes.append(f"{name} is not a night's name; its rows are left out")
         elif name not in known:
             started = datetime.strptime(name[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
             known[name] = Night(name, started, None, "", "", ())
-            notes.append(f"{name} has results, but the row that says what it was to measure is gone")
+            notes.append(f"{name} has results, but its row in the table of nights is gone")
     return [known[name] for name in sorted(known)]
 
 
@@ -182,10 +182,10 @@ def _clocks(nights: Sequence[Night], now: datetime | None) -> list[str]:
     for before, after in itertools.pairwise(nights):
         if after.started < before.started:
             states = f"{after.night} states {after.started.astimezone(UTC):%Y-%m-%d %H:%M}"
-            order = "a clock was wrong; nights stand in the order of their names"
-            notes.append(f"{states}, which is before {before.night}: {order}")
+            order = "a clock was wrong; nights are sorted by name"
+            notes.append(f"{states}, before {before.night}: {order}")
     late = [night.night for night in nights if now is not None and night.started > now]
-    return notes + [f"{name} lies in the future: a clock was wrong, and it stands last until then" for name in late]
+    return notes + [f"{name} lies in the future: a clock was wrong; until then it is the last night" for name in late]
 
 
 # --- a cell ---
@@ -193,12 +193,12 @@ def _clocks(nights: Sequence[Night], now: datetime | None) -> list[str]:
 
 @dataclass(frozen=True)
 class ItemFlip:
-    """An item that one side answers right and the other wrong.
+    """An item that only one side answers right.
 
     Args:
-        item: its number in the data.
-        lost: whether it is the candidate that is wrong.
-        texts: (side, what stands there), the baseline first; one alone where both are the same.
+        item: index in the data.
+        lost: True if the candidate is wrong.
+        texts: (side, text), the baseline first; a single entry if both are the same.
     """
 
     item: int
@@ -206,23 +206,23 @@ class ItemFlip:
     texts: Sequence[tuple[str, str]]
 
 
-# how one side answered: its name, items, share that is right, mean KL, mean of −log p; None where not known
+# answers of one side: name, items, share of right ones, mean KL, mean −log p; None if unknown
 Score = tuple[str, int, float | None, float | None, float | None]
 
 
 @dataclass(frozen=True)
 class Raw:
-    """The iterations of one cell in one night, in the order in which they were taken.
+    """Iterations of one cell in one night, in order of measurement.
 
     Args:
-        side: of each, `candidate`, `baseline` or `release`.
-        block: a number for each block of each round of each attempt.
-        round: a number for each round of each attempt.
-        seconds: that each took.
-        dropped: how many were left out, for they are NaN, infinite or not above zero.
-        throttled: how many ran while the device had lowered its clock.
+        side: `candidate`, `baseline` or `release` of each iteration.
+        block: number of the block, unique over rounds and attempts.
+        round: number of the round, unique over attempts.
+        seconds: duration of each iteration.
+        dropped: number of iterations left out as NaN, infinite or not positive.
+        throttled: number of iterations while the device lowered its clock.
         temperature: lowest and highest, where known.
-        again: number of the round with which the second attempt begins; None where there was none.
+        again: first round of the second attempt; None without one.
     """
 
     side: Array
@@ -235,12 +235,12 @@ class Raw:
     again: int | None = None
 
     def sides(self) -> dict[str, tuple[Array, Array]]:
-        """Map side -> (places in the order, seconds)."""
+        """Return side -> (places in the order, seconds)."""
         names = [name for name in ("baseline", "candidate", "release") if (self.side == name).any()]
         return {name: (np.flatnonzero(self.side == name), self.seconds[self.side == name]) for name in names}
 
     def ratios(self) -> Array:
-        """Divide the candidate's fastest step by the baseline's, of the blocks that have both."""
+        """Divide the candidate's fastest step by the baseline's, in blocks that have both."""
         fastest = []
         for name in ("candidate", "baseline"):
             best = np.full(int(self.block.max(initial=-1)) + 1, np.inf)
@@ -253,7 +253,7 @@ class Raw:
 
 @dataclass(frozen=True)
 class Environment:
-    """What a cell ran with from some night on: `device.` and what the machine says of itself, package and version."""
+    """Environment of a cell from some night on: `device.` entries, packages and versions."""
 
     night: str
     names: Mapping[str, str]
@@ -261,13 +261,13 @@ class Environment:
 
 @dataclass
 class Detail:
-    """Of one cell: results (an attempt each), decisions, times, flips and scores of its last night.
+    """Details of one cell: results (one an attempt), decisions, times, flips and scores of its last night.
 
     Args:
-        flipped: how many flips there are in all: lost, won.
-        environments: each that differs from the one before, in the order of the nights.
-        errors: (night, attempt, error), the last first.
-        failed: how many errors there are in all.
+        flipped: number of all flips: lost, won.
+        environments: environments that differ from the one before, in the order of the nights.
+        errors: (night, attempt, error), latest first.
+        failed: number of all errors.
     """
 
     results: list[Result] = field(default_factory=list)
@@ -282,29 +282,29 @@ class Detail:
 
 
 def details(store: Store, history: History) -> dict[str, Detail]:
-    """Read cell -> what its page tells of it."""
-    made = {key: Detail() for key in history.cells}
+    """Read cell -> details of its page."""
+    by_cell = {key: Detail() for key in history.cells}
     for night, cell, attempt, error in store.query(
         "SELECT night, cell, attempt, error FROM results WHERE error IS NOT NULL ORDER BY night DESC, attempt DESC"
     ).rows:
-        detail = made[cell]
+        detail = by_cell[cell]
         detail.failed += 1
         if len(detail.errors) < ERRORS:
             detail.errors.append((night, attempt, {str(k): str(v) for k, v in json.loads(error).items()}))
     for night, cell, versions, device in store.query(_ENVIRONMENTS).rows:
-        environments = made[cell].environments
-        # a night that failed early does not tell all; what it is silent on is as it was
+        environments = by_cell[cell].environments
+        # a night that failed early lacks entries, which count as unchanged
         before = environments[-1].names if environments else {}
         names = {**before, **_names(versions, device)}
         if names != before:
             environments.append(Environment(night, names))
     last = {key: nights[-1] for i, key in enumerate(history.cells) if (nights := history.of(i)).size}
     for at, keys in words.by(last, lambda key: int(last[key])).items():
-        _night(store, history.nights[at].night, {key: made[key] for key in keys})
-    return made
+        _night(store, history.nights[at].night, {key: by_cell[key] for key in keys})
+    return by_cell
 
 
-# of each cell the nights on which something is another than on the night before
+# nights of each cell with an environment other than the night before
 _ENVIRONMENTS = """
 SELECT night, cell, versions, device FROM (
     SELECT night, cell, attempt, versions, device, lag((versions, device)) OVER nights AS before FROM results
@@ -319,7 +319,7 @@ _FLIPPED = """
 SELECT build, item, side, correct, text FROM items
 WHERE night = $night AND attempt = 1 AND text IS NOT NULL AND side <> 'release' ORDER BY build, item, side
 """
-# all of them; a text is kept of a few alone, and with the candidate's side alone
+# all flips; only a few have a text, and only on the candidate's side
 _COUNTS = """
 SELECT ours.build, count(*) FILTER (WHERE theirs.correct AND NOT ours.correct),
     count(*) FILTER (WHERE ours.correct AND NOT theirs.correct)
@@ -330,7 +330,7 @@ GROUP BY ours.build
 
 
 def _night(store: Store, night: str, members: Mapping[str, Detail]) -> None:
-    """Fill in what belongs to one night."""
+    """Fill in the details of one night."""
     builds: dict[str, str] = {}
     for result in store.results(night):
         if (detail := members.get(result.cell)) is not None:
@@ -353,7 +353,7 @@ def _night(store: Store, night: str, members: Mapping[str, Detail]) -> None:
 
 
 def _flips(rows: Iterable[tuple[Any, ...]]) -> dict[str, list[ItemFlip]]:
-    """Find build -> the items that flipped and have a text."""
+    """Return build -> flipped items with a text."""
     flips: dict[str, list[ItemFlip]] = defaultdict(list)
     for (build, item), of_item in words.by(rows, lambda row: row[:2]).items():
         right = {side: correct for _, _, side, correct, _ in of_item}
@@ -367,7 +367,7 @@ def _flips(rows: Iterable[tuple[Any, ...]]) -> dict[str, list[ItemFlip]]:
     return flips
 
 
-# rounds and blocks of all attempts are numbered through
+# rounds and blocks are numbered across all attempts
 _TIMES = """
 SELECT cell, attempt, side, seconds, temperature_c, coalesce(throttled, false)::INT AS throttled,
     dense_rank() OVER (PARTITION BY cell ORDER BY attempt, round) - 1 AS round,
@@ -403,7 +403,7 @@ def _times(store: Store, night: str, members: Mapping[str, Detail]) -> dict[str,
 
 
 def _names(versions: str, device: str) -> dict[str, str]:
-    """List packages and what is known of the device together."""
+    """Merge packages and device entries into one mapping."""
     known = {f"device.{name}": value for name, value in json.loads(device or "{}").items()}
     known |= json.loads(versions or "{}")
     return {name: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for name, v in known.items()}

@@ -1,4 +1,4 @@
-"""The first page: whether anything is alarming, every cell's last answer, the nights, and the health of the machine."""
+"""Build the first page: alarms, every cell's last answer, the nights, and the health of the machine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from quantkit.nightly.records import NightCell, What
 from quantkit.report.kit import words
 
 Array = Any
-# alarms that are spelled out above the grid
+# most alarms listed above the grid
 _SPELLED = 12
-# ratios that a range of nine in ten is told of
+# fewest ratios for a range of nine in ten
 _MANY = 20
 FACETS = ("model", "recipe", "target", "runtime", "batch")
 
@@ -32,12 +32,12 @@ class CellTile:
     """One cell in the grid.
 
     Args:
-        answer: the last one.
-        what: the respect that the answer is from, where that is not latency.
-        effect: in that respect, as text.
-        nights: how many nights in a row it has been so.
-        spark: its last nights.
-        score: to sort by, the worst first.
+        answer: last answer.
+        what: comparison behind the answer, unless it is latency.
+        effect: its effect, as text.
+        nights: number of nights in a row with this answer.
+        spark: chart of its last nights.
+        score: sort key, worst first.
     """
 
     cell: NightCell
@@ -52,13 +52,13 @@ class CellTile:
 
     @property
     def label(self) -> str:
-        """All of it in words."""
-        said = ", ".join(part for part in (f"{self.answer} {self.what}".strip(), self.effect.strip("–")) if part)
-        return f"{say.cell(self.cell)}: {said}"
+        """Description in words."""
+        summary = ", ".join(part for part in (f"{self.answer} {self.what}".strip(), self.effect.strip("–")) if part)
+        return f"{say.cell(self.cell)}: {summary}"
 
 
 class GridLine(NamedTuple):
-    """One row of the grid: the cells of one model, recipe and target, None where the matrix has none."""
+    """One row of the grid: cells of one model, recipe and target; None outside of the matrix."""
 
     name: str
     detail: str
@@ -67,7 +67,7 @@ class GridLine(NamedTuple):
 
 
 class TargetGroup(NamedTuple):
-    """The rows of one target."""
+    """Rows of one target."""
 
     target: str
     counts: str
@@ -75,13 +75,13 @@ class TargetGroup(NamedTuple):
 
 
 def href(key: str) -> str:
-    """Name the file of a cell, whatever it is called: a readable part, and a hash that keeps names apart."""
+    """Return the file name of a cell: a readable part, and a hash that keeps names unique."""
     plain = re.sub(r"[-.]{2,}", "-", re.sub(r"[^a-z0-9.]+", "-", key.lower())).strip("-.")[:80]
     return f"cells/{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.html"
 
 
 def page(history: History, details: Mapping[str, Detail], warnings: Sequence[str]) -> dict[str, Any]:
-    """Make what the template is filled with."""
+    """Return the values of the template."""
     places = {key: i for i, key in enumerate(history.cells)}
     tiles = [_tile(history, places[key], key) for key in history.current]
     tiles.sort(key=lambda tile: (tile.score, tile.key))
@@ -99,10 +99,10 @@ def page(history: History, details: Mapping[str, Detail], warnings: Sequence[str
         "started": days[-1] if days else "",
         "cells": len(tiles),
         "alarms": alarms[:_SPELLED],
-        "more": sum(len(each["tiles"]) for each in alarms[_SPELLED:]),
+        "more": sum(len(alarm["tiles"]) for alarm in alarms[_SPELLED:]),
         "days": days,
         "counts": [(name, counted[name]) for name in ANSWERS],
-        # numbers in order as numbers
+        # sort numbers as numbers
         "facets": [(name, list(map(str, sorted({getattr(tile.cell, name) for tile in tiles})))) for name in FACETS],
         "groups": _groups(tiles),
         "nights": _nights(history, days) if history.nights else None,
@@ -114,7 +114,7 @@ def page(history: History, details: Mapping[str, Detail], warnings: Sequence[str
 
 
 def verdict(history: History, tiles: Sequence[CellTile], details: Mapping[str, Detail]) -> tuple[str, str, list[str]]:
-    """Give (tone, sentence, reasons) for the top of the page."""
+    """Return (tone, sentence, reasons) for the top of the page."""
     if not tiles:
         return "open", "No night has run yet", ["The store is empty."] if not history.nights else []
     counted = Counter(tile.answer for tile in tiles)
@@ -128,11 +128,11 @@ def verdict(history: History, tiles: Sequence[CellTile], details: Mapping[str, D
         return "open", "Nothing was measured", [of]
     first = [tile for tile in tiles if (results := details[tile.key].results) and is_first(results[-1])]
     if first and len(first) == len(tiles):
-        return "good", "The first night", ["Nothing was there to be set against: it becomes what the next one is."]
+        return "good", "The first night", ["There was no baseline yet: this night becomes the baseline of the next."]
     if first:
         of += f" {words.plural(len(first), 'cell')} had no baseline yet."
     if counted["missing"] + counted["inconclusive"] == len(tiles):
-        return "open", "Nothing alarming, but no cell was decided in every respect", [of]
+        return "open", "Nothing alarming, but no cell was fully decided", [of]
     return "good", "Nothing alarming", [of]
 
 
@@ -161,59 +161,61 @@ def _tile(history: History, at: int, key: str) -> CellTile:
 
 
 def _reason(history: History, at: int, night: int, code: int) -> tuple[What, float | None, float]:
-    """Find (the respect that an answer is from, its effect, effect over margin): the one farthest beyond its margin."""
-    found: list[tuple[float, What, float | None]] = []
+    """Return (comparison behind an answer, its effect, effect over margin), for the one farthest beyond its margin."""
+    candidates: list[tuple[float, What, float | None]] = []
     for what, decided in history.decided.items() if night >= 0 else ():
         own = decided.answer[at, night]
         if own == NONE or code not in (SAME, own):
             continue
         value, margin = float(decided.value[at, night]), float(decided.margin[at, night])
         excess = value / margin if np.isfinite(value) and margin > 0 else 0.0
-        found.append((excess, what, value if np.isfinite(value) else None))
-    if not found:
+        candidates.append((excess, what, value if np.isfinite(value) else None))
+    if not candidates:
         return "latency", None, 0.0
     nothing_stands_out = code in (SAME, FAILED, MISSING)
-    key = (lambda each: 0.0) if nothing_stands_out else (lambda each: -each[0] if code == BETTER else each[0])
-    excess, what, effect = max(found, key=key)
+    key = (lambda one: 0.0) if nothing_stands_out else (lambda one: -one[0] if code == BETTER else one[0])
+    excess, what, effect = max(candidates, key=key)
     return what, effect, excess
 
 
 def _alarms(history: History, tiles: Sequence[CellTile], details: Mapping[str, Detail]) -> list[dict[str, Any]]:
-    """List what is worse or failed, a line each; batches of one build that tell the same share one."""
+    """List worse and failed cells, one line each; batches of one build with the same text share a line."""
     places = {key: i for i, key in enumerate(history.cells)}
 
     def told(tile: CellTile) -> tuple[str, str, str]:
-        said = _said(history, places[tile.key], tile, details[tile.key])
-        return tile.answer, say.cell(replace(tile.cell, batch=0)), said
+        why = _said(history, places[tile.key], tile, details[tile.key])
+        return tile.answer, say.cell(replace(tile.cell, batch=0)), why
 
     alike = words.by((tile for tile in tiles if tile.answer in (ANSWERS[WORSE], ANSWERS[FAILED])), told)
     return [
-        {"answer": answer, "name": name, "said": said, "tiles": sorted(members, key=lambda tile: tile.cell.batch)}
-        for (answer, name, said), members in alike.items()
+        {"answer": answer, "name": name, "said": why, "tiles": sorted(members, key=lambda tile: tile.cell.batch)}
+        for (answer, name, why), members in alike.items()
     ]
 
 
 def _said(history: History, at: int, tile: CellTile, detail: Detail) -> str:
-    """Say why a cell is alarming, and for how long it has been."""
+    """Describe why a cell alarms, and since when."""
     last = int(history.of(at)[-1])
-    said = []
+    reasons = []
     for what, decided in history.decided.items():
         if decided.answer[at, last] == WORSE:
             between = say.interval(what, decided.low[at, last], decided.high[at, last])
             margin = float(decided.margin[at, last])
             name = say.TITLES[what] if what == "kl" else say.TITLES[what].lower()
             text = f"{name} {say.value(what, decided.value[at, last])}{f' (95 % {between})' if between else ''}"
-            said.append(text + (f", allowed {say.margin(what, margin)}" if np.isfinite(margin) else ""))
+            reasons.append(text + (f", allowed {say.margin(what, margin)}" if np.isfinite(margin) else ""))
     if tile.answer == ANSWERS[FAILED] and detail.errors and detail.errors[0][0] == history.nights[last].night:
         error = detail.errors[0][2]
-        said.append(": ".join(words.visible(part) for part in (error.get("code", ""), error.get("value", "")) if part))
+        reasons.append(
+            ": ".join(words.visible(part) for part in (error.get("code", ""), error.get("value", "")) if part)
+        )
     row = f"{words.plural(tile.nights, 'night')} in a row" if tile.nights > 1 else "since this night"
-    return "; ".join([*said, row])
+    return "; ".join([*reasons, row])
 
 
 def _groups(tiles: Sequence[CellTile]) -> list[TargetGroup]:
-    """Group by target, in each the rows, the worst first: a row is as bad as its worst cell."""
-    found = []
+    """Group tiles by target, with the worst rows first; a row is as bad as its worst cell."""
+    groups = []
     for target, members in words.by(tiles, lambda tile: tile.cell.target).items():
         columns = sorted({(tile.cell.runtime, tile.cell.batch) for tile in members})
         several = len({runtime for runtime, _ in columns}) > 1
@@ -225,12 +227,12 @@ def _groups(tiles: Sequence[CellTile]) -> list[TargetGroup]:
         counted = Counter(tile.answer for tile in members)
         text = say.counts({code: counted[name] for code, name in enumerate(ANSWERS)})
         runtimes = "" if several else columns[0][0]
-        found.append(TargetGroup(words.joined(target, runtimes, by=" · "), text, lines))
-    return found
+        groups.append(TargetGroup(words.joined(target, runtimes, by=" · "), text, lines))
+    return groups
 
 
 def _nights(history: History, days: Sequence[str]) -> Chart:
-    """Count how many cells had each answer on each night, but for `same`."""
+    """Count the cells with each answer on each night, except `same`."""
     every: dict[str, Array] = {
         name: (history.answer == code).sum(axis=0) for code, name in enumerate(ANSWERS) if code != SAME
     }
@@ -239,7 +241,7 @@ def _nights(history: History, days: Sequence[str]) -> Chart:
 
 
 def health(history: History, days: Sequence[str]) -> dict[str, Any] | None:
-    """Say how the machine answers where candidate and baseline are one bundle; None where that never was."""
+    """Describe the calls on cells whose candidate and baseline are the same bundle; None without such cells."""
     decided = history.decided.get("latency")
     if decided is None or not history.itself.any():
         return None
@@ -254,15 +256,15 @@ def health(history: History, days: Sequence[str]) -> dict[str, Any] | None:
     measured, wrong = itself.sum(axis=0), called.sum(axis=0)
     total, all_wrong = int(measured.sum()), int(wrong.sum())
     last = len(days) - 1
-    said = [
-        f"Last night, cells that were measured against themselves: {measured[last]}; called different: {wrong[last]}."
-    ]
+    sentences = [f"Last night, cells compared with themselves: {measured[last]}; called different: {wrong[last]}."]
     if np.isfinite(ends[0, last]):
         if measured[last] >= _MANY:
-            said.append(f"9 of 10 of their ratios lay within {say.interval('latency', ends[0, last], ends[2, last])}.")
+            sentences.append(
+                f"9 of 10 of their ratios lay within {say.interval('latency', ends[0, last], ends[2, last])}."
+            )
         else:
-            said.append(f"Their median ratio was {say.value('latency', ends[1, last])}.")
+            sentences.append(f"Their median ratio was {say.value('latency', ends[1, last])}.")
     always = f"Over {words.plural(int((measured > 0).sum()), 'night')}: {all_wrong:,} called different of {total:,}"
-    said.append(f"{always}, {words.percent(all_wrong / total, 2)}." if total else f"{always}.")
+    sentences.append(f"{always}, {words.percent(all_wrong / total, 2)}." if total else f"{always}.")
     chart = charts.spread(days, ends[0], ends[1], ends[2], wrong > 0, measured, wrong)
-    return {"said": said, "chart": chart, "tone": "bad" if measured[last] and wrong[last] else "good"}
+    return {"said": sentences, "chart": chart, "tone": "bad" if measured[last] and wrong[last] else "good"}

@@ -1,4 +1,4 @@
-"""The words and numbers of the site. What is stored counts above zero as worse; here a loss of answers has a minus."""
+"""Words and numbers of the site. Stored effects above zero are worse; here a loss of answers has a minus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TITLES: dict[What, str] = {
     "size": "Size of the weights",
     "drift": "Drift from the last release",
 }
-# what stands above zero in a chart
+# meaning of values above zero in a chart
 UNITS: dict[What, str] = {
     "latency": "% slower",
     "accuracy": "points lost",
@@ -27,11 +27,11 @@ UNITS: dict[What, str] = {
 
 
 def value(what: What, effect: float | None, *, bare: bool = False) -> str:
-    """An effect as people read it: `+5.2 %`, `−0.80 pt`, `+0.0120 nats`, held together; a dash for none.
+    """Format an effect: `+5.2 %`, `−0.80 pt`, `+0.0120 nats`, with non-breaking spaces; a dash for None.
 
     Args:
-        effect: as it is stored.
-        bare: without its unit.
+        effect: stored effect.
+        bare: True to leave out the unit.
     """
     if effect is None or not math.isfinite(effect):
         return "–"
@@ -43,13 +43,13 @@ def value(what: What, effect: float | None, *, bare: bool = False) -> str:
 
 
 def tick(what: What, effect: float) -> str:
-    """A number beside an axis, in `UNITS`."""
+    """Format a number beside an axis, in `UNITS`."""
     number = effect if what == "kl" else 100 * effect
     return f"{round(number, 6):g}".replace("-", "−")
 
 
 def interval(what: What, low: float | None, high: float | None) -> str:
-    """`−0.3 % to +1.2 %`; empty where there is none."""
+    """Format `−0.3 % to +1.2 %`; "" without an interval."""
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return ""
     ends = (high, low) if what == "accuracy" else (low, high)
@@ -57,26 +57,26 @@ def interval(what: What, low: float | None, high: float | None) -> str:
 
 
 def margin(what: What, share: float | None) -> str:
-    """What is allowed, without a sign."""
+    """Format a margin, without a sign."""
     return value(what, share).lstrip("+−")
 
 
 def when(night: Night) -> str:
-    """`2026-01-02 03:04` in UTC."""
+    """Return `2026-01-02 03:04` in UTC."""
     return f"{night.started.astimezone(UTC):%Y-%m-%d %H:%M}"
 
 
 def date(name: str) -> str:
-    """When a night began, by its name."""
+    """Return the start of a night, read from its name."""
     return f"{name[:4]}-{name[4:6]}-{name[6:8]} {name[9:11]}:{name[11:13]}" if NIGHT_ID.fullmatch(name) else name
 
 
-def cell(found: NightCell) -> str:
-    """A cell in a line."""
-    batch = f"batch {found.batch}" if found.batch else ""
-    return words.joined(found.model, found.recipe, found.target, found.runtime, batch, by=" · ")
+def cell(of: NightCell) -> str:
+    """Describe a cell in one line."""
+    batch = f"batch {of.batch}" if of.batch else ""
+    return words.joined(of.model, of.recipe, of.target, of.runtime, batch, by=" · ")
 
 
 def counts(numbers: dict[int, int]) -> str:
-    """`2 worse, 5 failed`."""
+    """Return `2 worse, 5 failed`."""
     return ", ".join(f"{count:,} {ANSWERS[code]}" for code, count in numbers.items() if count)

@@ -46,7 +46,7 @@ def test_what_alarms_is_spelled_out(site: Written) -> None:
     text = Page(site.path).text
     assert "latency +10.0 % (95 % +9.0 to +11.0 %), allowed 2.0 %; 2 nights in a row" in text
     assert "out-of-memory: 41 GB" in text
-    assert "cells that were measured against themselves: 1; called different: 0. Their median ratio was +0.1 %." in text
+    assert "cells compared with themselves: 1; called different: 0. Their median ratio was +0.1 %." in text
 
 
 def test_every_link_leads_somewhere_and_nothing_is_asked_of_a_network(site: Written) -> None:
@@ -82,7 +82,7 @@ def test_what_comes_from_models_is_escaped(site: Written) -> None:
 
 def test_a_cell_that_is_worse_tells_all(site: Written) -> None:
     page = page_of(site, SLOW)
-    assert "Worse: Latency +10.0 %" in page.text and "So for 2 nights in a row." in page.text
+    assert "Worse: Latency +10.0 %" in page.text and "The same for 2 nights in a row." in page.text
     median = re.search(r"candidate, median (\d+\.\d)\sms", page.text)
     assert median
     assert float(median[1]) == pytest.approx(22, abs=0.5)  # of 20 ms, made 10 % slower
@@ -96,7 +96,7 @@ def test_a_cell_with_flips_and_broken_times(site: Written) -> None:
     page = page_of(site, FINE)
     assert "2 lost, 1 won" in page.text
     assert page.text.count("cat → <script>alert(1)</script>") == 3
-    assert "1 time left out: NaN, infinite or not above zero" in page.text
+    assert "1 time left out: NaN, infinite or not positive" in page.text
 
 
 def test_a_cell_that_failed_and_one_without_data(site: Written) -> None:
@@ -105,8 +105,8 @@ def test_a_cell_that_failed_and_one_without_data(site: Written) -> None:
     assert failed.having(class_="bad")
     assert {"2026-01-02 03:00:", "2026-01-03 03:00:"} <= set(re.findall(r"[-\d]+ \d\d:\d\d:", failed.text))
     away = page_of(site, AWAY)
-    assert "Missing" in away.text and "The night has no result of this cell" in away.text
-    assert "No night has a figure of this cell yet." in away.text
+    assert "Missing" in away.text and "The night has no result for this cell" in away.text
+    assert "No night has measured this cell yet." in away.text
 
 
 def test_a_cell_that_the_last_night_had_not_keeps_its_page(site: Written) -> None:
