@@ -56,9 +56,13 @@ def pytest_unconfigure() -> None:
     atexit.register(gc.unfreeze)
 
 
+# of half a minute each: begun last, one worker would end alone
+_LONG = ("test_readme.py", "test_golden.py", "test_one_file.py", "test_link.py", "test_onnx.py", "test_purpose.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The README's examples first: they take minutes in one process, while another runs all the rest."""
-    items.sort(key=lambda item: item.path.name != "test_readme.py")
+    """The longest files first, which one worker runs while another runs all the rest."""
+    items.sort(key=lambda item: _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG))
 
 
 @pytest.fixture(autouse=True)
