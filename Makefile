@@ -4,8 +4,9 @@
 # PYTHON=python3.12 make venv   uses another interpreter (3.11 or later)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# of the tests; each computes with one thread, and shares what a file's tests share
-WORKERS ?= 2
+# of the tests; each computes with one thread, and shares what a file's tests share. Three keep two cores busy: some tests
+# wait, for a disk, a process or a device
+WORKERS ?= 3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -56,13 +57,14 @@ nightly-demo: venv  ## a night of two recipes, and its page; the second run has 
 	$(BIN)/quantkit nightly run nightly-demo/nightly.yaml
 	$(BIN)/quantkit nightly page nightly-demo/nightly.yaml
 
-test: venv lint types floors pytest  ## what continuous integration runs, 6 minutes on two cores: lint, types, floors, tests
+test: venv lint floors  ## what continuous integration runs, 6 minutes on two cores: lint, types, floors, tests
+	@$(MAKE) --no-print-directory -j2 types pytest
 
-test-all: venv lint types floors  ## the same with the thorough tests, 15 minutes: before a release, or a part is called done
-	$(PYTEST) -m "not extras"
+test-all: venv lint floors  ## the same with the thorough tests: before a release, and before an issue is called resolved
+	@$(MAKE) --no-print-directory -j2 types pytest MARKS="not extras"
 
-pytest: venv  ## the tests of `make test`
-	$(PYTEST)
+pytest: venv  ## the tests alone; MARKS="not extras" adds the thorough ones
+	$(PYTEST) $(if $(MARKS),-m "$(MARKS)")
 
 extras: venv  ## every extra by itself in an environment of its own: 10 environments, 10 minutes, 2 GB at a time
 	$(BIN)/python -m pytest -m extras tests/test_extras.py
