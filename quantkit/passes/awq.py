@@ -37,14 +37,14 @@ class Awq(Pass):
                 the error left after later columns have compensated earlier ones, for a `gptq` that follows.
             shrink: share as in `gptq`; only with `cost: gptq`.
             clip: whether to clip weights to the range that costs least; for an assigner without a range search.
-            sequences: number of calibration sequences for the search, the first ones; null uses all.
+            sequences: number of calibration sequences for the search, the first ones; 0 uses all.
         """
 
         grid: int = Field(default=20, ge=0)
         cost: Literal["rounding", "gptq"] = "rounding"
         shrink: float = Field(default=0.5, ge=0, le=1)
         clip: bool = False
-        sequences: int | None = Field(default=None, ge=1)
+        sequences: int = Field(default=0, ge=0)
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Search, fold and clip."""
@@ -52,7 +52,7 @@ class Awq(Pass):
         from quantkit.passes.solvers.factor import factor
 
         outcome = Outcome(False)
-        hessians = stats.each(lambda seen: seen.hessian, sequences=settings.sequences)
+        hessians = stats.each(lambda seen: seen.hessian, sequences=settings.sequences or None)
         for group in block.groups():
             name = block.group_name(group)
             where, hessian, fold = block.full_name(name), hessians.get(name), block.folds.get(name)

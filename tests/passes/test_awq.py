@@ -111,3 +111,14 @@ def test_a_bfloat16_models_norms_are_scaled_to_what_they_can_store() -> None:
         weight = block.module.get_parameter("input_layernorm.weight")
         assert torch.equal(weight, weight.to(torch.bfloat16).float())
     assert float((outputs(model, ids) - before).abs().max()) <= 2e-5 * float(before.abs().max())
+
+
+def test_the_search_reads_the_first_sequences_alone() -> None:
+    ids = zoo.ids(6, 16)
+    models = []
+    for tokens, sequences in ((ids, 2), (ids[:2], 0), (ids, 0)):
+        models.append(spiky("llama"))
+        run(models[-1], tokens, AWQ, settings={"grid": 6, "sequences": sequences})
+    few, alone, whole = (dict(model.get_submodule("model.layers.0").named_parameters()) for model in models)
+    assert all(torch.equal(few[name], alone[name]) for name in few)
+    assert any(not torch.equal(few[name], whole[name]) for name in few)
