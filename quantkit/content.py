@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from yaml.composer import Composer
 
 from quantkit import limits
-from quantkit.errors import InputError, Unbounded, from_validation, unknown_name
+from quantkit.errors import InputError, Unbounded, absent, from_validation, unknown_name
 
 Document = TypeVar("Document", bound=BaseModel)
 Kind = Literal["recipes", "calibration", "export"]
@@ -127,7 +127,7 @@ def find(kind: Kind, reference: str) -> Path:
     if is_path(reference):
         path = Path(column_of(reference)[0] if kind == "calibration" else reference).expanduser()
         if not path.exists():
-            raise InputError("file-missing", where=reference, value="no such file or folder", remedy="check the path")
+            raise absent(reference)
         return path
     if reference not in names(kind):
         singular = _SINGULAR[kind]
@@ -220,9 +220,11 @@ _UniqueKeyLoader.add_implicit_resolver(
 
 
 def read_yaml(path: Path) -> Any:
-    """Parse a YAML file safely. Raises InputError (`yaml-invalid` with the line, or `file-unreadable`)."""
+    """Parse a YAML file safely. Raises InputError (`yaml-invalid` with the line, `file-missing`, `file-unreadable`)."""
     try:
         text = limits.read(path).decode("utf-8")
+    except FileNotFoundError:
+        raise absent(path) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError("file-unreadable", where=str(path), value=reason, remedy="check the file") from None

@@ -202,6 +202,11 @@ def unknown_name(kind: str, name: str, known: Iterable[str], *, where: str = "",
     )
 
 
+def absent(where: object, remedy: str = "check the path") -> InputError:
+    """Make the error `file-missing`, for a file or a folder."""
+    return InputError("file-missing", where=str(where), value="no such file or folder", remedy=remedy)
+
+
 class Unbounded(ValueError):
     """Error for a number that no field of a document can hold.
 

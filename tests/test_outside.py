@@ -360,3 +360,25 @@ def test_one_that_fails_at_work_is_named(
     monkeypatch.setattr("quantkit.report.catalog.listing", failing("def f(kind):\n    return {}[kind]"))
     code, _, err = said(capsys, "list passes")
     assert code == 2 and "[plugin-failed] package acme-quant 1.0: KeyError" in err
+
+
+def test_a_file_of_the_users_own_is_named_with_the_line_that_failed(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = place / "my_pass.py"
+    path.write_text(FILES["my_pass.py"].replace("return Outcome", "return {}['scale'] or Outcome"), encoding="utf-8")
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "['scale']" in text)
+    pipeline = quantkit.Pipeline([path, "rtn"], weights=SCHEME["weights"], allow_code=True)
+    monkeypatch.setattr("quantkit.report.catalog.listing", lambda kind: pipeline.apply(zoo.tiny("llama"), zoo.ids()))
+    code, _, err = said(capsys, "list passes")
+    assert code == 2 and f"[plugin-failed] {path}:{line}: KeyError: 'scale'" in err
+    assert "mend that line" in err and "author" not in err
+
+
+@pytest.mark.parametrize(("text", "number"), [("\n\n1 / 0\n", 3), ("\ndef f(:\n", 2)])
+def test_a_file_that_cannot_be_imported_is_named_with_the_line(text: str, number: int, tmp_path: Path) -> None:
+    path = tmp_path / "my_pass.py"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=rf"Error: .* \(line {number}\)") as caught:
+        quantkit.Pipeline([path, "rtn"], weights=SCHEME["weights"], allow_code=True)
+    assert caught.value.code == "plugin-broken"

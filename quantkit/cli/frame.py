@@ -324,11 +324,12 @@ def _as_error(problem: BaseException, name: str) -> QuantkitError:
     if isinstance(problem, OSError) and problem.strerror:
         place = str(problem.filename or where)
         return InputError("os-error", where=place, value=problem.strerror, remedy="check the path and its permissions")
-    if (origin := outside.culprit(problem)) is not None:
-        value, remedy = (
-            f"{type(problem).__name__}: {problem}",
-            "QUANTKIT_TRACEBACK=1 shows where; tell its author",
-        )
+    if (culprit := outside.culprit(problem)) is not None:
+        value, (origin, line) = f"{type(problem).__name__}: {problem}", culprit
+        if line is not None:  # a file of the user's own
+            remedy = "mend that line; QUANTKIT_TRACEBACK=1 shows the calls that led there"
+            return InputError("plugin-failed", f"{origin}:{line}", value, "the file's code failed", remedy)
+        remedy = "tell its author; QUANTKIT_TRACEBACK=1 shows where it failed"
         return InputError("plugin-failed", origin, value, "the plug-in's code failed", remedy)
     value, remedy = f"{type(problem).__name__}: {problem}", "QUANTKIT_TRACEBACK=1 shows where; please report it"
     return InputError("internal-error", where, value, "this is a bug in quantkit", remedy)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit.bundle.disk import sha256
-from quantkit.errors import InputError, MissingDependency, reading
+from quantkit.errors import InputError, MissingDependency, absent, reading
 from quantkit.graph.protobuf import demand_attributes
 from quantkit.kinds import Kind
 from quantkit.model.source.files import source_changed
@@ -118,7 +118,7 @@ def open_graph(path: Path, name: str = "") -> FloatGraph:
         import onnx_ir  # noqa: F401
     where = path.name
     if not path.is_file():
-        raise InputError("file-missing", where=str(path), value="no such file", remedy="check the path")
+        raise absent(path)
     with reading(lambda reason: _refused(where, "unreadable", reason)):
         demand_attributes(path)
         return _opened(path, name, where)

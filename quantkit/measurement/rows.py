@@ -27,7 +27,7 @@ from pydantic import (
 from quantkit import limits
 from quantkit.bundle.disk import write_atomic, writing
 from quantkit.content import Closed, known_keys
-from quantkit.errors import InputError, did_you_mean, from_validation
+from quantkit.errors import InputError, absent, did_you_mean, from_validation
 
 NAMES = (
     *(f"accuracy.{x}" for x in ("perplexity", "kl", "top1_agreement", "next_word")),
@@ -220,11 +220,13 @@ class Row(_Part):
 def read_rows(path: Path) -> list[Row]:
     """Read the rows of a `measurements.jsonl`, in order.
 
-    Raises InputError: `measurements-invalid` with the line number, or `file-unreadable`.
+    Raises InputError: `measurements-invalid` with the line number, `file-missing`, `file-unreadable`.
     """
     rows: list[Row] = []
     try:
         text = limits.read(path, limits.DATA).decode("utf-8")
+    except FileNotFoundError:
+        raise absent(path) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
     for number, line in enumerate(text.split("\n"), start=1):

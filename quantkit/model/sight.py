@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import limits
+from quantkit.bundle.manifest import MANIFEST
 from quantkit.content import is_path
-from quantkit.errors import InputError
+from quantkit.errors import InputError, absent
 from quantkit.model.source.weights import INDEX, SINGLE, no_weights
 from quantkit.model.structure.kinds import by_python, judge, model_graph, takes
 
+# models below a folder that an error names
+_LISTED = 5
 # suffix -> (what such a file is, what to do)
 _GRAPH = "export it to ONNX there, and compile that file"
 _PICKLED = ("holds a pickle, which may run anything", f"load it where you trust it; then {by_python('module')}")
@@ -49,7 +52,7 @@ def demand_possible(ref: str) -> None:
     if path.suffix.lower() in (".onnx", ".gguf"):
         return
     if not path.exists():
-        raise InputError("file-missing", where=ref, value="no such file or folder", remedy="check the path")
+        raise absent(ref)
     if path.is_file():
         raise not_a_folder(path, ref)
     for place in ("model_index.json", "config.json"):
@@ -76,10 +79,24 @@ def not_a_folder(path: Path, ref: str) -> InputError:
 
 def no_config(path: Path, ref: str) -> InputError:
     """Make the error for a folder that is no model; other files in it that can be compiled are named."""
-    others = [each for suffix in (".gguf", ".onnx") for each in sorted(path.glob(f"*{suffix}"))]
+    others = [file for suffix in (".gguf", ".onnx") for file in sorted(path.glob(f"*{suffix}"))]
     rule = "a model folder has config.json, safetensors and tokenizer files"
     remedy = f"give the file: {_as_typed(others[0])}" if others else "model.save_pretrained(folder) writes all of it"
-    return InputError("config-missing", ref, f"no config.json in {path.name}", rule, remedy)
+    value, below = f"no config.json in {path.name}", [] if others else _models_below(path)
+    if below:
+        value += f", but {len(below)} model{'s' if len(below) > 1 else ''} below it"
+        remedy = f"give one of them: {', '.join(map(_as_typed, below[:_LISTED]))}{', ...' if below[_LISTED:] else ''}"
+    return InputError("config-missing", ref, value, rule, remedy)
+
+
+def _models_below(path: Path) -> list[Path]:
+    """List the models in a folder of models, or in the hub's cache; a bundle is no such folder."""
+    if (path / MANIFEST).is_file():
+        return []
+    folders = {
+        file.parent for below in ("*", "snapshots/*", "*/snapshots/*") for file in path.glob(f"{below}/config.json")
+    }
+    return sorted(folders | set(path.glob("*/*.gguf")))
 
 
 def _as_typed(path: Path) -> str:

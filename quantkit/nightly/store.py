@@ -305,6 +305,7 @@ class Store:
         finally:
             if late is not None:
                 late.cancel()
+                late.join()  # the thread holds the connection: one that outlives Python is reported as leaked
 
     @contextmanager
     def _opened(self, *, read_only: bool) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from quantkit import plugins
 from quantkit.bundle import Bundle, Check, Decision
 from quantkit.content import parse_yaml
-from quantkit.errors import InputError, did_you_mean, from_validation
+from quantkit.errors import InputError, from_validation
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
@@ -160,7 +160,8 @@ def _demand_possible(bundle: Bundle, exporter: Any, calibration: str | None) -> 
         rule = "samples are what the exports of a graph are held against each other on"
         raise InputError("usage", where="--calibration", value="the bundle holds no graph", rule=rule)
     if not exporter.adds:
-        remedy = did_you_mean("onnx", [name for name in plugins.EXPORTERS.names() if name != exporter.name])
+        adding = [name for name in plugins.EXPORTERS.names() if load_exporter(name).adds]
+        remedy = f"one of {', '.join(adding)}; or compile with --set 'export=[{{{exporter.name}: {{}}}}]'"
         where, value = f"--to {exporter.name}", "made by a compile only"
         rule = "an export that is made from a checkpoint"
         raise InputError("export-unsupported", where=where, value=value, rule=rule, remedy=remedy)

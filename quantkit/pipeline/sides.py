@@ -36,6 +36,7 @@ from quantkit.pipeline.graphs.bundles import holds_graph, samples_of
 from quantkit.pipeline.measure import fitting, quick, with_changes
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import RUNTIME, export_of, runtimes_of
+from quantkit.recipe import CalibrationChoice
 from quantkit.report.bundle import usage
 from quantkit.runtimes import load_runtime, of_graphs, timed
 from quantkit.runtimes.child import Report
@@ -264,7 +265,8 @@ def _remedy(a: BundleSide, b: BundleSide, first: Data, second: Data) -> str:
             return (b if a.floating else a).measure(*option)
         return f"{a.measure(*option)} and {b.measure(*option)}"
     for key, how in (("tokens", "cut it into {} and {} tokens"), ("template", "write it by template {} and {}")):
-        mine, other = (side.manifest.recipe.get("calibration", {}).get(key) for side in (a, b))
+        usual = CalibrationChoice.model_fields[key].default
+        mine, other = (side.manifest.recipe.get("calibration", {}).get(key, usual) for side in (a, b))
         if mine != other:
             words = how.format(mine or "none", other or "none")
             return f"their recipes {words}: compile B with --set calibration.{key}={mine or 'null'}"

@@ -239,7 +239,7 @@ class Prices(Closed):
         """Read the user's file, or the one that ships.
 
         Raises:
-            InputError: `file-unreadable`, `yaml-invalid`, `prices-invalid`: one line, with a did-you-mean.
+            InputError: `file-missing`, `file-unreadable`, `yaml-invalid`, `prices-invalid`.
         """
         file = _SHIPPED if path is None else Path(path).expanduser()
         return cls.from_dict(read_yaml(file), name=file.name, where=str(path or file.name))

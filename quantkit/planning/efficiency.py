@@ -45,7 +45,7 @@ import numpy as np
 
 from quantkit import content, limits
 from quantkit.bundle.disk import write_atomic
-from quantkit.errors import InputError
+from quantkit.errors import InputError, absent
 
 Phase = Literal["decode", "prefill", "op"]
 # what -> seconds of (reading, computing) at the ceilings
@@ -275,7 +275,7 @@ def measured(paths: Iterable[Path]) -> list[Sample]:
     """Read the samples of the measurement files or bundles that a user names.
 
     Raises:
-        InputError: `file-unreadable`, `measurements-invalid`.
+        InputError: `file-missing`, `file-unreadable`, `measurements-invalid`.
     """
     files = (path / "measurements.jsonl" if path.is_dir() else path for path in paths)
     return [sample for file in files for sample in samples(_lines(file))]
@@ -291,6 +291,8 @@ def _read(path: Path) -> list[Sample]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
         text = limits.read(path, limits.DATA).decode("utf-8")
+    except FileNotFoundError:
+        raise absent(path) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("file-unreadable", where=str(path), value=str(error), remedy="check the file") from None
     rows = []

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from quantkit import limits
-from quantkit.errors import InputError, one
+from quantkit.errors import InputError, absent, one
 
 # prefix of the groups of entry points
 GROUPS = ("quantkit.passes", "quantkit.formats", "quantkit.exporters", "quantkit.runtimes")
@@ -61,8 +61,7 @@ def run_file(path: Path, constant: str) -> CodeFile:
     try:
         source = limits.read(path)
     except FileNotFoundError:
-        remedy = "a path begins at the recipe that names it"
-        raise InputError("file-missing", where=str(path), value="no such file", remedy=remedy) from None
+        raise absent(path, "a path begins at the recipe that names it") from None
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise InputError("file-unreadable", where=str(path), value=reason, remedy="check the file") from None
@@ -196,11 +195,22 @@ def origin(name: str) -> str | None:
     return next((offer.origin for offer in every if offer.entry.module.partition(".")[0] == package), None)
 
 
-def culprit(problem: BaseException) -> str | None:
-    """Name the file or package from outside that an exception passed through; None if there is none."""
-    frames = (frame for frame, _ in traceback.walk_tb(problem.__traceback__))
-    origins = (origin(str(frame.f_globals.get("__name__", ""))) for frame in frames)
-    return next((place for place in origins if place is not None), None)
+def culprit(problem: BaseException) -> tuple[str, int | None] | None:
+    """Find the file, with the line that failed, or the package from outside that an exception passed through.
+
+    Returns: the file and its line, a package and None; or None if there is none.
+    """
+    names = (str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(problem.__traceback__))
+    place = next((place for place in map(origin, names) if place is not None), None)
+    return None if place is None else (place, _line_in(problem, place))
+
+
+def _line_in(problem: BaseException, file: str) -> int | None:
+    """Return the last line of a file that an exception passed through; None if it passed through none."""
+    frames = traceback.walk_tb(problem.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == file]
+    lines += [problem.lineno or 1] if isinstance(problem, SyntaxError) and problem.filename == file else []
+    return lines[-1] if lines else None
 
 
 def _home(name: str) -> ModuleType:
@@ -236,4 +246,6 @@ def _blaming(origin: str) -> Iterator[None]:
         line = (str(problem).splitlines() or [""])[0][:200]
         value = f"{type(problem).__name__}: {line}".removesuffix(": ")
         remedy = "mend it, or ask its author; docs/plugins.md has an example"
+        number = _line_in(problem, origin)
+        value += "" if number is None else f" (line {number})"
         raise InputError("plugin-broken", origin, value, "a plug-in's module can be imported", remedy) from None

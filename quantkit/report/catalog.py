@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from quantkit import content, plugins
-from quantkit.errors import InputError, unknown_name
+from quantkit.errors import InputError, absent, unknown_name
 from quantkit.exporters import load_exporter
 from quantkit.formats import load_format
 from quantkit.model.sizes import configs
@@ -76,7 +76,7 @@ def find_file(path: Path, *, allow_code: bool = False) -> CatalogEntry:
         InputError: `file-missing`, `file-unknown`, or what is wrong in it.
     """
     if not path.exists():
-        raise InputError("file-missing", where=str(path), value="no such file or folder", remedy="check the path")
+        raise absent(path)
     if path.is_dir():
         if (path / "card.yaml").is_file():
             return _card(path.name, path / "card.yaml")

@@ -128,7 +128,7 @@ def test_a_shell_completes_commands(quantkit: Any, monkeypatch: pytest.MonkeyPat
         (["compile", "--recipe", "rtn-int4", "--calibration", "prose"], "unknown-calibration", "prose-en"),
         (["compile", "smollm", "--recipe", "rtn-int4"], "unknown-model", "smollm2-135m"),
         (["compile", "./nowhere", "--recipe", "rtn-int4"], "file-missing", "nowhere"),
-        (["compile", "./no.gguf", "--recipe", "rtn-int4"], "file-missing", "./no.gguf: no such file;"),
+        (["compile", "./no.gguf", "--recipe", "rtn-int4"], "file-missing", "./no.gguf: no such file or folder;"),
         (["verify", "/nowhere"], "not-a-bundle", "/nowhere"),
         (["measure", "/nowhere"], "not-a-bundle", "/nowhere"),
         (["compare", "/nowhere", "/nor/here"], "not-a-bundle", "/nowhere"),

@@ -184,3 +184,46 @@ def test_the_encoder_of_a_model_of_two_parts_is_written_as_the_error_says(
     exec(written, {"transformers": transformers, "folder": folder})
     ran = quantkit(*shlex.split(command), "--no-speed")
     assert ran.code == 0, ran.err
+
+
+def test_a_folder_of_models_lists_them(quantkit: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("models/a", "models/b", "hub/models--org--c/snapshots/0123", "models/empty"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("models/a", "models/b", "hub/models--org--c/snapshots/0123"):
+        (tmp_path / name / "config.json").write_text("{}")
+    remedy = refused(quantkit, "compile", "./models", "--recipe", "awq-int4", code="config-missing")
+    assert remedy == "give one of them: ./models/a, ./models/b"
+    remedy = refused(quantkit, "compile", "./hub", "--recipe", "awq-int4", code="config-missing")
+    assert remedy == "give one of them: ./hub/models--org--c/snapshots/0123"
+    remedy = refused(quantkit, "compile", "./models/empty", "--recipe", "awq-int4", code="config-missing")
+    assert "save_pretrained" in remedy
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("compile", "./no", "--recipe", "awq-int4"),
+        ("compile", "./no.gguf", "--recipe", "awq-int4"),
+        ("compile", "--recipe", "./no.yaml"),
+        ("compile", "--recipe", "rtn-int4", "--calibration", "./no.txt"),
+        ("plan", "./no"),
+        ("plan", "llama-3-8b", "--prices", "./no.yaml"),
+        ("plan", "llama-3-8b", "--measured", "./no.jsonl"),
+        ("imatrix", "./no"),
+        ("nightly", "run", "./no.yaml"),
+        ("show", "./no.yaml"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_not_there_is_worded_one_way(arguments: tuple[str, ...], quantkit: Command) -> None:
+    error = quantkit(*arguments, "--json").envelope["error"]
+    assert (error["code"], error["value"], error["remedy"]) == (
+        *("file-missing", "no such file or folder", "check the path"),
+    )
+
+
+def test_an_exporter_that_only_a_compile_runs_is_refused_with_those_that_add(quantkit: Command, bundle: Path) -> None:
+    remedy = refused(quantkit, "export", bundle, "--to", "checkpoint", code="export-unsupported")
+    assert remedy.startswith("one of gguf, onnx") or remedy.startswith("one of onnx"), remedy
+    assert "checkpoint" not in remedy.partition(";")[0] and "export=[{checkpoint: {}}]" in remedy

@@ -136,7 +136,7 @@ def test_a_folder_that_is_not_there(tmp_path):
     assert caught.value.code == "file-unwritable"
     with pytest.raises(InputError) as caught:
         read_rows(tmp_path / "no/m.jsonl")
-    assert caught.value.code == "file-unreadable"
+    assert caught.value.code == "file-missing"
 
 
 LAYERS = [

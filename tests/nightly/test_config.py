@@ -191,7 +191,7 @@ def test_a_file_of_code_is_to_be_a_package(tmp_path: Path) -> None:
 )
 def test_what_is_no_mapping_is_one_line(tmp_path: Path, text: str, code: str) -> None:
     place = tmp_path / "nightly.yaml"
-    with pytest.raises(InputError, match=r"\[file-unreadable\]"):
+    with pytest.raises(InputError, match=r"\[file-missing\]"):
         Nightly.load(place)
     place.write_text(text)
     with pytest.raises(InputError, match=rf"\[{code}\]"):

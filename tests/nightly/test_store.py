@@ -8,6 +8,7 @@ import math
 import random
 import subprocess
 import sys
+import threading
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,13 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Store:
     fill(store)
     fill(store, SECOND)
     return store
+
+
+def test_nothing_holds_the_connection_after_a_query(filled: Store) -> None:
+    before = threading.active_count()
+    for _ in range(20):
+        filled.query("FROM nights")
+        assert threading.active_count() == before, "DuckDB reports what outlives Python as leaked"
 
 
 def test_a_query_sees_every_table(filled: Store) -> None:

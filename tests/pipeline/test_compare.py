@@ -30,6 +30,7 @@ from quantkit.measurement.timing.schedule import Timing
 from quantkit.pipeline import sides
 from quantkit.pipeline.compare import Margins, compare_bundles
 from quantkit.pipeline.sides import open_sides
+from quantkit.recipe import Recipe
 from quantkit.report import compared as words
 from quantkit.report.compared import document
 from quantkit.runtimes.llama_cpp import LlamaCpp
@@ -276,15 +277,17 @@ def test_another_text_is_refused_with_the_command(
     assert f"quantkit measure {other}" in said
 
 
-@pytest.mark.parametrize(("key", "value"), [("tokens", 256), ("template", "chat")])
+@pytest.mark.parametrize(("key", "value", "usual"), [("tokens", 256, 512), ("template", "chat", "null")])
 def test_a_text_that_was_made_otherwise_is_refused_with_what_to_set(
-    key: str, value: object, home: Path, tmp_path: Path
+    key: str, value: object, usual: object, home: Path, tmp_path: Path
 ) -> None:
     subject = compared(home / "good", home / "equal").b.content_sha256
     recipe = {"name": "x", "export": [{"checkpoint": {}}], "calibration": {key: value}}
     other = write(tmp_path, EQUAL.but("equal", changes={"recipe": recipe}), rows=scores(subject, sha256="f" * 64))
     assert f"--set calibration.{key}={value}" in refused("items-differ", other, home / "good")
-    assert f"--set calibration.{key}=null" in refused("items-differ", home / "good", other)
+    change = f"calibration.{key}={usual}"
+    assert f"--set {change}" in refused("items-differ", home / "good", other)
+    assert Recipe.load("awq-int4", [change])
 
 
 def test_items_that_are_missing_or_of_another_text_are_refused(home: Path, tmp_path: Path) -> None:

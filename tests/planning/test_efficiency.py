@@ -131,7 +131,7 @@ def test_files_that_a_user_names(tmp_path: Path) -> None:
     file.write_text("{\n")
     with pytest.raises(InputError, match="measurements-invalid"):
         efficiency.measured([file])
-    with pytest.raises(InputError, match="file-unreadable"):
+    with pytest.raises(InputError, match="file-missing"):
         efficiency.measured([tmp_path / "none"])
 
 

@@ -57,7 +57,7 @@ def test_a_users_file_takes_its_place_whole(tmp_path: Path) -> None:
     offer = found.rented("h100")[0]
     assert offer.per_device == 2
     assert offer.line(found.currency) == "B (big): 8 EUR an hour for 4 devices, 2026-01-02"
-    with pytest.raises(InputError, match="file-unreadable"):
+    with pytest.raises(InputError, match="file-missing"):
         Prices.load(tmp_path / "absent.yaml")
     path.write_text("schema: 1\ncurrency: EUR\ncurrency: USD\n")
     with pytest.raises(InputError, match="yaml-invalid"):

@@ -133,3 +133,16 @@ def test_the_page_has_every_figure_and_is_escaped() -> None:
 
 def test_the_same_data_give_the_same_page() -> None:
     assert html.page(document(data(), "x")) == html.page(document(json.loads(json.dumps(data())), "x"))
+
+
+def test_a_small_share_of_the_weights_is_not_rounded_to_nothing() -> None:
+    from quantkit.bundle import WeightsEntry
+    from quantkit.report.bundle import figures
+
+    def entry(elements: int, state: str, reason: str) -> WeightsEntry:
+        common = {"tensors": 1, "asked": True, "linear": True, "example": "a.weight"}
+        return WeightsEntry.model_validate({**common, "elements": elements, "state": state, "reason": reason})
+
+    kept = [entry(12, "carried", "the first layer"), entry(250_000, "carried", "the head")]
+    (line,) = figures.weights([entry(1_000_000, "quantized", ""), *kept])
+    assert line == "80.0% of the linear weights are quantized, in floats: 20.0% the head; 0.00096 % the first layer"

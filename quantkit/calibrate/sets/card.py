@@ -21,7 +21,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from quantkit import errors, limits
 from quantkit.content import Closed, read_yaml, validated
-from quantkit.errors import InputError, did_you_mean
+from quantkit.errors import InputError, absent, did_you_mean
 from quantkit.model.source.packaged import Preprocess
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def read_bytes(path: Path) -> bytes:
         return limits.read(path, limits.DATA)
     except FileNotFoundError:
         near = did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else ""
-        raise InputError("file-missing", where=str(path), value="no such file", remedy=near) from None
+        raise absent(path, near or "check the path") from None
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError("file-unreadable", where=str(path), value=reason, remedy="check the file") from None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
-from quantkit.errors import InputError, MissingDependency, reading
+from quantkit.errors import InputError, MissingDependency, absent, reading
 from quantkit.lazy import torch
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def read(path: Path) -> ImportanceMatrix:
         InputError: `imatrix-damaged`; `file-missing`. MissingDependency: gguf.
     """
     if not path.is_file():
-        raise InputError("file-missing", where=str(path), value="no such file", remedy="check the path")
+        raise absent(path)
 
     def damaged(said: str) -> InputError:
         rule = "a file of llama.cpp's llama-imatrix, or of quantkit imatrix"

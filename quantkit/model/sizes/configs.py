@@ -22,7 +22,7 @@ from pydantic import Field
 from quantkit import limits
 from quantkit.bundle.manifest import MANIFEST, Manifest
 from quantkit.content import Closed, is_path, read_yaml, validated
-from quantkit.errors import InputError, MissingDependency, one, unknown_name
+from quantkit.errors import InputError, MissingDependency, absent, one, unknown_name
 from quantkit.model.sizes.architecture import Architecture, Figures
 from quantkit.model.sizes.families import FAMILIES, TEXT, VISION, assumed_family, decoder, text_encoder, vision_encoder
 
@@ -116,7 +116,7 @@ def _from_path(path: Path) -> Architecture:
             raise _missing(path, f"a {path.suffix or 'file without suffix'}, no config")
         return from_config(_parsed(path), path.resolve().parent.name if path.name == CONFIG else path.stem)
     if not path.exists():
-        raise InputError("file-missing", str(path), "no such file or folder", remedy="check the path")
+        raise absent(path)
     if (path / MANIFEST).is_file():
         manifest = Manifest.read(path / MANIFEST)
         config = _parsed(_present(path, "model", "onnx"))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
 from quantkit.content import cache_dir, is_path
-from quantkit.errors import InputError, MissingDependency
+from quantkit.errors import InputError, MissingDependency, absent
 from quantkit.kinds import Kind
 from quantkit.lazy import torch
 from quantkit.model.sight import demand_no_adapter, no_config, not_a_folder
@@ -368,10 +368,9 @@ def _from_path(ref: str) -> Path:
         path = Path(ref).expanduser().resolve()
     except RuntimeError:  # ~nobody
         path = Path(ref)
-    is_gguf = path.suffix.lower() == GGUF
     if not path.exists():
-        raise InputError("file-missing", ref, f"no such {'file' if is_gguf else 'folder'}", remedy="check the path")
-    if not path.is_dir() and not (is_gguf and path.is_file()):
+        raise absent(ref)
+    if not path.is_dir() and not (path.suffix.lower() == GGUF and path.is_file()):
         raise not_a_folder(path, ref)
     return path
 

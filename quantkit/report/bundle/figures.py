@@ -468,7 +468,10 @@ def weights(entries: Sequence[WeightsEntry]) -> list[str]:
     left = sorted((entry for entry in linear if entry.state != "quantized"), key=lambda entry: -entry.elements)
     said, share = [], _in_floats(entries)
     if share is not None:
-        why = "; ".join(f"{entry.elements / whole:.1%} {entry.reason}" for entry in left[:3])
+        parts = ((entry.elements / whole, entry.reason) for entry in left[:3])
+        why = "; ".join(
+            f"{part:.1%} {reason}" if part >= 0.001 else f"{words.share(part)} {reason}" for part, reason in parts
+        )
         said.append(f"{1 - share:.1%} of the linear weights are quantized" + (f", in floats: {why}" if why else ""))
     unused = (entry for entry in entries if entry.state == "unused")
     return said + [f"{entry.tensors} tensors stay as they are ({entry.example}): {entry.reason}" for entry in unused]
