@@ -314,6 +314,7 @@ def test_no_rows_give_none(compiled: Path) -> None:
     assert y.size == 0 and keys.shape == (2, 2, 20, 32) and np.abs(keys).max() > 1
 
 
+@pytest.mark.thorough
 def test_sanitizers_have_nothing_to_say(tmp_path: Path) -> None:
     """All the others, on libraries that end the process at a byte outside, an overflow or an undefined conversion."""
     if SANITIZED:
