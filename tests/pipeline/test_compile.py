@@ -397,6 +397,21 @@ def test_a_rotated_tied_model_is_stored_with_a_head_of_its_own(
     assert float((before.exp() * (before - after)).sum(-1).mean()) < 1e-3
 
 
+def test_a_second_export_is_scored_on_fewer_positions_unless_a_gate_is_near(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.pipeline.blocks.score._AGAIN", 60)
+    exports, gates, counts = [{"checkpoint": {}}, {"onnx": {}}], {}, []
+    for name in ("far", "near"):
+        bundle = run(llama, recipe(export=exports, gates=gates), tmp_path / name, speed=False)
+        kl = {row["runtime"]: row for row in bundle.measurements if row["name"] == "accuracy.kl"}
+        counts.append([kl[runtime]["data"]["items"] for runtime in ("torch", "onnxruntime")])
+        near = {each.where for each in bundle.manifest.decisions if each.code == "gate-within-interval"}
+        assert near == ({"gates.kl_max"} if gates else set())
+        gates = {"kl_max": kl["onnxruntime"]["value"]}
+    assert counts == [[10 * 31, 2 * 31], [10 * 31, 10 * 31]]
+
+
 def test_a_model_that_does_not_turn_is_quantized_as_it_is(
     tmp_path: Path, bos_tokenizer: transformers.PreTrainedTokenizerBase
 ) -> None:
