@@ -96,11 +96,11 @@ class DecidedCell(_Thing):
 
     @property
     def is_allowed(self) -> bool:
-        """Whether B is worse by no more than its gates allow, or its verdict ships."""
+        """Tell if B's loss is within its gates, or accepted by its verdict."""
         return bool(self.shipped) or (self.allowed is not None and self.effect <= self.allowed)
 
     def as_dict(self) -> dict[str, Any]:
-        """Give what JSON holds, which has no infinity: `is_allowed` says what a limit that nothing exceeds means."""
+        """Return its JSON form; an infinite limit becomes null, and `is_allowed` tells."""
         limit = self.allowed if self.allowed is not None and isfinite(self.allowed) else None
         return {**asdict(self), "allowed": limit, "is_allowed": self.is_allowed}
 
@@ -131,14 +131,14 @@ class DecidedCell(_Thing):
 
 
 def decided(asked: Sequence[Quantity]) -> list[CellDecision]:
-    """Decide each, in order: all that was measured as one family, and what was counted, which is certain, alone."""
-    counted = [each.how == "counted" for each in asked]
-    measured = iter(decide([each.evidence for each, exact in zip(asked, counted, strict=True) if not exact]))
-    return [decide([each.evidence])[0] if exact else next(measured) for each, exact in zip(asked, counted, strict=True)]
+    """Decide every comparison, in order: measured ones as one family, counted ones, which are certain, alone."""
+    counted = [one.how == "counted" for one in asked]
+    measured = iter(decide([one.evidence for one, exact in zip(asked, counted, strict=True) if not exact]))
+    return [decide([one.evidence])[0] if exact else next(measured) for one, exact in zip(asked, counted, strict=True)]
 
 
 def verdict(cells: Sequence[DecidedCell]) -> Verdict:
-    """Say which is better; see the module."""
+    """Return the better side; see the module."""
     worse, better = (any(cell.answer == answer for cell in cells) for answer in ("worse", "better"))
     if worse and better:
         return "mixed"
@@ -150,7 +150,7 @@ def verdict(cells: Sequence[DecidedCell]) -> Verdict:
 
 
 def exit_code(cells: Sequence[DecidedCell]) -> int:
-    """Give 0: B is no worse than is allowed; 1: B is worse; 3: neither is shown."""
+    """Return 0: B is no worse than allowed; 1: B is worse; 3: undecided."""
     judged = [cell for cell in cells if not cell.is_allowed]
     if any(cell.answer == "worse" for cell in judged):
         return 1
@@ -215,19 +215,19 @@ class LayerPair:
 
     @property
     def errors(self) -> tuple[float, float] | None:
-        """Relative squared weight errors of A and B, ‖W − Ŵ‖² / ‖W‖²; of floats 0. None where one is not known."""
-        found = [0.0 if layer is None else layer.error for layer in (self.a, self.b)]
-        return None if found[0] is None or found[1] is None else (found[0], found[1])
+        """Relative squared weight errors of A and B, ‖W − Ŵ‖² / ‖W‖²; 0 for floats. None if one is unknown."""
+        errors = [0.0 if layer is None else layer.error for layer in (self.a, self.b)]
+        return None if errors[0] is None or errors[1] is None else (errors[0], errors[1])
 
     @property
     def differs(self) -> bool:
-        """Whether its weights or its inputs are stored in another way."""
+        """Tell if its weights or inputs are stored differently."""
         if self.a is None or self.b is None:
             return True
         return (self.a.scheme, self.a.activations) != (self.b.scheme, self.b.activations)
 
     def as_dict(self) -> dict[str, Any]:
-        """Give what JSON holds."""
+        """Return its JSON form."""
         sides = {"a": self.a, "b": self.b}
         kept = {"scheme", "activations", "bits_per_weight", "error"}
         shown = {
@@ -241,19 +241,19 @@ def layer_pairs(
     b: Sequence[LayerEntry],
     outputs: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
 ) -> list[LayerPair]:
-    """Pair every layer that one of the two has quantized, in A's order, then what B alone has.
+    """Pair every layer quantized on either side, in A's order, then B's other layers.
 
     `outputs`: layer -> relative output error, of A and of B.
     """
     ours, theirs = ({layer.name: layer for layer in side} for side in (a, b))
-    found = []
+    pairs = []
     for name in {**ours, **theirs}:
         known = [
             error.get(name, None if name in side else 0.0) for side, error in zip((ours, theirs), outputs, strict=True)
         ]
         both = None if known[0] is None or known[1] is None else (known[0], known[1])
-        found.append(LayerPair(name, ours.get(name), theirs.get(name), both))
-    return found
+        pairs.append(LayerPair(name, ours.get(name), theirs.get(name), both))
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -305,11 +305,11 @@ class Compared:
     notes: Sequence[str] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
-        """Give what JSON holds."""
-        found = {name: getattr(self, name) for name in ("model", "kind", "data")}
-        found |= {"a": asdict(self.a), "b": asdict(self.b)}
-        found["verdict"] = {"answer": self.verdict, "exit": self.exit, "because": list(self.because)}
-        found["cells"] = [cell.as_dict() for cell in self.cells]
-        found["flips"] = None if self.flips is None else asdict(self.flips)
-        found["layers"] = [pair.as_dict() for pair in self.layers]
-        return {**found, "notes": list(self.notes)}
+        """Return its JSON form."""
+        data = {name: getattr(self, name) for name in ("model", "kind", "data")}
+        data |= {"a": asdict(self.a), "b": asdict(self.b)}
+        data["verdict"] = {"answer": self.verdict, "exit": self.exit, "because": list(self.because)}
+        data["cells"] = [cell.as_dict() for cell in self.cells]
+        data["flips"] = None if self.flips is None else asdict(self.flips)
+        data["layers"] = [pair.as_dict() for pair in self.layers]
+        return {**data, "notes": list(self.notes)}

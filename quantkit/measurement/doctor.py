@@ -27,18 +27,19 @@ _OTHER = 0.15
 
 
 def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2048) -> dict[str, Any]:
-    """Describe this machine and measure its ceilings: the processor's, or the GPU's for a target that is one.
+    """Describe this machine and measure its ceilings: the processor's, or the GPU's for a GPU target.
 
     Args:
-        target: whose `auto` figures are wanted. A GPU target states all of its figures.
-        write: put the measured figures into the user's cache.
-        runs: repetitions of each measurement; a GPU's say by themselves how many they need.
-        size: side of the square matrices whose product is timed on a processor.
+        target: target whose `auto` figures are wanted. A GPU target states all of its figures.
+        write: True to save the measured figures in the user's cache.
+        runs: repetitions of each measurement on a processor.
+        size: side of the square matrices to multiply on a processor.
 
     Returns:
         `machine` (as `machine.describe`), `tensorrt` (see there), `measurements` (rows), `figures` (place -> value
-        of every `auto` figure that was measured), `stated` (place -> share of the target's figure that a GPU reached),
-        `unmeasured` (places that still wait), `written` (path or None), `warnings` (why not to trust the figures).
+        of every measured `auto` figure), `stated` (place -> share of the target's figure that a GPU reached),
+        `unmeasured`
+        (missing places), `written` (path or None), `warnings` (reasons to doubt the figures).
 
     Raises InputError: `wrong-machine` for a target of another architecture; `cache-unwritable`.
     """
@@ -51,10 +52,10 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
             report["warnings"].append(busy)
         if write:
             demand_architecture(target, about["isa"])
-        found = ceilings.measured(machine.cores(), ("read", "copy", "compute"), size=size, runs=runs)
+        measured = ceilings.measured(machine.cores(), ("read", "copy", "compute"), size=size, runs=runs)
         kept = {"device": about["device"], "versions": machine.versions()}
-        report["measurements"] = [ceiling.row(**kept).as_dict() for ceiling in found]
-        report["figures"] = figures(target, found, about)
+        report["measurements"] = [ceiling.row(**kept).as_dict() for ceiling in measured]
+        report["figures"] = figures(target, measured, about)
         for row in report["measurements"]:
             if "noisy" in row["flags"]:
                 report["warnings"].append(_noisy(row))
@@ -83,7 +84,7 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
 
 
 def _of_gpu(target: Target, gpus: Sequence[Mapping[str, Any]], absent: str) -> tuple[list[dict[str, Any]], str]:
-    """(rows `ceiling.*` of the first GPU that torch sees, why there are none or "")."""
+    """Return (rows `ceiling.*` of the first GPU in torch, reason for having none or "")."""
     if not gpus:
         return [], absent or "no NVIDIA GPU"
     if not machine.has("triton"):
@@ -106,15 +107,14 @@ def _of_gpu(target: Target, gpus: Sequence[Mapping[str, Any]], absent: str) -> t
 
 
 def _doubts(target: Target, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Why not to trust the shares: another card of the same architecture, figures that were taken in unrest."""
     import torch
 
-    found = []
+    doubts = []
     name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
     stated = target.memory.capacity.value
     if isinstance(stated, float) and abs(memory / stated - 1) > _OTHER:
-        found.append(f"{name} has {memory / 1e9:.0f} GB, {target.name} {stated / 1e9:.0f}: it is another card")
-    return found + [_noisy(row) for row in rows if (row.get("aa_spread") or 0.0) > ceilings.NOISY]
+        doubts.append(f"{name} has {memory / 1e9:.0f} GB, {target.name} {stated / 1e9:.0f}: it is another card")
+    return doubts + [_noisy(row) for row in rows if (row.get("aa_spread") or 0.0) > ceilings.NOISY]
 
 
 def _noisy(row: Mapping[str, Any]) -> str:
@@ -122,33 +122,33 @@ def _noisy(row: Mapping[str, Any]) -> str:
 
 
 def shares(target: Target, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Tell what a GPU reached of the figures that a target states: place -> share; `rows`: `ceiling.*` of the GPU."""
+    """Return the shares of a target's stated figures that a GPU reached: place -> share; `rows`: `ceiling.*` of the
+    GPU."""
     stated = {place: figure.value for place, figure in target.figures().items() if figure.value}
     reached = {place_of(row): row["value"] for row in rows if row["value"] is not None}
     return {place: float(value) / float(stated[place]) for place, value in reached.items() if place in stated}
 
 
 def place_of(row: Mapping[str, Any]) -> str:
-    """Name the figure of a target that a row `ceiling.*` is about; "" if there is none."""
+    """Return the target's figure for a row `ceiling.*`; "" without one."""
     kind = row["settings"].get("compute_type")
     return f"compute.{kind}" if kind else "memory.read_bandwidth" if row["name"] == "ceiling.read" else ""
 
 
 def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, Any]]:
-    """Tell what each of the two libraries can do on `machine.gpus()`, and what is missing.
+    """Report the capabilities of the two libraries on `machine.gpus()`, and obstacles.
 
     Returns:
-        for each: `library`, `version` (None where it is not installed), `builds_for` (compute capabilities, ahead of
-        time; those at hand for one that builds on the GPU) and `missing`, a sentence for each thing that keeps it from
-        building or from running.
+        for each: `library`, `version` (None if not installed), `builds_for` (compute capabilities, ahead of time; those
+        present for one that builds on the GPU) and `missing`, a sentence for each obstacle to building or running.
     """
-    found: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     for name in NAMES:
         try:
             library = load(name)
         except MissingDependency as problem:
             why = f"not installed; {problem.remedy}"
-            found.append({"library": name, "version": None, "builds_for": [], "missing": [why]})
+            reports.append({"library": name, "version": None, "builds_for": [], "missing": [why]})
             continue
         able = library.capabilities() if library.ahead_of_time else [str(gpu["sm"]) for gpu in gpus]
         missing = []
@@ -159,12 +159,12 @@ def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, A
             missing.append(f"{gpus[0]['name']} is SM {gpus[0]['sm']}, for which it has no engines")
         if gpus and (blind := _torch_blind()):
             missing.append(f"it runs no engine: {blind}")
-        found.append({"library": name, "version": library.version, "builds_for": able, "missing": missing})
-    return found
+        reports.append({"library": name, "version": library.version, "builds_for": able, "missing": missing})
+    return reports
 
 
 def _torch_blind() -> str:
-    """Why torch sees no GPU: without it nothing is timed, and an engine has no memory, since its inputs are torch's."""
+    """Return the reason for torch seeing no GPU: without it nothing is timed, and engines lack input memory."""
     try:
         import torch
     except ImportError:
@@ -173,7 +173,6 @@ def _torch_blind() -> str:
 
 
 def _busy(cores: int) -> str:
-    """A warning if other work keeps the cores from being measured."""
     try:
         load = os.getloadavg()[0]
     except (AttributeError, OSError):  # not on every system
@@ -182,28 +181,27 @@ def _busy(cores: int) -> str:
 
 
 def _auto(target: Target) -> list[str]:
-    """The places whose figures are measured rather than stated, whether they have been already or not."""
     return [place for place, figure in target.figures().items() if figure.state != "stated"]
 
 
-def figures(target: Target, found: Sequence[ceilings.Ceiling], about: Mapping[str, Any]) -> dict[str, float]:
-    """Give the figures of a target that are not stated in it: place -> value.
+def figures(target: Target, measured: Sequence[ceilings.Ceiling], about: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a target that it does not state: place -> value.
 
     Args:
-        found: of `read`, `copy` and `compute`, in this order.
-        about: `memory_limit` and `last_level_cache`, of the machine.
+        measured: ceilings `read`, `copy` and `compute`, in this order.
+        about: `memory_limit` and `last_level_cache` of the machine.
     """
     values = {
         "memory.capacity": about["memory_limit"],
         "memory.last_level_cache": about["last_level_cache"],
-        "memory.read_bandwidth": found[0].value,
-        **{f"compute.{ceiling.settings['compute_type']}": ceiling.value for ceiling in found[2:]},
+        "memory.read_bandwidth": measured[0].value,
+        **{f"compute.{ceiling.settings['compute_type']}": ceiling.value for ceiling in measured[2:]},
     }
     return {place: float(values[place]) for place in _auto(target) if values.get(place) is not None}
 
 
 def demand_architecture(target: Target, isa: list[str]) -> None:
-    """Refuse figures of a machine for a target of another one. Raises InputError `wrong-machine`."""
+    """Refuse to measure a target of another architecture here. Raises InputError `wrong-machine`."""
     arm = any(name.startswith(("neon", "sve")) for name in isa)
     fits = {"x86": not arm, "intel": not arm, "amd": not arm, "arm": arm, "apple": arm}
     remedy = f"use {'cpu-arm' if arm else 'cpu-x86'}, or run the doctor there"

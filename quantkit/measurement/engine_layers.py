@@ -85,7 +85,7 @@ class EngineLayer:
 
     @property
     def reformats(self) -> bool:
-        """Whether it only changes how a tensor lies, or its type."""
+        """Tell if it only changes a tensor's layout or type."""
         return self.kind.lower() == "reformat" or self.name.startswith(("Reformatting CopyNode", "Reformatted"))
 
 
@@ -111,7 +111,7 @@ class EngineProduct(Closed):
 
     @property
     def fell_back(self) -> bool:
-        """Whether weights or inputs are multiplied in more bits than asked."""
+        """Tell if weights or inputs are multiplied in more bits than requested."""
         weights = self.got is not None and self.got != STORED.get(self.asked, self.asked)
         asked = None if self.inputs_asked is None else STORED.get(self.inputs_asked, self.inputs_asked)
         return weights or (asked is not None and self.inputs_got is not None and self.inputs_got != asked)
@@ -163,22 +163,22 @@ class Inspected(Closed):
 
     @property
     def check(self) -> Check:
-        """Check that counts the layers that are multiplied in more bits than asked."""
-        fallen = [each.linear for each in self.products if each.fell_back]
+        """Count layers multiplied in more bits than requested, as a check."""
+        fallen = [product.linear for product in self.products if product.fell_back]
         return Check(name=NAME, value=len(fallen), limit=0, ok=not fallen, where="; ".join(fallen[:3]))
 
     def decisions(self) -> list[Decision]:
-        """Decide once for each layer that fell back, which `--strict` refuses; note once those that are not named."""
-        found = [
-            decision("tensorrt", FALLBACK, each.linear, each.why, before=each.asked, after=each.got)
-            for each in self.products
-            if each.fell_back
+        """Record layers in more bits than requested, which `--strict` refuses, and one note on unnamed layers."""
+        decisions = [
+            decision("tensorrt", FALLBACK, product.linear, product.why, before=product.asked, after=product.got)
+            for product in self.products
+            if product.fell_back
         ]
-        unknown = [each.linear for each in self.products if each.got is None]
+        unknown = [product.linear for product in self.products if product.got is None]
         if unknown:
             words = f"{len(unknown)} layers are not named by the engine: what it reads their weights in is not known"
-            found.append(decision("tensorrt", NOTE, unknown[0], words))
-        return found
+            decisions.append(decision("tensorrt", NOTE, unknown[0], words))
+        return decisions
 
 
 def parse(information: Mapping[str, Any]) -> list[EngineLayer]:
@@ -187,20 +187,20 @@ def parse(information: Mapping[str, Any]) -> list[EngineLayer]:
     Raises InputError `engine-opaque`: it was built without names of layers, or without details.
     """
     raw = information.get("Layers")
-    if not isinstance(raw, Sequence) or not raw or any(not isinstance(each, Mapping) for each in raw):
+    if not isinstance(raw, Sequence) or not raw or any(not isinstance(layer, Mapping) for layer in raw):
         value, rule = "no details of its layers", "an engine is built with ProfilingVerbosity.DETAILED"
         remedy = "build it anew: quantkit export BUNDLE --to tensorrt"
         raise InputError("engine-opaque", where="engine", value=value, rule=rule, remedy=remedy)
-    return [_layer(each) for each in raw]
+    return [_layer(layer) for layer in raw]
 
 
 def stored(folder: Path) -> list[Inspected]:
-    """Read what a bundle holds of its engines, by name; what cannot be read is left out."""
-    found = []
+    """Read the reports on a bundle's engines, by name; unreadable ones are skipped."""
+    reports = []
     for path in sorted((folder / FOLDER).glob(f"*{SUFFIX}")):
         with contextlib.suppress(OSError, ValidationError):
-            found.append(Inspected.model_validate_json(limits.read(path)))
-    return found
+            reports.append(Inspected.model_validate_json(limits.read(path)))
+    return reports
 
 
 def _layer(raw: Mapping[str, Any]) -> EngineLayer:
@@ -213,17 +213,17 @@ def _layer(raw: Mapping[str, Any]) -> EngineLayer:
 
 
 def _tensors(raw: Any) -> Iterable[Tensor]:
-    for each in raw if isinstance(raw, Sequence) and not isinstance(raw, str) else ():
-        if isinstance(each, Mapping):
+    for tensor in raw if isinstance(raw, Sequence) and not isinstance(raw, str) else ():
+        if isinstance(tensor, Mapping):
             # before version 11 the type stands among the words for the layout
-            words = str(each.get("Datatype") or each.get("Format/Datatype") or "")
-            yield Tensor(str(each.get("Name", "")), type_of(words))
+            words = str(tensor.get("Datatype") or tensor.get("Format/Datatype") or "")
+            yield Tensor(str(tensor.get("Name", "")), type_of(words))
         else:
-            yield Tensor(str(each), "")
+            yield Tensor(str(tensor), "")
 
 
 def type_of(words: str) -> str:
-    """`Row major linear FP16 format (kLINEAR)` -> `float16`; "" where no type is named.
+    """Map `Row major linear FP16 format (kLINEAR)` -> `float16`; "" without a type.
 
     >>> type_of("Thirty-two wide channel vectorized row major Int8 format.")
     'int8'
@@ -232,7 +232,7 @@ def type_of(words: str) -> str:
 
 
 def products(layers: Sequence[EngineLayer], linears: Sequence[LayerEntry]) -> list[EngineProduct]:
-    """Find what becomes of each quantized layer of the model, the worst of its places where there are several."""
+    """Map each quantized layer of the model to its place in the engine, the worst one of several."""
     # linear -> layers that hold its product, and that expand its weight
     multiply: dict[str, list[EngineLayer]] = {entry.name: [] for entry in linears}
     expand: dict[str, list[EngineLayer]] = {entry.name: [] for entry in linears}
@@ -257,30 +257,30 @@ def _product(entry: LayerEntry, layers: Sequence[EngineLayer], expanders: Sequen
 
 
 def _read(
-    entry: LayerEntry, asked: str, given: str | None, layer: EngineLayer, expanders: Sequence[EngineLayer]
+    entry: LayerEntry, asked: str, inputs_asked: str | None, layer: EngineLayer, expanders: Sequence[EngineLayer]
 ) -> EngineProduct:
     wanted = STORED.get(asked, asked)
     types = [tensor.type for tensor in layer.inputs]
     widest = next((name for name in _FLOATS if name in types), None)
     why, got = "", wanted
     if layer not in expanders and wanted not in types:
-        apart = [each for each in expanders if each.profile == layer.profile]
+        apart = [expander for expander in expanders if expander.profile == layer.profile]
         got = widest or (apart[0].outputs[0].type if apart and apart[0].outputs else "")
         how = f"the layer {apart[0].name} expands it" if apart else "it was folded into floats as the engine was built"
         why = f"the product {layer.name} reads its weight in {got or 'another type'}: {how}"
     reads = None
-    if given is not None:
-        stored = STORED.get(given, given)
+    if inputs_asked is not None:
+        stored = STORED.get(inputs_asked, inputs_asked)
         taken = f"{entry.name}/input.values" in layer.nodes
         reads = stored if stored in types or taken else widest
         if reads != stored:
-            said = f"its input is multiplied in {reads}: the pair before it is not consumed"
-            why = f"{why}; {said}" if why else f"the product {layer.name}: {said}"
+            reason = f"its input is multiplied in {reads}: the pair before it is not consumed"
+            why = f"{why}; {reason}" if why else f"the product {layer.name}: {reason}"
     return EngineProduct(
         linear=entry.name,
         asked=asked,
         got=got or None,
-        inputs_asked=given,
+        inputs_asked=inputs_asked,
         inputs_got=reads,
         layer=layer.name,
         tactic=layer.tactic,
@@ -289,7 +289,7 @@ def _read(
 
 
 def unconsumed(layers: Sequence[EngineLayer]) -> list[str]:
-    """List DequantizeLinear nodes of inputs whose layer holds no product."""
+    """List the inputs' DequantizeLinear nodes in layers without a product."""
     without = [layer.nodes for layer in layers if not any(node.endswith("/output") for node in layer.nodes)]
     return list(dict.fromkeys(node for nodes in without for node in nodes if node.endswith("/input.values")))
 
@@ -300,25 +300,25 @@ def costliest(
     tried: Mapping[str, Sequence[tuple[str, float]]] | None = None,
     count: int = 10,
 ) -> list[Costly]:
-    """Rank the layers that take the longest.
+    """Rank the slowest layers.
 
     Args:
         times: layer -> seconds of each run, from the profiler.
-        tried: layer -> kernels that the build timed.
+        tried: layer -> kernels timed by the build.
     """
     known = {layer.name: layer for layer in layers}
     medians = {name: median(taken) for name, taken in times.items() if taken}
     total = sum(medians.values())
-    found = []
-    for name in sorted(medians, key=lambda each: -medians[each])[:count]:
+    ranked = []
+    for name in sorted(medians, key=lambda layer_name: -medians[layer_name])[:count]:
         layer = known.get(name, EngineLayer(name, ""))
-        made = [node.removesuffix("/output") for node in layer.nodes if node.endswith("/output")]
-        found.append(
+        linears = [node.removesuffix("/output") for node in layer.nodes if node.endswith("/output")]
+        ranked.append(
             Costly(
                 layer=name,
                 kind=layer.kind,
                 tactic=layer.tactic,
-                linears=tuple(dict.fromkeys(made)),
+                linears=tuple(dict.fromkeys(linears)),
                 seconds=medians[name],
                 low=min(times[name]),
                 high=max(times[name]),
@@ -326,7 +326,7 @@ def costliest(
                 tried=tuple((tried or {}).get(name, ())),
             )
         )
-    return found
+    return ranked
 
 
 def inspected(
@@ -339,7 +339,7 @@ def inspected(
     times: Mapping[str, Sequence[float]] | None = None,
     tried: Mapping[str, Sequence[tuple[str, float]]] | None = None,
 ) -> Inspected:
-    """Put together what is known of an engine. Raises InputError `engine-opaque`."""
+    """Build the report on an engine. Raises InputError `engine-opaque`."""
     layers = parse(information)
     return Inspected(
         engine=engine,

@@ -179,7 +179,7 @@ class Row(_Part):
 
     @classmethod
     def seconds(cls, name: str, value: float | None, **others: Any) -> Row:
-        """Give a row of a time, by default the median of several; less is better."""
+        """Return a row of a time, by default the median of several; less is better."""
         return cls(name=name, value=value, **{"unit": "s", "stat": "median", "better": "lower", **others})
 
     @field_validator("name")
@@ -199,21 +199,21 @@ class Row(_Part):
 
     @property
     def version(self) -> str:
-        """Version of its runtime; "" where it does not say. `llama_cpp` is the package llama-cpp-python."""
+        """Version of its runtime; "" if unknown. `llama_cpp` is the package llama-cpp-python."""
         called = {name.replace("-", "_").removesuffix("_python"): number for name, number in self.versions.items()}
         return called.get(self.runtime or "", "")
 
     @property
     def on(self) -> str | None:
-        """Device, of those that are reached from another machine, that it was measured on."""
+        """Name of the remote device; None for this machine."""
         return self.device.on if self.device else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Give the contract's form: every key, in the contract's order."""
+        """Return the contract's form: every key, in the contract's order."""
         return self.model_dump(mode="json", by_alias=True)
 
     def line(self) -> str:
-        """Give the row as one line of JSON, without the newline."""
+        """Return the row as one line of JSON, without the newline."""
         return json.dumps(self.as_dict(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -243,7 +243,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows as JSON lines, whole or not at all: a reader never sees half a file.
+    """Write rows as JSON Lines, completely or not at all.
 
     Raises InputError: `file-unwritable`; Stopped: `disk-full`.
     """

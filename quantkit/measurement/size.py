@@ -19,19 +19,19 @@ _BYTES: dict[str, Any] = {"unit": "B", "stat": "total", "better": "lower"}
 
 
 def bits_per_weight(layers: Iterable[LayerEntry]) -> float | None:
-    """Average over all weights of the quantized layers; None where there are none."""
+    """Average over all weights of the quantized layers; None without any."""
     counted = [(prod(layer.shape), layer.bits_per_weight) for layer in layers]
     weights = sum(count for count, _ in counted)
     return sum(count * bits for count, bits in counted) / weights if weights else None
 
 
 def saved_bytes(layers: Iterable[LayerEntry]) -> float:
-    """Count the bytes that the quantized layers take less than in 16 bits, as they are stored."""
+    """Count the stored bytes saved by the quantized layers against 16 bits."""
     return sum(prod(layer.shape) * (2 - layer.bits_per_weight / 8) for layer in layers)
 
 
 def folder_of(export: str) -> str:
-    """Name the folder of a bundle that an exporter writes to: `model`, `engine`, `onnx`."""
+    """Return the folder of an exporter in a bundle: `model`, `engine`, `onnx`."""
     return load_exporter(export).place
 
 
@@ -43,7 +43,7 @@ def weight_bytes(files: Iterable[FileEntry], *, folder: str = "model") -> int:
 
 
 def read_rows(ways: Mapping[str, float], *, subject: str, folder: str) -> list[Row]:
-    """Give `size.bytes_read`: bytes that each way to multiply reads, of an export that has two."""
+    """Return `size.bytes_read`: bytes read by each way to multiply, for an export with two."""
     how: dict[str, dict[str, Any]] = {way: {"export": folder, "way": way} for way in ways}
     return [Row(name="size.bytes_read", value=ways[way], subject=subject, settings=how[way], **_BYTES) for way in ways]
 
@@ -57,7 +57,7 @@ def size_rows(
     baseline_bytes: int | None = None,
     folder: str = "model",
 ) -> list[Row]:
-    """Give `size.bytes` and `size.bits_per_weight` of one export; `baseline_bytes`: of the original as it was given."""
+    """Return `size.bytes` and `size.bits_per_weight` of one export; `baseline_bytes`: of the original source."""
     size = weight_bytes(files, folder=folder)
     against = None
     if baseline is not None and baseline_bytes is not None:

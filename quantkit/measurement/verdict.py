@@ -77,14 +77,14 @@ def verdict(
     others: Sequence[MeasuredFormat] = (),
     traffic: Mapping[int, float] | None = None,
 ) -> Verdict:
-    """Judge, with up to three reasons: one row each, as a sentence; what to do, where it is inconclusive.
+    """Judge a format, with up to three reasons, one sentence a row, and advice if inconclusive.
 
-    It rests on `latency.decode_step` rows, or `latency.prefill` where there are none (a model that does not decode), or
-    `latency.op` where there are neither: those of a sum over linears, or of single shapes, which all have to win.
-    Rows flagged `predicted` count only if nothing was measured: the verdict is then a forecast.
+    It uses `latency.decode_step` rows; without them `latency.prefill` (a model that does not decode); without both
+    `latency.op`: of a sum over linears, or of single shapes, which all have to win. Rows flagged `predicted` count only
+    if nothing was measured: the verdict is then a forecast.
 
     Args:
-        others: other formats measured on this target; asked only when a check of the subject failed.
+        others: other formats measured on this target; used only if a check of the subject failed.
         traffic: batch -> share of the steps; if given, only its batches matter.
 
     Raises InputError: `not-measured`, neither a failed check nor a latency at any of the batches; `no-batches`;
@@ -94,16 +94,16 @@ def verdict(
     failed = [check for check in subject.checks if not check.ok]
     if failed:
         return _instead(subject, failed, wanted, others)
-    found = _judged(subject.rows, wanted, traffic)
-    if found is None:
+    judged = _judged(subject.rows, wanted, traffic)
+    if judged is None:
         value, rule = f"no latency at batch {listed(wanted)}", "a verdict rests on measured rows"
         remedy = "quantkit measure, or other batches"
         raise InputError("not-measured", where=subject.format, value=value, rule=rule, remedy=remedy)
-    return found
+    return judged
 
 
 def state(row: Row) -> State:
-    """Tell whether one latency row wins, loses, or is hidden in noise."""
+    """Tell if one latency row wins, loses, or is hidden in noise."""
     speed = speed_up(row)
     if speed is None:
         return "missing"
@@ -117,7 +117,7 @@ def state(row: Row) -> State:
 
 
 def speed_up(row: Row) -> SpeedUp | None:
-    """Tell how many times as fast as its baseline a latency row is; None where that is not known."""
+    """Return the speed-up of a latency row over its baseline; None if unknown."""
     against = row.baseline
     if row.value is None or against is None or against.ratio is None or against.ratio_ci95 is None:
         return None
@@ -141,7 +141,7 @@ def _wanted(batches: Iterable[int], traffic: Mapping[int, float] | None) -> list
 
 
 def _latencies(rows: Sequence[Row]) -> tuple[list[Row], bool]:
-    """(the rows that a verdict rests on, whether they are predictions)."""
+    """Return (rows for a verdict, True if they are predictions)."""
     for name in _NAMES:
         named = [row for row in rows if row.name == name]
         measured = [row for row in named if PREDICTED not in row.flags]
@@ -153,10 +153,10 @@ def _latencies(rows: Sequence[Row]) -> tuple[list[Row], bool]:
 
 
 def _answer(states: Mapping[int, State], traffic: Mapping[int, float] | None) -> tuple[str, int | None]:
-    wins = [found == "wins" for found in states.values()]
+    wins = [one == "wins" for one in states.values()]
     count = sum(wins)
     if traffic is not None:
-        open_, won = (sum(traffic[b] for b, found in states.items() if found == asked) for asked in ("open", "wins"))
+        open_, won = (sum(traffic[b] for b, one in states.items() if one == asked) for asked in ("open", "wins"))
         if open_ > won:
             return "inconclusive", None
     if count == len(wins):
@@ -166,12 +166,11 @@ def _answer(states: Mapping[int, State], traffic: Mapping[int, float] | None) ->
     if all(wins[:count]):
         return "ship_up_to", list(states)[count - 1]
     # gaps that only noise makes are no pattern
-    gaps = {found for found in states.values() if found != "wins"}
+    gaps = {one for one in states.values() if one != "wins"}
     return ("inconclusive" if gaps == {"open"} else "intervals"), None
 
 
 def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, float] | None) -> Verdict | None:
-    """The verdict on a format that passed its checks; None where nothing is known of any batch."""
     timed, forecast = _latencies(rows)
     worst = {batch: _worst([row for row in timed if row.batch == batch]) for batch in wanted}
     states = {batch: state(row) if row else "missing" for batch, row in worst.items()}
@@ -191,7 +190,7 @@ def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, fl
         because[0] = f"wins at batch {_ranges(states)}. {because[0]}"
     if traffic is not None and answer != "inconclusive" and (weighted := _over_traffic(timed, traffic)):
         because[0] = f"{weighted}. {because[0]}"
-    if missing := [batch for batch, found in states.items() if found == "missing"]:
+    if missing := [batch for batch, one in states.items() if one == "missing"]:
         why = sorted({flag for row in rows if row.batch in missing and row.value is None for flag in row.flags})
         reason = f" ({', '.join(why)})" if why else ""
         because[-1] = f"{because[-1]}. Not measured: batch {listed(missing)}{reason}"
@@ -205,7 +204,6 @@ def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, fl
 def _instead(
     subject: MeasuredFormat, failed: Sequence[Check], wanted: Sequence[int], others: Sequence[MeasuredFormat]
 ) -> Verdict:
-    """The verdict after a failed check."""
     reasons = [
         f"{subject.format} failed {check.name}: {_figure(check.value)} against a limit of {_figure(check.limit)}"
         for check in failed
@@ -213,9 +211,9 @@ def _instead(
     passing = [other for other in others if all(check.ok for check in other.checks)]
     judged = [(other, _judged(other.rows, wanted, None)) for other in passing]
     winning = [
-        (other.format, found)
-        for other, found in judged
-        if found is not None and found.answer in {"ship_it", "ship_up_to"} and not found.forecast
+        (other.format, own)
+        for other, own in judged
+        if own is not None and own.answer in {"ship_it", "ship_up_to"} and not own.forecast
     ]
     if not winning:
         return Verdict(answer="do_not_quantize", because=reasons[:_REASONS])
@@ -226,7 +224,8 @@ def _instead(
 
 
 def _worst(rows: Sequence[Row]) -> Row | None:
-    """The row that decides a batch: one that loses before one that is missing, open or wins; then the lowest ratio."""
+    """Return the deciding row of a batch: one that loses before one that is missing, open or wins; then the lowest
+    ratio."""
     order: tuple[State, ...] = ("loses", "missing", "open", "wins")
     return min(rows, key=lambda row: (order.index(state(row)), _ratios(row)[0]), default=None)
 
@@ -234,7 +233,7 @@ def _worst(rows: Sequence[Row]) -> Row | None:
 def _deciding(
     answer: str, limit: int | None, worst: Mapping[int, Row | None], states: Mapping[int, State], timed: Sequence[Row]
 ) -> list[Row]:
-    """Three rows at most: what the answer turns on first, then the ends of the range, then what came closest to it."""
+    """Return at most three rows: the decisive one first, then the ends of the range, then the closest calls."""
     batches = [batch for batch, row in worst.items() if row is not None and row.value is not None]
     by_low = sorted(batches, key=lambda batch: _ratios(worst[batch])[0])
     if answer == "ship_it":
@@ -256,13 +255,13 @@ def _deciding(
 
 
 def _ratios(row: Row | None) -> tuple[float, float, float]:
-    """(low, ratio, high) of a row against its baseline; nothing is 0, 1 and infinity."""
+    """Return (low, ratio, high) of a row against its baseline; 0, 1 and infinity without one."""
     speed = None if row is None else speed_up(row)
     return (0.0, 1.0, math.inf) if speed is None else (speed.interval[0], speed.ratio, speed.interval[1])
 
 
 def _p99(row: Row) -> tuple[float, float, float] | None:
-    """(low, ratio, high) of the 99th percentiles, where the row has them."""
+    """Return (low, ratio, high) of the 99th percentiles, if present."""
     low, ratio, high = (row.settings.get(key) for key in ("p99_ratio_low", "p99_ratio", "p99_ratio_high"))
     if isinstance(low, int | float) and isinstance(ratio, int | float) and isinstance(high, int | float):
         return low, ratio, high
@@ -280,16 +279,16 @@ def sentence(row: Row) -> str:
     )
     if speed.doubt == "ceiling":
         return f"{text}, where bytes and operations allow {speed.most:.2f}: a time or a ceiling is wrong"
-    found, tail = state(row), _p99(row)
+    standing, tail = state(row), _p99(row)
     noise = f"two measurements of one side differ by {100 * speed.spread:.1f} %" if speed.doubt == "noise" else ""
     noise = "the machine was busy" if speed.noisy else noise
-    if found == "open":
+    if standing == "open":
         return f"{text}, too noisy to tell{f': {noise}' if noise else ''}"
     if low <= 1:
         return text
     if speed.interval[0] <= 1:
-        return f"{text}, no gain that noise would not make: {noise or 'with the A/A spread its interval holds 1'}"
-    if found == "loses" and tail is not None:
+        return f"{text}, the gain is within noise: {noise or 'with the A/A spread its interval holds 1'}"
+    if standing == "loses" and tail is not None:
         return f"{text}, but p99 is worse: {tail[1]:.2f} times as fast ({tail[0]:.2f} to {tail[2]:.2f})"
     if (row.n or 0) >= P99_FROM and tail is not None and tail[0] <= 1:
         return f"{text}; p99 not shown to differ ({tail[0]:.2f} to {tail[2]:.2f})"
@@ -297,13 +296,13 @@ def sentence(row: Row) -> str:
 
 
 def _few_steps(rows: Sequence[Row]) -> str:
-    """`; p99 from 30 to 96 steps is not judged`, once for all rows that win by their p50; empty where none is so."""
+    """Return `; p99 from 30 to 96 steps is not judged`, once for all rows that win by their p50; or ""."""
     few = sorted(row.n or 0 for row in rows if state(row) == "wins" and (row.n or 0) < P99_FROM)
     return f"; p99 from {few[0]}{f' to {few[-1]}' if few[0] != few[-1] else ''} steps is not judged" if few else ""
 
 
 def _what(row: Row) -> str:
-    """`context 128: 11.3 ms a step`, `4096x14336: 2.1 ms`."""
+    """Describe a row: `context 128: 11.3 ms a step`, `4096x14336: 2.1 ms`."""
     shape, op = row.shape or {}, row.op
     time_ = _time(row.value or 0.0)
     if row.name == "latency.op" and op is not None:
@@ -315,21 +314,21 @@ def _what(row: Row) -> str:
 
 
 def _over_traffic(rows: Sequence[Row], traffic: Mapping[int, float]) -> str:
-    """Mean time of a step over the traffic, contexts counted alike; empty if a batch of it was not measured."""
+    """Describe the mean step time over the traffic, contexts weighted equally; "" if a batch was not measured."""
     times = over_traffic(rows, traffic)
     if times is None:
         return ""
     ours, theirs = times
     total = sum(traffic.values())
-    each = "" if rows[0].name == "latency.op" else f" {_NAMES[rows[0].name]}"
-    what = f"{_time(ours / total)}{each} against {_time(theirs / total)}"
+    unit = "" if rows[0].name == "latency.op" else f" {_NAMES[rows[0].name]}"
+    what = f"{_time(ours / total)}{unit} against {_time(theirs / total)}"
     return f"over the traffic: {what}, {theirs / ours:.2f} times as fast"
 
 
 def over_traffic(rows: Sequence[Row], traffic: Mapping[int, float]) -> tuple[float, float] | None:
-    """Give (seconds of the subject, of the baseline), each batch as often as the traffic has it.
+    """Return (seconds of the subject, of the baseline), with each batch weighted by the traffic.
 
-    None if one is missing, or its speed-up is not to be believed.
+    None if one is missing, or its speed-up is not credible.
     """
     ours = theirs = 0.0
     for batch, share in traffic.items():
@@ -343,7 +342,6 @@ def over_traffic(rows: Sequence[Row], traffic: Mapping[int, float]) -> tuple[flo
 
 
 def _ranges(states: Mapping[int, State]) -> str:
-    """Runs of batches that win: `2 to 8, 32`."""
     runs = [list(run) for wins, run in groupby(states, lambda batch: states[batch] == "wins") if wins]
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
@@ -367,35 +365,35 @@ Standing = Literal["slower", "open", "faster"]
 _GRAVEST: tuple[Standing, ...] = ("slower", "open", "faster")
 
 
-def with_prompts(found: Verdict, rows: Sequence[Row], *, setting: str = "") -> Verdict:
-    """Add to a verdict on decode steps what holds of prompts, and what to use where it gains nothing.
+def with_prompts(judged: Verdict, rows: Sequence[Row], *, setting: str = "") -> Verdict:
+    """Extend a verdict on decode steps by its effect on prompts, and name an alternative where it gains nothing.
 
     Args:
-        rows: those that the verdict rests on, and prefills among them.
-        setting: of the recipe, with which many rows at once are faster: `onnx.prefill=int8`.
+        rows: rows of the verdict, prefills included.
+        setting: recipe setting that makes many rows at once faster: `onnx.prefill=int8`.
     """
     worst = _by_length(rows)
-    by = {each: [length for length, (_, state) in worst.items() if state == each] for each in _GRAVEST}
+    by = {standing: [length for length, (_, state) in worst.items() if state == standing] for standing in _GRAVEST}
     prompts = PromptVerdict(faster=by["faster"], slower=by["slower"], open=by["open"]) if worst else None
     ends = list(dict.fromkeys([*list(worst)[:1], *list(worst)[-1:]]))
-    because = [*found.because, *(sentence(worst[length][0]) for length in ends)]
+    because = [*judged.because, *(sentence(worst[length][0]) for length in ends)]
     steps = [row.batch or 0 for row in rows if row.name == "latency.decode_step" and row.value]
-    slower = found.answer == "ship_up_to" and max(steps, default=math.inf) > (found.batch or 0)
-    lost = [f"batches above {found.batch}"] if slower else []
-    lost += ["the other batches"] if found.answer == "intervals" else []
+    slower = judged.answer == "ship_up_to" and max(steps, default=math.inf) > (judged.batch or 0)
+    lost = [f"batches above {judged.batch}"] if slower else []
+    lost += ["the other batches"] if judged.answer == "intervals" else []
     # where there is a setting, what gains nothing is told of it too
     behind = sorted([*by["slower"], *(by["open"] if setting else [])])
     lost += [f"prompts of {listed(behind)} tokens"] if behind else []
     if not lost:
-        return found.model_copy(update={"prompts": prompts, "because": because})
+        return judged.model_copy(update={"prompts": prompts, "because": because})
     other = f"compile with `--set {setting}`, or use " if setting else "use "
     instead = f"for {' and '.join(lost)}: {other}the float model (`--recipe float`)"
-    return found.model_copy(update={"prompts": prompts, "instead": instead, "because": [*because, instead]})
+    return judged.model_copy(update={"prompts": prompts, "instead": instead, "because": [*because, instead]})
 
 
 def _by_length(rows: Sequence[Row]) -> dict[int, tuple[Row, Standing]]:
-    """Tokens -> the row that decides, ascending."""
-    found: dict[int, tuple[Row, Standing]] = {}
+    """Return tokens -> deciding row, ascending."""
+    by_length: dict[int, tuple[Row, Standing]] = {}
     for row in rows:
         if row.name != "latency.prefill" or (speed := speed_up(row)) is None:
             continue
@@ -403,9 +401,9 @@ def _by_length(rows: Sequence[Row]) -> dict[int, tuple[Row, Standing]]:
         believed = not speed.open
         state: Standing = "faster" if low > 1 and believed else "slower" if high < 1 and believed else "open"
         length = (row.shape or {}).get("new_tokens", 0)
-        if length not in found or _GRAVEST.index(state) < _GRAVEST.index(found[length][1]):
-            found[length] = row, state
-    return dict(sorted(found.items()))
+        if length not in by_length or _GRAVEST.index(state) < _GRAVEST.index(by_length[length][1]):
+            by_length[length] = row, state
+    return dict(sorted(by_length.items()))
 
 
 _WINNING = ("ship_it", "ship_up_to")
@@ -414,20 +412,20 @@ _WINNING = ("ship_it", "ship_up_to")
 def verdicts(
     measured: Sequence[MeasuredFormat], batches: Iterable[int], traffic: Mapping[int, float] | None = None
 ) -> list[Verdict]:
-    """Judge each format, named in its `format`; `not_measured` where no batch of it could be timed."""
+    """Judge each format, named in its `format`; `not_measured` without a timed batch."""
     wanted = sorted(set(batches))
-    found = []
-    for each in measured:
+    judged = []
+    for one in measured:
         try:
-            own = verdict(each, wanted, traffic=traffic)
+            own = verdict(one, wanted, traffic=traffic)
         except InputError as error:
             if error.code != "not-measured":
                 raise
-            flags = ", ".join(sorted({flag for row in each.rows for flag in row.flags if row.value is None}))
+            flags = ", ".join(sorted({flag for row in one.rows for flag in row.flags if row.value is None}))
             reason = f"nothing was timed: {flags}" if flags else "nothing was timed"
             own = Verdict(answer="not_measured", because=[reason])
-        found.append(own.model_copy(update={"format": each.format}))
-    return found
+        judged.append(own.model_copy(update={"format": one.format}))
+    return judged
 
 
 def advise(
@@ -437,25 +435,25 @@ def advise(
     traffic: Mapping[int, float] | None = None,
     subject: str = "",
 ) -> Verdict:
-    """Say what to do, with up to three reasons.
+    """Advise, with up to three reasons.
 
     Args:
         measured: formats, all against one baseline.
-        batches: that matter, where there is no traffic.
+        batches: batches that matter, without traffic.
         traffic: batch -> share of the steps.
-        subject: the format that is asked about; "": whichever is best.
+        subject: format in question; "": whichever is best.
 
     Returns:
-        `format` is what the answer is about: that to ship, or that to use instead.
+        `format` is the subject of the answer: the one to ship, or to use instead.
 
-    Raises InputError: `no-batches`, `traffic-invalid`; `not-measured` if there is no format at all.
+    Raises InputError: `no-batches`, `traffic-invalid`; `not-measured` without any format.
     """
     wanted = sorted(set(batches))
     judged = verdicts(measured, wanted, traffic)
     if not judged:
         raise InputError("not-measured", where="--format", value="no format", rule="advice compares formats")
     winning = [
-        (own, each) for own, each in zip(judged, measured, strict=True) if own.answer in _WINNING and not own.forecast
+        (own, one) for own, one in zip(judged, measured, strict=True) if own.answer in _WINNING and not own.forecast
     ]
     if not winning:
         return _nothing(judged, subject)
@@ -469,22 +467,21 @@ def advise(
 
 
 def _nothing(judged: Sequence[Verdict], subject: str) -> Verdict:
-    """What is left where no format wins at its first batches."""
     for answer in ("intervals", "inconclusive"):
-        found = [own for own in judged if own.answer == answer]
-        if found:
-            return next((own for own in found if own.format == subject), found[0])
+        matching = [own for own in judged if own.answer == answer]
+        if matching:
+            return next((own for own in matching if own.format == subject), matching[0])
     because = [f"{own.format}: {reason}" for own in judged for reason in own.because[:1]]
     about = subject or (judged[0].format if len(judged) == 1 else None)
     return Verdict(answer="do_not_quantize", format=about, because=because[:_REASONS])
 
 
-def _gain(each: MeasuredFormat, wanted: Sequence[int], traffic: Mapping[int, float] | None) -> tuple[float, float]:
-    """What a format is ranked by, larger is better."""
+def _gain(one: MeasuredFormat, wanted: Sequence[int], traffic: Mapping[int, float] | None) -> tuple[float, float]:
+    """Return the sort key of a format, larger is better."""
     if traffic is not None:
-        times = over_traffic(each.rows, traffic)
+        times = over_traffic(one.rows, traffic)
         return (1.0, times[1] / times[0]) if times else (0.0, 0.0)
-    rows = [row for row in each.rows if row.batch in wanted and row.baseline is not None and row.baseline.ratio]
+    rows = [row for row in one.rows if row.batch in wanted and row.baseline is not None and row.baseline.ratio]
     rows = [row for row in rows if (speed := speed_up(row)) is not None and not speed.doubt]
     wins = sum(state(row) == "wins" for row in rows) / (len(rows) or 1)
     logs = [math.log(row.baseline.ratio) for row in rows if row.baseline is not None and row.baseline.ratio]

@@ -1,25 +1,24 @@
-"""Where a quantized model is hurt: by layer, by block, through depth, and at which words.
+"""Find where a quantized model is hurt: by layer, by block, through depth, and at which words.
 
-Both models run block by block on some tokens that did not calibrate. With h_b the original's hidden state
-behind block b, ĥ_b the candidate's, f̂_b the candidate's block, and means over tokens:
+Both models run block by block on tokens that were not used for calibration. With h_b the original's hidden state after
+block b, ĥ_b the candidate's, f̂_b the candidate's block, and means over tokens:
 
-    error_b   √ mean ‖ĥ_b − h_b‖² / ‖h_b‖²              what has built up behind block b
-    own_b     √ mean ‖f̂_b(h_{b−1}) − h_b‖² / ‖h_b‖²     what block b alone adds, fed the original's input
+    error_b   √ mean ‖ĥ_b − h_b‖² / ‖h_b‖²              error accumulated after block b
+    own_b     √ mean ‖f̂_b(h_{b−1}) − h_b‖² / ‖h_b‖²     error of block b alone, on the original's input
 
-Per token, because that is what the last norm sees, and because one token with a huge norm would hide the others. For a
-layer with the inputs x that it gets inside f̂_b, and its output ŷ without bias (rounding of activations is in it):
+The ratio is per token, because the last norm sees single tokens, and because one token with a huge norm would hide the
+others. For a layer with inputs x inside f̂_b, and output ŷ without bias (rounding of activations included):
 
     error     ‖ŷ − x W'ᵀ‖ / ‖x W'ᵀ‖ ,    W' = diag(r) W diag(c)
 
-Folds scale rows and columns of a weight exactly, and W' is the original weight with them: r and c are fitted to what is
-stored by least squares, so that nothing need be known of the passes. The fit takes (N + K)/(N K) of the error away.
+Folds scale rows and columns of a weight exactly; W' is the original weight with these scales. r and c are fitted to the
+stored weight by least squares, without knowledge of the passes. The fit removes (N + K)/(N K) of the error. Outliers of
+an input: its largest channel over its median channel, each by its largest absolute value.
 
-Outliers of an input: its largest channel over its median channel, each by its largest absolute value.
-
-**Mixed precision by sensitivity** (`MixedSearch`): layers are quantized one at a time and the harm of each is measured
-at the model's output. Kept high in the order of that harm for what quantizing them saves, they give a curve from "all
-quantized" towards "all as they were"; each point of it is compiled and scored, because harms do not quite add up. The
-choice is the first point that meets the gate.
+**Mixed precision by sensitivity** (`MixedSearch`): layers are quantized one at a time, and each one's harm is measured
+at the model's output. Layers are then kept in high precision, in order of harm per byte saved. This gives a curve from
+"all quantized" to "all original". Each point is compiled and scored, because harms do not quite add up. The choice is
+the first point that meets the gate.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ if TYPE_CHECKING:
     from quantkit.measurement.accuracy.positions import Items
     from quantkit.model.streaming.stream import StreamedModel
 
-# tokens that both models run on
+# tokens for both models
 _TOKENS = 128
-# positions that are shown, and tokens before each
+# positions shown, and tokens before each
 _WORST, _BEFORE = 10, 16
 # alternating least squares of two vectors settles at once
 _ROUNDS = 3
 
 
 class BlockHarm(Closed):
-    """A block: relative error of the hidden state behind it, and what it adds by itself."""
+    """Relative error of the hidden state after a block, and the block's own part of it."""
 
     name: str
     error: float
@@ -73,10 +72,10 @@ class Position(Closed):
     """A position where the two models differ most.
 
     Args:
-        sequence, position: where, counted from 0.
+        sequence, position: place, counted from 0.
         kl: nats.
-        before, follows: the text that ends there, and what really comes next.
-        original, candidate: what each holds most likely to come next, and `_chance`: how likely.
+        before, follows: text up to there, and the true next token.
+        original, candidate: most likely next token of each, and `_chance`: its probability.
     """
 
     sequence: int
@@ -91,11 +90,11 @@ class Position(Closed):
 
 
 class Harm(Closed):
-    """Everything that `harm.json` of a bundle holds.
+    """Content of a bundle's `harm.json`.
 
     Args:
-        worst_share: part of all KL that lies in the worst hundredth of the positions.
-        mixed: what keeping layers high costs and saves, where that was searched.
+        worst_share: share of all KL in the worst hundredth of the positions.
+        mixed: search for layers to keep in high precision, if it ran.
     """
 
     blocks: list[BlockHarm] = Field(default=[])
@@ -117,19 +116,19 @@ def through_depth(
     """Measure blocks, layers and inputs; two blocks are in memory, three with `before`.
 
     Args:
-        original: of the candidate's class, and in its basis: with the transforms that reach every block.
+        original: original in the candidate's class and basis: with the transforms that reach every block.
         ids: [samples, tokens]; the beginning of the first sample is used.
-        layers: full names of the quantized ones.
-        before: the original without those transforms, if there are any: whose outliers the candidate's are set against.
+        layers: full names of the quantized layers.
+        before: original without those transforms, if there are any; its outliers are compared with the candidate's.
     """
     few = ids[:1, :_TOKENS]
     ours, theirs = original.begin(few, 1), candidate.begin(few, 1)
-    # a live model's calls hold what its blocks have left for each other: those of one block alone are others
+    # a live model's blocks share state through its calls, so one block alone needs calls of its own
     single = original.begin(few, 1) if ours.live else ours
     untouched = ours if before is None else before.begin(few, 1)
     hidden, changed, clean = ours.hidden, theirs.hidden, untouched.hidden
     wanted = set(layers)
-    found = Harm()
+    harm = Harm()
     for stage, index in enumerate(original.visits):
         name, again = original.block_names[index], index in original.visits[:stage]
         first, second = original.load(index), candidate.load(index)
@@ -148,29 +147,29 @@ def through_depth(
         hidden = ours.pass_on(stage, target)
         if again:
             continue
-        found.blocks.append(BlockHarm(name=name, error=_apart(out, target), own=_apart(alone, target)))
+        harm.blocks.append(BlockHarm(name=name, error=_apart(out, target), own=_apart(alone, target)))
         prefix = f"{name}." if name else ""
         quantized = [linear for linear in new.inputs if prefix + linear in wanted]
         for linear in quantized:
             error = _layer(first.get_submodule(linear), second.get_submodule(linear), *new.of(linear))
-            found.layers.append(LayerHarm(name=prefix + linear, error=error))
+            harm.layers.append(LayerHarm(name=prefix + linear, error=error))
         for linear in new.first_of_each(quantized):
             if linear in old.inputs:
                 ratios = [_outliers(seen.inputs[linear]) for seen in (old, new)]
-                found.inputs.append(InputHarm(name=prefix + linear, before=ratios[0], after=ratios[1]))
-    return found
+                harm.inputs.append(InputHarm(name=prefix + linear, before=ratios[0], after=ratios[1]))
+    return harm
 
 
 def worst(items: Items, ids: Tensor, decode: Callable[[list[int]], str]) -> Harm:
     """Find the positions of `ids` [samples, tokens] with the largest KL, and the share of KL in the worst hundredth."""
     import numpy as np
 
-    each = items.n // ids.shape[0]
+    per_sequence = items.n // ids.shape[0]
     order = np.argsort(-items.kl, kind="stable")
     total = float(items.kl.sum())
     positions = []
     for item in order[:_WORST].tolist():
-        sequence, position = divmod(item, each)
+        sequence, position = divmod(item, per_sequence)
         row = ids[sequence].tolist()
         positions.append(
             Position(
@@ -204,7 +203,7 @@ def _layer(original: nn.Module, candidate: nn.Module, x: Tensor, y: Tensor) -> f
 
 
 def _scaled(weight: Tensor, like: Tensor) -> Tensor:
-    """`diag(r) weight diag(c)` nearest to `like`, both [N, K]."""
+    """Scale `weight` to the nearest `diag(r) weight diag(c)` of `like`, both [N, K]."""
     import torch
 
     scaled = weight
@@ -216,13 +215,13 @@ def _scaled(weight: Tensor, like: Tensor) -> Tensor:
 
 
 def _outliers(x: Tensor) -> float:
-    """1 of an input that is all zeros: no channel is larger than another."""
+    """Return largest over median channel; 1 for an input of zeros."""
     channels = x.abs().amax(0)
     return float(channels.max() / channels.median().clamp(min=1e-30)) if channels.any() else 1.0
 
 
 class _Watch:
-    """Notes what the linears of a block are given, [tokens, K] in the order they run, and what they return."""
+    """Records the inputs of a block's linears, [tokens, K] in the order they run, and their outputs."""
 
     def __init__(self, block: nn.Module) -> None:
         from quantkit.model.structure.traced import is_linear
@@ -247,21 +246,19 @@ class _Watch:
 
         def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             x = args[0]
-            # a router may be a linear by class, and return what it chose
+            # a router may be a linear by class and return its choices
             if name not in self.inputs and x.numel() and isinstance(output, torch.Tensor):
                 self.inputs[name] = x.detach().reshape(-1, x.shape[-1]).float()
                 self.outputs[name] = output.detach().reshape(-1, output.shape[-1]).float()
-                # the inputs are kept, so no other can have come to lie there
+                # the inputs are kept alive, so no other tensor can reuse their memory
                 self._places[name] = (x.data_ptr(), tuple(x.shape), x._version)
 
         return hook
 
     def of(self, linear: str) -> tuple[Tensor, Tensor]:
-        """What it was given and what it returned."""
         return self.inputs[linear], self.outputs[linear]
 
     def first_of_each(self, linears: Sequence[str]) -> list[str]:
-        """One for each shared input."""
         return list({self._places[name]: name for name in reversed(linears)}.values())[::-1]
 
 
@@ -269,7 +266,7 @@ Bytes = Annotated[int, Field(ge=0)]
 
 
 class Alone(Closed):
-    """One layer quantized with all others left high: its harm, and the bytes that quantizing it saves."""
+    """One layer quantized with all others in high precision: its harm, and the bytes saved."""
 
     name: str
     harm: Finite
@@ -277,7 +274,7 @@ class Alone(Closed):
 
 
 class MixedPoint(Closed):
-    """One point of the curve: the layers that are kept high there, the weights' bytes, the measured harm."""
+    """One point of the curve: layers in high precision, bytes of the weights, measured harm."""
 
     kept: list[str]
     bytes: Bytes
@@ -289,13 +286,13 @@ class MixedSearch(Closed):
     """The search and its choice.
 
     Args:
-        what: the harm of a step is, with its unit: `KL, nats an image`. Lower is better, 0 is none.
-        alone: what that of a layer is, where it is another; "" where it is not.
-        scored: on what, in words: `256 images of fashion-mnist (tune)`.
-        layers: each alone, the worst first.
-        steps: by rising bytes; the first keeps nothing high that the recipe does not.
-        chosen: which step was taken; None where none meets the limit.
-        limit: the most harm that the gate allows; None without a gate.
+        what: harm of a step, with its unit: `KL, nats an image`. Lower is better, 0 is none.
+        alone: harm of a single layer, if measured differently; otherwise "".
+        scored: scoring data, in words: `256 images of fashion-mnist (tune)`.
+        layers: single layers, worst first.
+        steps: points by rising bytes; the first keeps only the recipe's layers in high precision.
+        chosen: index of the chosen step; None if none meets the limit.
+        limit: largest harm that the gate allows; None without a gate.
     """
 
     what: str

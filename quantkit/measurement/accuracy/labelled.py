@@ -48,12 +48,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class About:
-    """What was measured, on what, against what.
+    """Subject, baseline and data of rows of accuracy.
 
     Args:
-        subject, baseline: `content_sha256` of the candidate, and it or another hash of the original.
-        runtime, settings: that the candidate ran in.
-        data: what was scored.
+        subject, baseline: `content_sha256` of the candidate, and that or another hash of the original.
+        runtime, settings: runtime and settings of the candidate.
+        data: scored data.
     """
 
     subject: str
@@ -78,13 +78,13 @@ class About:
         settings: Mapping[str, str | float] | None = None,
         **others: Any,
     ) -> Row:
-        """Give a row of accuracy, by default a mean of which more is better.
+        """Return a row of accuracy, by default a mean where more is better.
 
         Args:
-            drawn: the items that it rests on; None: nothing was scored.
-            held: ends that the interval keeps within.
-            against: the baseline, or the original's value.
-            settings: of the row, besides those of the run.
+            drawn: items behind it; None: nothing was scored.
+            held: limits of the interval.
+            against: baseline, or the original's value.
+            settings: settings of the row, besides those of the run.
         """
         if isinstance(against, float):
             against = Baseline(subject=self.baseline, value=against)
@@ -112,11 +112,11 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """How items were drawn.
+    """Sampling of the items.
 
     Args:
-        unit: what one is, `image`.
-        clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
+        unit: kind of item, `image`.
+        clusters: `[n]` label of each item; items with one label were drawn together; None: each was drawn alone.
     """
 
     n: int
@@ -125,26 +125,26 @@ class Drawn:
 
     @property
     def by(self) -> str:
-        """Unit that intervals are over."""
+        """Unit of the intervals."""
         return self.unit if self.clusters is None else "cluster"
 
     @property
     def labels(self) -> Array:
-        """Labels [n], one for every draw."""
+        """Labels [n] of the independent draws."""
         return np.arange(self.n) if self.clusters is None else np.asarray(self.clusters)
 
     @property
     def shape(self) -> dict[str, int]:
-        """Sizes that rows have beside `n`."""
+        """Sizes beside `n` in rows."""
         return {} if self.clusters is None else {"clusters": int(np.unique(self.clusters).size)}
 
     def among(self, chosen: Array) -> Drawn:
-        """Keep those of a mask [n]."""
+        """Keep the items of a mask [n]."""
         return Drawn(int(chosen.sum()), self.unit, None if self.clusters is None else self.labels[chosen])
 
 
 def demand_alike(original: Array, candidate: Array, where: str, what: str) -> None:
-    """Refuse sides that cannot be compared: no items, or a number that is none.
+    """Refuse sides without items, or with numbers that are not finite.
 
     Raises ValueError: different shapes; InputError: `nothing-scored`; `outputs-not-finite`, of the original; GateError:
     `outputs-not-finite`, of the candidate.
@@ -158,7 +158,7 @@ def demand_alike(original: Array, candidate: Array, where: str, what: str) -> No
 
 
 def demand_finite(values: Array, where: str, what: str, side: str) -> None:
-    """Refuse items [n, ...] of one side that are no numbers. Raises as `demand_alike`."""
+    """Refuse NaN or infinity in items [n, ...] of one side. Raises as `demand_alike`."""
     wrong = ~np.isfinite(values).reshape(values.shape[0], -1).all(axis=1)
     if wrong.any():
         own = side == "the candidate"
@@ -171,10 +171,10 @@ def demand_finite(values: Array, where: str, what: str, side: str) -> None:
 def share_row(
     name: str, right: Array, before: Array | None, drawn: Drawn, *, about: About, seed: int = 0, **others: Any
 ) -> Row:
-    """Give a row of the share of `right` [n] bool.
+    """Return a row of the share of `right` [n] bool.
 
     Args:
-        before: what the original gets right; None where right means "as the original", whose own share is 1.
+        before: right answers of the original; None if right means "as the original", whose own share is 1.
         others: see `About.row`.
     """
     value, against = float(np.mean(right)), Baseline(subject=about.baseline, value=1.0)
@@ -192,7 +192,7 @@ def share_row(
 
 
 def cosine_row(values: Array, drawn: Drawn, about: About, flags: Sequence[str] = (), **settings: str | float) -> Row:
-    """Give `accuracy.cosine`: the mean of cosines [n] with its interval, the median, and the least as `p0`."""
+    """Return `accuracy.cosine`: mean of cosines [n] with its interval, median, and the least as `p0`."""
     mean = clustered_mean(values, drawn.labels)
     quantiles = {"p0": float(values.min()), "p50": float(np.median(values))}
     how: dict[str, Any] = {"flags": flags, "settings": settings, "held": (-1.0, 1.0), "against": 1.0}
@@ -200,7 +200,7 @@ def cosine_row(values: Array, drawn: Drawn, about: About, flags: Sequence[str] =
 
 
 def share_interval(right: Array, clusters: Array | None = None) -> Interval:
-    """Give the 95 % interval of the share of `right` [n] bool, within 0 and 1."""
+    """Return the 95 % interval of the share of `right` [n] bool, within 0 and 1."""
     if clusters is None:
         return wilson(int(np.sum(right)), right.size)
     return clustered_share(right, clusters)
@@ -209,7 +209,7 @@ def share_interval(right: Array, clusters: Array | None = None) -> Interval:
 def difference_interval(
     right: Array, before: Array, clusters: Array | None = None, *, seed: int = 0
 ) -> Interval | None:
-    """Give the 95 % interval of mean(right) − mean(before), [n] bool, paired; None of a single item or cluster."""
+    """Return the 95 % interval of mean(right) − mean(before), [n] bool, paired; None for a single item or cluster."""
     moved = right.astype(np.float64) - before.astype(np.float64)
     draws = right.size if clusters is None else np.unique(clusters).size
     if draws < 2:
@@ -252,14 +252,14 @@ def classification(
     clusters: Array | None = None,
     seed: int = 0,
 ) -> list[Row]:
-    """Give `accuracy.top1`, `.top5` (of more than five classes), `.top1_agreement`, `.kl`; the first two with labels.
+    """Return `accuracy.top1`, `.top5` (of more than five classes), `.top1_agreement`, `.kl`; the first two need labels.
 
-    Agreement is of all items, and (`settings.surer_than`) of those that the original is sure of.
+    Agreement is over all items, and (`settings.surer_than`) over those where the original is confident.
 
     Args:
-        float_logits, logits: `[n, C]`, of the original and of the candidate.
-        labels: `[n]`, 0 to C − 1; None where there are none.
-        clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
+        float_logits, logits: `[n, C]` of the original and of the candidate.
+        labels: `[n]`, 0 to C − 1; None without labels.
+        clusters: `[n]` label of each item; items with one label were drawn together; None: each was drawn alone.
 
     Raises ValueError: shapes; InputError: `nothing-scored`, `one-class`, `label-out-of-range`; `outputs-not-finite` of
     the original; GateError: `outputs-not-finite` of the candidate.
@@ -302,7 +302,7 @@ def classification(
 
 
 def by_item(float_logits: Array, logits: Array, labels: Array | None, where: str = "") -> tuple[Array | None, Array]:
-    """Tell whether each item's class is right [n], None without labels; and its KL(p ‖ q) [n], nats.
+    """Return whether each item's class is right [n], None without labels; and its KL(p ‖ q) [n], nats.
 
     Arguments and errors: see `classification`.
     """
@@ -328,7 +328,6 @@ def _checked(labels: Array, count: int, classes: int, where: str) -> Array:
 
 
 def _are_chances(original: Array) -> bool:
-    """Whether every row is a distribution already."""
     return bool(original.min() >= 0 and np.abs(original.sum(axis=1, dtype=np.float64) - 1).max() < 1e-3)
 
 
@@ -339,14 +338,13 @@ def _parts(count: int, width: int) -> Iterator[slice]:
 
 
 def _rank(logits: Array, labels: Array) -> Array:
-    """How many classes lie before the label, [n]."""
-    found = np.empty(labels.size, np.int64)
+    ranks = np.empty(labels.size, np.int64)
     places = np.arange(logits.shape[1])
     for part in _parts(*logits.shape):
         own = np.take_along_axis(logits[part], labels[part, None], axis=1)
         earlier = (logits[part] == own) & (places < labels[part, None])
-        found[part] = ((logits[part] > own) | earlier).sum(axis=1)
-    return found
+        ranks[part] = ((logits[part] > own) | earlier).sum(axis=1)
+    return ranks
 
 
 def _answers(original: Array, candidate: Array, chances: bool) -> _Answers:
@@ -368,7 +366,7 @@ def _log_chances(values: Array, chances: bool) -> Array:
     return result
 
 
-# recall among the first so many; the names of the rows are the contract's
+# recall at k, with the rows' names
 NAMES = {1: "accuracy.recall_at_1", 5: "accuracy.recall_at_5", 10: "accuracy.recall_at_10"}
 _TIE = 1e-6
 _ROWS = 512
@@ -377,11 +375,11 @@ _ROWS = 512
 def retrieval(
     float_left: Array, float_right: Array, left: Array, right: Array, *, about: About, seed: int = 0
 ) -> list[Row]:
-    """Give `accuracy.recall_at_1`, `_5` and `_10` (of k < n), and `accuracy.cosine` to the original.
+    """Return `accuracy.recall_at_1`, `_5` and `_10` (k < n), and `accuracy.cosine` to the original.
 
     Args:
-        float_left, float_right: `[n, D]`, the original's embeddings; row i of both is one pair. Of any length.
-        left, right: `[n, D]`, the candidate's.
+        float_left, float_right: `[n, D]` embeddings of the original, of any length; row i of both is one pair.
+        left, right: `[n, D]` embeddings of the candidate.
 
     Raises ValueError: shapes; InputError: `nothing-scored`; `one-pair`; `outputs-not-finite` of the original;
     GateError: `outputs-not-finite` of the candidate.
@@ -425,14 +423,13 @@ class _Pairs(Drawn):
 
 
 def found_first(left: Array, right: Array) -> Array:
-    """Tell whether each pair is found at first, [n], by embeddings `[n, D]` of any length."""
+    """Tell for each pair, [n], if it is found at first rank, by embeddings `[n, D]` of any length."""
     ranks, _ = _partners(_unit(np.asarray(left)), _unit(np.asarray(right)))
     first: Array = ranks < 1
     return first
 
 
 def _unit(vectors: Array) -> Array:
-    """Vectors [n, D] of length 1, those of length 0 as they are, in float64."""
     vectors = vectors.astype(np.float64)
     length = np.linalg.norm(vectors, axis=1, keepdims=True)
     result: Array = vectors / np.where(length > 0, length, 1.0)
@@ -440,7 +437,7 @@ def _unit(vectors: Array) -> Array:
 
 
 def _partners(left: Array, right: Array) -> tuple[Array, bool]:
-    """(how many of `right` lie before the partner [n], whether any of them by a tie)."""
+    """Return (number of `right` ahead of the partner [n], True if any of them by a tie)."""
     rank = np.empty(left.shape[0], np.int64)
     tied = False
     own = (left * right).sum(axis=1)

@@ -37,13 +37,13 @@ _FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
 
 @dataclass(frozen=True)
 class LayerError:
-    """One layer.
+    """Errors of one layer.
 
     Args:
-        layer: as networks name it: a linear, a convolution, `attention.3`, a norm, an output of the network.
-        kind: ONNX's operator.
-        max_error, mean_error, cosine, snr: see the module; cosine and SNR (dB) None where nothing comes out but zeros.
-        engine: the same of an engine, cosine to the float network, where there was one.
+        layer: name in the networks: a linear, a convolution, `attention.3`, a norm, an output of the network.
+        kind: ONNX operator.
+        max_error, mean_error, cosine, snr: see the module; cosine and SNR (dB) are None for outputs of zeros.
+        engine: cosine of an engine to the float network, if there was one.
     """
 
     layer: str
@@ -55,16 +55,17 @@ class LayerError:
     engine: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return its `--json` form."""
         return asdict(self)
 
 
 def with_engine(floats: Path, network: Path, feed: Feed, library: Library) -> list[LayerError]:
-    """Run both and the engine of the network, in a child process: Polygraphy knows one of TensorRT's libraries only.
+    """Run both networks and the engine in a child process: Polygraphy supports only one of TensorRT's libraries a
+    process.
 
     Args:
-        floats, network, feed: as for `compared`.
-        library: what builds the engine, for the GPU at hand.
+        floats, network, feed: see `compared`.
+        library: library to build the engine with, for the present GPU.
 
     Raises InputError: as `compared`; `cache-in-place`; `network-unrunnable`, if the child dies; MissingDependency:
     polygraphy.
@@ -97,18 +98,18 @@ def _with_engine(job: Mapping[str, str], caller: child.Caller) -> None:
 
 
 def compared(floats: Path, network: Path, feed: Feed, engine: MakeRunner | None = None) -> list[LayerError]:
-    """Run both on one feed.
+    """Run both networks on one feed.
 
     Args:
         floats: network of the float model.
         feed: input -> values, of both.
-        engine: the network as an engine, as one runner more.
+        engine: maker of a runner for the network's engine.
 
     Returns:
         layers in the order of the network.
 
-    Raises InputError: `networks-differ`, no layer has one name in both; `network-unrunnable`, with what the runtime
-    says; MissingDependency: polygraphy.
+    Raises InputError: `networks-differ`, no layer has one name in both; `network-unrunnable`, with the runtime's
+    message; MissingDependency: polygraphy.
     """
     try:
         from polygraphy.backend.onnxrt import OnnxrtRunner
@@ -143,11 +144,11 @@ def compared(floats: Path, network: Path, feed: Feed, engine: MakeRunner | None 
             raise _unrunnable(network, problem) from None
     keys = [(runners[0].name, runner.name) for runner in runners[1:]]
     of_float = ran[runners[0].name][0]
-    found = []
+    errors = []
     for name, (tensor, kind) in names.items():
         apart = simple[keys[0]][0][tensor]
         sizes = np.abs(np.asarray(of_float[tensor], dtype=np.float64))
-        found.append(
+        errors.append(
             LayerError(
                 layer=name,
                 kind=kind,
@@ -158,39 +159,40 @@ def compared(floats: Path, network: Path, feed: Feed, engine: MakeRunner | None 
                 engine=_number(cosine[keys[1]][0][tensor].cosine_similarity) if engine is not None else None,
             )
         )
-    return found
+    return errors
 
 
 def layers(model: ir.Model) -> dict[str, tuple[str, str]]:
-    """Layer -> (tensor that it gives, ONNX's operator); of a product with a bias what comes after the bias."""
-    found: dict[str, tuple[str, str]] = {}
+    """Return layer -> (its output tensor, ONNX operator); for a product with a bias, the output after the bias."""
+    by_name: dict[str, tuple[str, str]] = {}
     fixed = set(model.graph.initializers.values())
     for node in model.graph:
         if node.op_type not in _LAYERS or all(value in fixed for value in node.inputs):
             continue
         value, uses = node.outputs[0], tuple(node.outputs[0].uses())
         follower = uses[0].node if len(uses) == 1 else None
-        if follower is not None and follower.op_type == "Add" and any(each in fixed for each in follower.inputs):
+        if follower is not None and follower.op_type == "Add" and any(entry in fixed for entry in follower.inputs):
             value = follower.outputs[0]  # a pass may have moved a part of the product into the bias
         if value.dtype is not None and value.dtype.name in _FLOATS:
             name = str(node.outputs[0].name)
-            found[name.removesuffix("/output").removesuffix("/heads")] = (str(value.name), node.op_type)
+            by_name[name.removesuffix("/output").removesuffix("/heads")] = (str(value.name), node.op_type)
     for value in model.graph.outputs:
         if not str(value.name).startswith("present.") and value.dtype is not None and value.dtype.name in _FLOATS:
-            found = {name: each for name, each in found.items() if each[0] != value.name}
-            found[str(value.name)] = (str(value.name), "output")
-    return found
+            by_name = {name: entry for name, entry in by_name.items() if entry[0] != value.name}
+            by_name[str(value.name)] = (str(value.name), "output")
+    return by_name
 
 
 def prepared(
     network: Path, place: Path, tensors: list[str], feed: Feed, library: Library, sm: str | None = None
 ) -> tuple[Any, Any]:
-    """Polygraphy's loaders of such an engine: the network with its layers given out, and how it is built.
+    """Return Polygraphy's loaders of such an engine: the network with its layers as outputs, and its build
+    configuration.
 
     Args:
-        place: folder that the marked network, and a copy of its weights, are written to.
-        feed: whose shapes are the one profile.
-        sm: "8.9", for a GPU that is not there; None: the one at hand.
+        place: folder for the marked network and a copy of its weights.
+        feed: arrays whose shapes are the only profile.
+        sm: "8.9", for an absent GPU; None: the present one.
 
     Raises InputError: `cache-in-place`.
     """
@@ -239,7 +241,6 @@ def _session(model: ir.Model, folder: Path, tensors: list[str]) -> Callable[[], 
 
 
 def _mark(model: ir.Model, tensors: list[str]) -> None:
-    """These are the outputs."""
     values = {str(value.name): value for node in model.graph for value in node.outputs}
     model.graph.outputs.clear()
     model.graph.outputs.extend(values[name] for name in tensors)

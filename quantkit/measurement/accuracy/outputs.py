@@ -47,16 +47,16 @@ def outputs(
     seed: int = 0,
     chosen: Collection[str] = (),
 ) -> list[Row]:
-    """Give `accuracy.cosine` and `.relative_error` of each output of floats, `.same` of others and of sets.
+    """Return `accuracy.cosine` and `.relative_error` of each float output, `.same` of others and of sets.
 
     Args:
-        float_outputs: name -> `[n, ...]`, of the original; of rows whose number differs an array [n] of arrays.
+        float_outputs: name -> `[n, ...]` of the original; for varying numbers of rows an array [n] of arrays.
         own_outputs: the same names, of the candidate.
-        clusters: `[n]`, items of one label were drawn together; None: each was drawn alone.
-        chosen: names of outputs that are sets of rows, whatever their shapes.
+        clusters: `[n]` label of each item; items with one label were drawn together; None: each was drawn alone.
+        chosen: names of outputs to treat as sets of rows, whatever their shapes.
 
-    Raises ValueError: names or shapes; InputError: `nothing-scored`; `outputs-not-finite` of the
-    original; GateError: `outputs-not-finite` of the candidate.
+    Raises ValueError: names or shapes; InputError: `nothing-scored`; `outputs-not-finite` of the original; GateError:
+    `outputs-not-finite` of the candidate.
     """
     if set(float_outputs) != set(own_outputs):
         raise ValueError(f"both sides have the same outputs, got {sorted(float_outputs)} and {sorted(own_outputs)}")
@@ -67,9 +67,9 @@ def outputs(
         # of a graph of a fixed batch, what it gives of a whole feed is one item
         alike = clusters if clusters is None or len(clusters) == len(original) else None
         if name in chosen or original.shape[1:] != candidate.shape[1:] or object in (original.dtype, candidate.dtype):
-            for side, each in zip(sets, (original, candidate), strict=True):
+            for side, values_ in zip(sets, (original, candidate), strict=True):
                 # a number by itself is one row
-                side[name] = [np.asarray(item) if np.ndim(item) else np.reshape(item, 1) for item in each]
+                side[name] = [np.asarray(item) if np.ndim(item) else np.reshape(item, 1) for item in values_]
         elif original.dtype.kind != "f":
             equal = (original == candidate).reshape(len(original), -1)
             size = np.full(len(equal), equal.shape[1])
@@ -92,7 +92,6 @@ def _of_sets(
     clusters: Array | None,
     seed: int,
 ) -> list[Row]:
-    """`accuracy.same` of outputs that belong together, and of floats the relative error."""
     rows: list[Row] = []
     for name, (pairs, by) in paired(original, candidate, names).items():
         sides = list(zip(original[name], candidate[name], pairs, strict=True))
@@ -104,9 +103,9 @@ def _of_sets(
             size = np.array([len(a) + len(b) for a, b, _ in sides])
             rows.append(same_row(name, np.array(same), size, about, alike, counts, by if floats else "values"))
         if floats and any(counts.values()):
-            for each, kind in ((original[name], "the original"), (candidate[name], "the candidate")):
+            for values, kind in ((original[name], "the original"), (candidate[name], "the candidate")):
                 demand_finite(
-                    np.concatenate([np.ravel(rows) for rows in each])[None], f"output {name}", "outputs", kind
+                    np.concatenate([np.ravel(rows) for rows in values])[None], f"output {name}", "outputs", kind
                 )
             if by == "boxes":
                 sides = [(a[i], b[j], (np.arange(len(i)),) * 2) for a, b, (i, j) in sides]
@@ -116,10 +115,10 @@ def _of_sets(
 
 
 def _moved(original: Array, candidate: Array, left: Array, right: Array) -> tuple[float, float]:
-    """(Σ ‖ŷ − y‖² over pairs and what one side alone has, Σ ‖y‖²)."""
+    """Return (Σ ‖ŷ − y‖² over pairs and unpaired rows, Σ ‖y‖²)."""
     before, after = _vectors(original), _vectors(candidate)
     alone = np.delete(before, left, axis=0), np.delete(after, right, axis=0)
-    moved = sum(float((each**2).sum()) for each in (after[right] - before[left], *alone))
+    moved = sum(float((part**2).sum()) for part in (after[right] - before[left], *alone))
     return moved, float((before**2).sum())
 
 
@@ -151,7 +150,7 @@ def _error_row(name: str, moved: Array, size: Array, about: About, drawn: Drawn,
     if drawn.clusters is not None:
         ends = clustered_ratio(moved, size, drawn.clusters).ci95
         interval = None if ends is None else (float(np.sqrt(ends[0])), float(np.sqrt(ends[1])))
-    # an item of zeros has no error relative to itself: together with a neighbour it has
+    # an item of zeros has no relative error of its own
     elif drawn.n > 1 and (size > 0).all():
         low, high = (float(np.sqrt(max(0.0, end))) for end in ratio_interval(moved, size, seed=seed))
         interval = min(low, value), max(high, value)
@@ -160,7 +159,7 @@ def _error_row(name: str, moved: Array, size: Array, about: About, drawn: Drawn,
 
 
 Side = Mapping[str, Sequence[Array]]
-# indices of rows of the original and of the candidate that are paired
+# indices of paired rows of the original and of the candidate
 Pairs = tuple[Array, Array]
 
 _OVERLAP = 0.5
@@ -168,36 +167,36 @@ NOTHING = "nothing-chosen"
 
 
 def together(original: Side) -> list[list[str]]:
-    """Group names of outputs that have as many rows in every sample."""
+    """Group the names of outputs with equal numbers of rows in every sample."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, values in original.items():
-        groups.setdefault(tuple(len(each) for each in values), []).append(name)
+        groups.setdefault(tuple(len(rows) for rows in values), []).append(name)
     return list(groups.values())
 
 
 def paired(original: Side, candidate: Side, names: Sequence[str]) -> dict[str, tuple[list[Pairs], str]]:
-    """Pair rows: name -> (pairs of each sample, what they are paired by: `boxes`, `values`, `order`)."""
+    """Pair rows: name -> (pairs of each sample, basis of the pairing: `boxes`, `values`, `order`)."""
     read = {name: _boxes([*original[name], *candidate[name]]) for name in names}
-    boxes = next((name for name, found in read.items() if found is not None), None)
-    whole = {name: [len(each) for each in candidate[name]] for name in names}
+    boxes = next((name for name, corners_of in read.items() if corners_of is not None), None)
+    whole = {name: [len(rows) for rows in candidate[name]] for name in names}
     if boxes is not None:
         corners, count = read[boxes], len(original[boxes])
         assert corners is not None
         by = [_overlapping(corners[i], corners[count + i]) for i in range(count)]
-    found: dict[str, tuple[list[Pairs], str]] = {}
+    pairs_of: dict[str, tuple[list[Pairs], str]] = {}
     for name in names:
         sides = list(zip(original[name], candidate[name], strict=True))
         if boxes is not None and whole[name] == whole[boxes]:
-            found[name] = by, "boxes"
+            pairs_of[name] = by, "boxes"
         elif sides and sides[0][0].dtype.kind == "f":
-            found[name] = [(np.arange(min(len(a), len(b))),) * 2 for a, b in sides], "order"
+            pairs_of[name] = [(np.arange(min(len(a), len(b))),) * 2 for a, b in sides], "order"
         else:
-            found[name] = [_equal(a, b) for a, b in sides], "values"
-    return found
+            pairs_of[name] = [_equal(a, b) for a, b in sides], "values"
+    return pairs_of
 
 
 def equal_rows(before: Array, after: Array) -> Array:
-    """Tell whether rows [k, ...] are the same, [k]."""
+    """Compare rows [k, ...] for equality, [k]."""
     result: Array = (before == after).all(axis=tuple(range(1, before.ndim)))
     return result
 
@@ -205,7 +204,7 @@ def equal_rows(before: Array, after: Array) -> Array:
 def same_row(
     name: str, same: Array, size: Array, about: About, clusters: Array | None, counts: dict[str, int], by: str
 ) -> Row:
-    """Give `accuracy.same`: Σ same / Σ size of items [n], with an interval over them or their clusters."""
+    """Return `accuracy.same`: Σ same / Σ size of items [n], with an interval over them or their clusters."""
     own: dict[str, Any] = {"settings": {"output": name, "by": by}}
     if not size.sum():
         return about.row("accuracy.same", None, flags=[NOTHING], **own)
@@ -219,18 +218,17 @@ def same_row(
 
 
 def _equal(before: Array, after: Array) -> Pairs:
-    """Rows of the same values, each once."""
     left: dict[bytes, list[int]] = {}
     for index, row in enumerate(after):
         left.setdefault(row.tobytes(), []).append(index)
     pairs = [(i, left[key].pop(0)) for i, row in enumerate(before) if left.get(key := row.tobytes())]
-    found = np.array(pairs, np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+    indices = np.array(pairs, np.int64).reshape(-1, 2)
+    return indices[:, 0], indices[:, 1]
 
 
 def _boxes(samples: Sequence[Array]) -> list[Array] | None:
-    """The corners of boxes, [k, 4] of each sample; None where they are none."""
-    if any(each.ndim != 2 or each.shape[1] < 4 or each.dtype.kind != "f" for each in samples):
+    """Return the corners of boxes, [k, 4] of each sample; None if they are not boxes."""
+    if any(sample.ndim != 2 or sample.shape[1] < 4 or sample.dtype.kind != "f" for sample in samples):
         return None
     whole = np.concatenate(samples).astype(np.float64)
     first = int(whole.shape[1] > 4 and len(whole) > 0 and not whole[:, 0].any())
@@ -239,12 +237,11 @@ def _boxes(samples: Sequence[Array]) -> list[Array] | None:
         if (far < 0).any():
             return None
         near, far = near - far / 2, near + far / 2
-    ends = np.cumsum([len(each) for each in samples])[:-1]
+    ends = np.cumsum([len(sample) for sample in samples])[:-1]
     return list(np.split(np.concatenate([near, far], axis=1), ends))
 
 
 def _overlapping(before: Array, after: Array) -> Pairs:
-    """Pairs of boxes, largest overlap first, each box once."""
     one, other = before[:, None], after[None]
     sides = np.minimum(one[..., 2:], other[..., 2:]) - np.maximum(one[..., :2], other[..., :2])
     shared = np.maximum(sides, 0.0).prod(axis=-1)
@@ -260,5 +257,5 @@ def _overlapping(before: Array, after: Array) -> Pairs:
         if free[0][i] and free[1][j]:
             free[0][i] = free[1][j] = False
             pairs.append((i, j))
-    found = np.array(pairs, np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+    indices = np.array(pairs, np.int64).reshape(-1, 2)
+    return indices[:, 0], indices[:, 1]

@@ -65,16 +65,16 @@ DTYPES: dict[str, type] = {
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """What is known of each of n scored positions, in order; arrays `[n]` of `DTYPES`.
+    """Scores of n positions, in order; arrays `[n]` of `DTYPES`.
 
     Args:
-        sequence: that it lies in.
-        nll_original, nll_candidate: nats.
-        kl: nats, KL(original ‖ candidate).
-        agree: the same most likely token.
-        right_original, right_candidate: the most likely token is the one that follows.
-        best_original, best_candidate: the most likely token.
-        chance_original, chance_candidate: how likely it is.
+        sequence: index of the sequence.
+        nll_original, nll_candidate: negative log-likelihoods, nats.
+        kl: KL(original ‖ candidate), nats.
+        agree: True if both have the same most likely token.
+        right_original, right_candidate: True if the most likely token is the next one.
+        best_original, best_candidate: most likely token.
+        chance_original, chance_candidate: its probability.
     """
 
     sequence: Array
@@ -91,19 +91,20 @@ class Items:
 
     @property
     def n(self) -> int:
-        """Scored positions."""
+        """Number of scored positions."""
         return int(self.sequence.size)
 
     def clusters(self) -> tuple[Array, str]:
-        """Give a cluster label for every item, and what clusters are: `sequence`, or `block` where those are few."""
+        """Return a cluster label for every item, and the kind of cluster: `sequence`, or `block` where sequences
+        are few."""
         return clusters_of(self.sequence)
 
     def mean(self, values: Array) -> Estimate:
-        """Average some values [n], with standard error and interval over the clusters."""
+        """Average values [n], with standard error and interval over the clusters."""
         return clustered_mean(values, self.clusters()[0])
 
     def rows(self, about: About) -> list[Row]:
-        """Give `accuracy.perplexity`, `.kl`, `.top1_agreement` and `.next_word`, each with its interval.
+        """Return `accuracy.perplexity`, `.kl`, `.top1_agreement` and `.next_word`, each with its interval.
 
         Raises InputError: `nothing-scored`.
         """
@@ -135,7 +136,7 @@ class Items:
         ]
 
     def save(self, path: Path) -> None:
-        """Write the items as safetensors, whole or not at all, beside the measurements that they stand behind."""
+        """Write the items as safetensors, completely or not at all, beside their measurements."""
         from safetensors.numpy import save
 
         arrays = {field.name: np.ascontiguousarray(getattr(self, field.name)) for field in fields(self)}
@@ -144,7 +145,7 @@ class Items:
 
 
 def load_items(path: Path) -> Items:
-    """Read what `Items.save` wrote. Raises InputError: `items-invalid`."""
+    """Read the file of `Items.save`. Raises InputError: `items-invalid`."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -170,7 +171,7 @@ def common(one: Items, other: Items) -> tuple[Items, Items]:
 
 
 def standard_error(row: Row) -> float | None:
-    """Give the standard error behind an `accuracy.kl` row's interval: its half width over Student's t."""
+    """Return the standard error behind an `accuracy.kl` row's interval: its half width over Student's t."""
     sequences = (row.shape or {}).get("sequences", 0)
     if row.ci95 is None or row.name != "accuracy.kl" or not sequences:
         return None
@@ -181,15 +182,15 @@ def standard_error(row: Row) -> float | None:
 
 
 def data_of(tokens: TokenSet) -> Data:
-    """Give the `data` field of rows that were measured on a token set."""
+    """Return the `data` field for rows of a token set."""
     return Data(set=tokens.name, split=tokens.split, sha256=tokens.sha256, items=tokens.items, begins=tokens.begins)
 
 
 class Accuracy:
-    """Takes logits as they come, a sequence or a few positions at a time, and keeps a few numbers an item."""
+    """Accumulates scores from logits, a sequence or a few positions at a time."""
 
     def __init__(self) -> None:
-        """Nothing scored yet."""
+        """Start without scores."""
         self._sequences = 0
         self._parts: list[dict[str, Array]] = []
         self._scratch: list[torch.Tensor] = []
@@ -208,14 +209,14 @@ class Accuracy:
     def add_positions(
         self, sequence: int, following: torch.Tensor, original: torch.Tensor, candidate: torch.Tensor
     ) -> None:
-        """Score P positions of a sequence: the tokens that follow them [P], and both sides' logits [P, V].
+        """Score P positions of a sequence: their next tokens [P], and both sides' logits [P, V].
 
-        For callers that make logits a few positions at a time and never hold a whole sequence of them.
+        For callers that compute logits a few positions at a time.
         """
         self._sequences = max(self._sequences, sequence + 1)
         count, width = original.shape
-        found: dict[str, Array] = {name: np.empty(count, dtype) for name, dtype in DTYPES.items()}
-        found["sequence"].fill(sequence)
+        numbers: dict[str, Array] = {name: np.empty(count, dtype) for name, dtype in DTYPES.items()}
+        numbers["sequence"].fill(sequence)
         rows = max(1, min(count, (_ON_GPU if original.is_cuda else _ELEMENTS) // width))
         d, e = self._buffers(rows, width, original.device)
         for start in range(0, count, rows):
@@ -224,12 +225,14 @@ class Accuracy:
             other = candidate[part].to(original.device)
             scored = _score(following[part], original[part], other, d[:size], e[:size])
             for name, values in scored.items():
-                found[name][part] = values
-        wrong = ~np.isfinite(found["nll_original"] + found["nll_candidate"] + found["kl"])
+                numbers[name][part] = values
+        wrong = ~np.isfinite(numbers["nll_original"] + numbers["nll_candidate"] + numbers["kl"])
         if wrong.any():
             first = int(np.flatnonzero(wrong)[0])
-            raise _not_finite(f"sequence {sequence}, position {first}", bool(np.isfinite(found["nll_original"][first])))
-        self._parts.append(found)
+            raise _not_finite(
+                f"sequence {sequence}, position {first}", bool(np.isfinite(numbers["nll_original"][first]))
+            )
+        self._parts.append(numbers)
 
     def _buffers(self, rows: int, width: int, device: torch.device) -> list[torch.Tensor]:
         import torch
@@ -240,7 +243,7 @@ class Accuracy:
         return self._scratch
 
     def items(self) -> Items:
-        """Give all that was scored so far."""
+        """Return all scores so far."""
         empty: dict[str, Array] = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
         return Items(**{name: np.concatenate([part[name] for part in (empty, *self._parts)]) for name in DTYPES})
 
@@ -256,10 +259,10 @@ def _not_finite(where: str, original_is: bool) -> InputError | GateError:
 def _score(
     following: torch.Tensor, original: torch.Tensor, candidate: torch.Tensor, d: torch.Tensor, e: torch.Tensor
 ) -> dict[str, Array]:
-    """The formulas of this module for logits [P, V], in float32, with sums over V in float64.
+    """Apply the module's formulas to logits [P, V], in float32, with sums over V in float64.
 
-    Both sides are shifted by their maximum first, so every exponential lies in (0, 1] and o − c stays small.
-    d and e [P, V], float32, are written over.
+    Both sides are shifted by their maximum first, so every exponential lies in (0, 1] and o − c stays small. d and e
+    [P, V], float32, are overwritten.
     """
     import torch
 
@@ -274,11 +277,11 @@ def _score(
         sum_o = _shift(original, top_o, out=e).exp_().sum(dim=-1, dtype=torch.float64)
         moved = d.mul_(e).sum(dim=-1, dtype=torch.float64)
         if bool(moved.isnan().any()):
-            # a token that the original rules out (logit −inf) adds nothing, whatever the candidate makes of it
+            # a token with logit −inf in the original adds nothing, whatever the candidate's logit
             moved = d.masked_fill_(e == 0, 0.0).sum(dim=-1, dtype=torch.float64)
         log_o = sum_o.log()
         kl = moved.div_(sum_o).add_(log_c).sub_(log_o).clamp_(min=0.0)
-        found = {
+        numbers = {
             "nll_original": log_o - at_o,
             "nll_candidate": log_c - at_c,
             "kl": kl,
@@ -291,7 +294,7 @@ def _score(
             "chance_original": log_o.neg().exp_(),
             "chance_candidate": log_c.neg().exp_(),
         }
-        return {name: value.cpu().numpy() for name, value in found.items()}
+        return {name: value.cpu().numpy() for name, value in numbers.items()}
 
 
 def _shift(logits: torch.Tensor, top: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -304,7 +307,7 @@ def _shift(logits: torch.Tensor, top: torch.Tensor, out: torch.Tensor) -> torch.
 
 
 def _exp(value: float) -> float:
-    """exp, held inside the range of a float: a model may be that wrong, a row may not be infinite."""
+    """Return exp, limited to the range of a float: a row must not be infinite."""
     return float(np.exp(min(value, 700.0)))
 
 
@@ -317,11 +320,11 @@ _SAME_ORIGINAL = 0.1
 
 
 def against(baseline: Items, candidate: Items, margins: Mapping[str, float], *, where: str = "") -> dict[str, Evidence]:
-    """Give evidence by the name of the rows that it is about, for `stats.decision`.
+    """Return evidence by the name of its rows, for `stats.decision`.
 
     Args:
-        candidate: items of what is judged, at the same positions of the same text and against the same original.
-        margins: by name, which are asked for: a share for `accuracy.next_word`, nats for the other two.
+        candidate: items of the judged side, at the same positions of the same text and against the same original.
+        margins: margin by requested name: a share for `accuracy.next_word`, nats for the other two.
 
     Raises InputError: `items-differ`, other positions, other text, or another original; `nothing-scored`.
     """
@@ -337,16 +340,16 @@ def against(baseline: Items, candidate: Items, margins: Mapping[str, float], *, 
         "accuracy.kl": (baseline.kl, candidate.kl),
         "accuracy.perplexity": (baseline.nll_candidate, candidate.nll_candidate),
     }
-    found: dict[str, Evidence] = {}
+    evidence: dict[str, Evidence] = {}
     for name, margin in margins.items():
         if name == "accuracy.next_word":
             right = baseline.right_candidate, candidate.right_candidate
-            found[name] = flips(*right, margin=margin, clusters=clusters, where=where)
+            evidence[name] = flips(*right, margin=margin, clusters=clusters, where=where)
         else:
-            found[name] = increase(*means[name], margin=margin, clusters=clusters, where=where)
-    return found
+            evidence[name] = increase(*means[name], margin=margin, clusters=clusters, where=where)
+    return evidence
 
 
 def flipped(baseline: Items, candidate: Items) -> Array:
-    """Find positions [k] at which one side's next word is right and the other's is not."""
+    """Find positions [k] with a right next word on one side only."""
     return np.flatnonzero(baseline.right_candidate != candidate.right_candidate)

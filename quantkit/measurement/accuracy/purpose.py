@@ -81,14 +81,14 @@ class Purpose:
     """Purpose of a model.
 
     Args:
-        gives: a vector a text; logits of a text, of each token, or of where a span begins and ends.
-        modules: behind the transformer, of vectors; the first one pools. None: the mean.
-        pairs: whether two texts go in together, as into a reranker.
-        prompt: that stands before every text.
-        longest: tokens of a text that count.
-        lower: whether texts are written small.
-        problem: transformers' word for what the logits of a text are, `regression`; "" is the one class of several.
-        doubt: why a model is scored on the mean although it is for something else.
+        gives: a vector a text; logits of a text, of each token, or of a span's begin and end.
+        modules: modules after the transformer, for vectors; the first one pools. None: the mean.
+        pairs: True if two texts go in together, as for a reranker.
+        prompt: text before every input.
+        longest: most tokens of a text.
+        lower: True if texts are lowercased.
+        problem: transformers' name for the kind of logits, `regression`; "" is one class of several.
+        doubt: reason for scoring a model on the mean although its purpose differs.
     """
 
     gives: Literal["vectors", "text", "tokens", "spans"] = "vectors"
@@ -102,16 +102,16 @@ class Purpose:
 
     @property
     def pooling(self) -> tuple[str, ...]:
-        """Ways in which the states of a text become a vector; of several the vectors stand side by side."""
+        """Ways to pool a text's states into a vector; several vectors are concatenated."""
         return modes_of(self.modules[0].config) if self.modules else ("mean",)
 
     def on_mean(self, why: str) -> Purpose:
-        """Give the same model, scored on the mean of its last hidden states."""
+        """Return the same model, scored on the mean of its last hidden states."""
         return replace(self, gives="vectors", modules=(), pairs=False, prompt="", doubt=why)
 
 
 def modes_of(config: dict[str, Any]) -> tuple[str, ...]:
-    """List the ways to pool that a Pooling's config names."""
+    """List the pooling modes of a Pooling's config."""
     stated = config.get("pooling_mode")
     if stated is None:
         return tuple(mode for key, mode in _MODES.items() if config.get(key)) or ("mean",)
@@ -119,15 +119,15 @@ def modes_of(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def purpose_of(source: Source) -> Purpose:
-    """Return what an encoder is for. Raises InputError: `modules-invalid`."""
+    """Return the purpose of an encoder. Raises InputError: `modules-invalid`."""
     modules, name = modules_of(source.path), source.architecture
-    found = Purpose()
+    purpose = Purpose()
     if modules:
         own = _json(source.path, "sentence_bert_config.json")
         shared = _json(source.path, "config_sentence_transformers.json")
         length, prompts = own.get("max_seq_length"), shared.get("prompts")
         prompt = prompts.get(shared.get("default_prompt_name")) if isinstance(prompts, dict) else None
-        found = Purpose(
+        purpose = Purpose(
             longest=min(length, LONGEST) if isinstance(length, int) and length > 0 else LONGEST,
             prompt=prompt if isinstance(prompt, str) else "",
             lower=own.get("do_lower_case") is True,
@@ -138,16 +138,16 @@ def purpose_of(source: Source) -> Purpose:
         if not unknown and (kinds[:2] != ["Transformer", "Pooling"] or kinds.count("Pooling") > 1):
             unknown = f"modules.json lists {', '.join(kinds)}: known is a Transformer, a Pooling, and what follows that"
         behind = tuple(module for module in modules[1:] if module.kind != "Dropout")
-        return found.on_mean(unknown) if unknown else replace(found, modules=behind)
+        return purpose.on_mean(unknown) if unknown else replace(purpose, modules=behind)
     head = next((gives for suffix, gives in _HEADS.items() if name.endswith(suffix)), None)
     if head is None:
-        other = next((each for each in _OTHERS if name.endswith(each)), "")
-        return replace(found, doubt=f"the logits of {name} are not scored") if other else found
+        other = next((suffix for suffix in _OTHERS if name.endswith(suffix)), "")
+        return replace(purpose, doubt=f"the logits of {name} are not scored") if other else purpose
     labels = source.config.get("id2label")
     count = len(labels) if isinstance(labels, dict) else source.config.get("num_labels", 2)
     crossed = count == 1 or bool(modules) or "sentence_transformers" in source.config
     pairs = head == "spans" or (head == "text" and crossed)
-    return replace(found, gives=head, pairs=pairs, problem=source.config.get("problem_type") or "")
+    return replace(purpose, gives=head, pairs=pairs, problem=source.config.get("problem_type") or "")
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:
@@ -158,7 +158,6 @@ def _json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _unknown(folder: Path, module: Module) -> str:
-    """Why a module cannot be applied; "" where it can."""
     config, where = module.config, f"{module.folder} of modules.json"
     if module.kind in ("Transformer", "Normalize", "Dropout"):
         known = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
@@ -184,7 +183,7 @@ def _unknown(folder: Path, module: Module) -> str:
 def pooled(states: Array, modes: Sequence[str], skip: int = 0) -> Array:
     """Pool the states [m, T, width] of texts: vectors [m, width times modes], in NumPy alone.
 
-    `skip`: tokens at the beginning, of a prompt, that are left out.
+    `skip`: leading tokens, of a prompt, to leave out.
     """
     kept = states[:, min(skip, states.shape[1] - 1) :]
     places = np.arange(states.shape[1] - kept.shape[1], states.shape[1], dtype=np.float32) + 1
@@ -200,12 +199,12 @@ def pooled(states: Array, modes: Sequence[str], skip: int = 0) -> Array:
 
 
 class TextResults:
-    """Results of a model for the texts that it is scored on, from their last hidden states.
+    """Results of a model on its scoring texts, from the last hidden states.
 
     Args:
-        stream: of the original.
-        tokens: what is scored.
-        vectors: whether nothing but vectors can be had, as from a device that has no torch.
+        stream: original.
+        tokens: scoring data.
+        vectors: True if only vectors are available, as on a device without torch.
 
     Raises InputError: `modules-invalid`, weights of a module that do not fit.
     """
@@ -223,38 +222,39 @@ class TextResults:
         self.ids, self.skip = _texts(self.purpose, stream.source, tokens)
 
     def decisions(self) -> list[Decision]:
-        """Record that something else is scored than the model is for."""
+        """Record a mismatch of score and purpose."""
         why = self.purpose.doubt
         reason = f"scored on the mean of the last hidden states, because {why}"
         return [decision("score", ON_MEAN, "score", reason)] if why else []
 
     @property
     def key(self) -> Any:
-        """All that a result depends on besides the states, as JSON holds it; the weights are in the source's hash."""
+        """Key of a result, besides the states, as JSON values; the weights are in the source's hash."""
         return [self.purpose.gives, self.skip, [[module.kind, module.config] for module in self.purpose.modules]]
 
     def __call__(self, states: Array, ids: Array) -> Array:
-        """Of texts of one length, states [m, T, width], ids [m, T]: vectors or logits [m, N]; of tokens [m, T, N]."""
+        """Return the results of texts of one length, states [m, T, width], ids [m, T]: [m, N], or for tokens [m, T,
+        N]."""
         if self._head is not None:
             return self._head(states, ids)
         return self.behind(pooled(states, self.purpose.pooling, self.skip))
 
     def behind(self, vectors: Array) -> Array:
-        """Return what becomes of pooled vectors [m, N]."""
+        """Apply the modules after the pooling to vectors [m, N]."""
         if not self._behind:
             return vectors
         with torch.no_grad():
-            found = torch.from_numpy(np.ascontiguousarray(vectors))
+            results = torch.from_numpy(np.ascontiguousarray(vectors))
             for module in self._behind:
-                found = module(found)
-        return found.numpy()
+                results = module(results)
+        return results.numpy()
 
 
 def _texts(purpose: Purpose, source: Source, tokens: TokenSet) -> tuple[list[list[int]], int]:
-    """The ids of what is scored, and how many of each text are a prompt that is not pooled.
+    """Return the ids of the scoring texts, and the number of leading prompt tokens that are not pooled.
 
-    Of pairs the left sides, then the right ones; where two texts go in together, each left one with its own right one
-    and with the next pair's, which is to come after it.
+    For pairs: the left sides, then the right ones. If two texts go in together: each left one with its own right one,
+    and with the next pair's, which should rank lower.
     """
     if tokens.pairs is None:
         return tokens.ids.tolist(), 0
@@ -275,7 +275,6 @@ def _texts(purpose: Purpose, source: Source, tokens: TokenSet) -> tuple[list[lis
 
 
 def _module(folder: Path, module: Module) -> Callable[[Tensor], Tensor]:
-    """A module behind the pooling, with its weights in float32."""
     from safetensors.torch import load
 
     if module.kind == "Normalize":
@@ -285,26 +284,26 @@ def _module(folder: Path, module: Module) -> Callable[[Tensor], Tensor]:
         stored = load(limits.read(checked_file(folder / module.folder, _WEIGHTS), limits.DATA))
         named = {name.rpartition(".")[2]: value.float() for name, value in stored.items()}
         if module.kind == "LayerNorm":
-            made: nn.Module = torch.nn.LayerNorm(int(module.config["dimension"]))
+            layer: nn.Module = torch.nn.LayerNorm(int(module.config["dimension"]))
         else:
             size, to = (int(module.config[key]) for key in ("in_features", "out_features"))
-            made = torch.nn.Linear(size, to, bias=bool(module.config.get("bias", True)))
-        made.load_state_dict(named)
+            layer = torch.nn.Linear(size, to, bias=bool(module.config.get("bias", True)))
+        layer.load_state_dict(named)
         if module.kind == "Dense":
             # sentence-transformers' own where a config names none
             name = module.config.get("activation_function", "torch.nn.modules.activation.Tanh") or _ACTIVATIONS[1]
-            made = torch.nn.Sequential(made, getattr(torch.nn, name.rpartition(".")[2])())
+            layer = torch.nn.Sequential(layer, getattr(torch.nn, name.rpartition(".")[2])())
     except InputError:
         raise
     except Exception as problem:  # whatever another library makes of a damaged file
         value, rule = " ".join(str(problem).split())[:160], "its tensors are those of its config"
         remedy = "download the folder again"
         raise InputError("modules-invalid", where=where, value=value, rule=rule, remedy=remedy) from None
-    return made.eval()
+    return layer.eval()
 
 
 class _Head:
-    """What a model's class makes of its last hidden states; its blocks are stand-ins, and nothing looks at them."""
+    """A model's head, applied to last hidden states; the blocks of its model are placeholders."""
 
     def __init__(self, stream: StreamedModel) -> None:
         from quantkit.model.streaming.calls import stand_in
@@ -318,7 +317,6 @@ class _Head:
 
     @classmethod
     def of(cls, stream: StreamedModel) -> tuple[_Head | None, str]:
-        """The head of a model, or why there is none that takes states in the place of its own."""
         name = stream.source.architecture
         why = f"{name} does not hand its last hidden states on as they are"
         try:
@@ -328,17 +326,18 @@ class _Head:
             return None, f"{why}: {' '.join(str(problem).split())[:120]}"
 
     def __call__(self, states: Array, ids: Array) -> Array:
-        """Logits [m, N], or of tokens [m, T, N]. One text at a time: some classes ask for a padding token else."""
-        found = []
+        """Return logits [m, N], or of tokens [m, T, N]. One text at a time: some classes require a padding token
+        otherwise."""
+        logits = []
         for row, text in zip(torch.from_numpy(np.ascontiguousarray(states)), torch.from_numpy(ids), strict=True):
             self._states = row[None].to(self.device)
             output = self._run(self.model, text[None])
             spans = [output[key] for key in ("start_logits", "end_logits") if key in output]
-            found.append(torch.stack(spans, dim=-1) if spans else output["logits"])
-        return torch.cat(found).float().cpu().numpy()
+            logits.append(torch.stack(spans, dim=-1) if spans else output["logits"])
+        return torch.cat(logits).float().cpu().numpy()
 
     def _takes_states(self) -> bool:
-        """Put states in the place of what gives the last ones, and see whether they come out as they are."""
+        """Replace the last states, and check that the replaced ones come out."""
         ids = torch.arange(5, 13)[None].remainder(16)
         noted: list[tuple[Any, Tensor]] = []
 
@@ -380,7 +379,7 @@ def result_rows(
     about: About,
     progress: Callable[[float], None] | None = None,
 ) -> list[Row]:
-    """Give rows of a candidate beside its original, whose `result` is of these tokens.
+    """Return rows of a candidate beside its original; `result` belongs to these tokens.
 
     Raises InputError, GateError: of `labelled`.
     """
@@ -395,7 +394,7 @@ def result_rows(
 def rows_of(
     original: StreamedModel, after: Sequence[Array], tokens: TokenSet, result: TextResults, about: About
 ) -> list[Row]:
-    """`result_rows` of a candidate whose results are there already, from another machine: of each text [N] or [T, N].
+    """Return `result_rows` of a candidate from its finished results, [N] or [T, N] for each text.
 
     Raises InputError, GateError: of `labelled`. ValueError: results of another shape than the original's.
     """
@@ -417,11 +416,11 @@ def rows_of(
         return [cosine_row((one * other).sum(axis=1) / lengths, Drawn(count, "sequence"), about)]
     if result.purpose.gives == "text":
         return _of_texts(np.stack(before), np.stack(after), result.purpose.problem, about)
-    texts = np.repeat(np.arange(len(before)), [len(each) for each in before])
+    texts = np.repeat(np.arange(len(before)), [len(text) for text in before])
     if result.purpose.gives == "tokens":
         sides = np.concatenate(before), np.concatenate(after)
         return classification(sides[0], sides[1], None, about=about, unit="token", clusters=texts)
-    places = max(len(each) for each in before)
+    places = max(len(text) for text in before)
     # logits [T, N] of a text's places as [N, places]
     filled = [
         np.concatenate([np.pad(one.T, ((0, 0), (0, places - len(one))), constant_values=_NOWHERE) for one in side])
@@ -433,8 +432,11 @@ def rows_of(
 
 
 def _of_texts(before: Array, after: Array, problem: str, about: About) -> list[Row]:
-    """Of logits [n, C]: the class that texts get; of labels, which do not exclude each other, each yes or no; of a
-    single number, which of two texts comes first; of numbers how far they have moved."""
+    """Return rows of logits [n, C].
+
+    Classes: the predicted class; labels: each yes or no; a single number: the order of two texts; numbers: their
+    change.
+    """
     if problem == "multi_label_classification":
         # a logit x and a sigmoid are the two classes of 0 and x
         both = [np.stack([np.zeros(side.size, side.dtype), side.ravel()], axis=1) for side in (before, after)]
@@ -452,7 +454,6 @@ def _of_texts(before: Array, after: Array, problem: str, about: About) -> list[R
 
 
 def _original(model: StreamedModel, result: TextResults) -> Sequence[Array]:
-    """Return what the original gives, computed once and kept in the user's cache."""
     import torch
 
     key = json.dumps([result.key, result.ids]).encode()
@@ -460,8 +461,8 @@ def _original(model: StreamedModel, result: TextResults) -> Sequence[Array]:
     kept = cached.read_tensor(place)
     lengths = [1 if result.purpose.gives in ("vectors", "text") else len(text) for text in result.ids]
     if kept is None or kept.shape[0] != sum(lengths):
-        found = results(model, result.ids, result)
-        flat = [each.reshape(length, -1) for each, length in zip(found, lengths, strict=True)]
+        fresh = results(model, result.ids, result)
+        flat = [result_.reshape(length, -1) for result_, length in zip(fresh, lengths, strict=True)]
         kept = torch.from_numpy(np.concatenate(flat))
         cached.keep_tensor(place, kept)
     parts = np.split(np.asarray(kept.numpy()), np.cumsum(lengths)[:-1])
@@ -473,7 +474,7 @@ def results(model: Scored, ids: Sequence[Sequence[int]], of: Callable[[Array, Ar
     by_length: dict[int, list[int]] = {}
     for place, text in enumerate(ids):
         by_length.setdefault(len(text), []).append(place)
-    found: dict[int, Array] = {}
+    by_place: dict[int, Array] = {}
     for places in by_length.values():
         # a stream reads all its blocks each time
         step = model.together or len(places)
@@ -483,14 +484,14 @@ def results(model: Scored, ids: Sequence[Sequence[int]], of: Callable[[Array, Ar
             # a candidate may have a head of its own
             headed = isinstance(of, TextResults) and of.purpose.gives != "vectors" and model.headed
             own = model.logits(same) if headed else None
-            found |= zip(some, of(model.encode(same), same) if own is None else own, strict=True)
-    return [found[place] for place in range(len(ids))]
+            by_place |= zip(some, of(model.encode(same), same) if own is None else own, strict=True)
+    return [by_place[place] for place in range(len(ids))]
 
 
 def embeddings(model: Scored, ids: Sequence[Sequence[int]], pooling: Sequence[str] = ("mean",), skip: int = 0) -> Array:
-    """Pool the last hidden states of texts, [n, width] float32; no length is taken out."""
-    found = results(model, ids, lambda states, _: pooled(states, pooling, skip))
-    return np.stack(found) if found else np.empty((0, 0), np.float32)
+    """Pool the last hidden states of texts, [n, width] float32, without normalization."""
+    vectors = results(model, ids, lambda states, _: pooled(states, pooling, skip))
+    return np.stack(vectors) if vectors else np.empty((0, 0), np.float32)
 
 
 # of how models are run block by block: another number, and what was kept before is not read again. Until 2, classes
@@ -499,7 +500,7 @@ _STREAM = 2
 
 
 def kept_at(model: StreamedModel, digest: str) -> Path:
-    """Where an original's states are kept, by all that they depend on; `digest` is of the ids."""
+    """Return the cache path of an original's states, from everything that they depend on; `digest`: hash of the ids."""
     import torch
 
     key = {

@@ -34,9 +34,9 @@ _LOGITS, _ON_GPU = 1 << 23, 1 << 25
 
 
 def original_answers(model: StreamedModel, tokens: TokenSet) -> Answers:
-    """Give what the original says; its last hidden states are computed once and kept in the user's cache.
+    """Return the original's answers; its last hidden states are computed once and kept in the user's cache.
 
-    The key is all they depend on: source, token ids, versions, instruction set and threads.
+    The key has everything that they depend on: source, token ids, versions, instruction set and threads.
     """
     from quantkit.model.streaming.stream import Answers
 
@@ -58,7 +58,7 @@ def vocabulary(model: nn.Module) -> int:
 
 
 def counted(original: StreamedModel, tokens: TokenSet) -> tuple[int, str]:
-    """Count the items to score, and say what one is; an encoder has no next word, so it is a sequence."""
+    """Return the number of items to score and their unit; an encoder has no next word, so its items are sequences."""
     if original.source.kind == "decoder" or tokens.pairs is not None:
         return tokens.items, tokens.unit
     return len(tokens.ids), "sequence"
@@ -74,8 +74,8 @@ def score(
 ) -> Items:
     """Score every position of `tokens` under both models.
 
-    Memory is one block, two heads and a few positions of logits; of a candidate in a session, the session. `at_once`:
-    tokens that such a candidate is fed at a time, at most; None: as many as fit.
+    Memory: one block, two heads and a few positions of logits; for a candidate in a session, the session. `at_once`:
+    most tokens to feed such a candidate at a time; None: as many as fit.
     """
     tell = progress or (lambda done: None)
     before = original_answers(original, tokens)
@@ -96,7 +96,7 @@ def score(
 
 
 def flagged(rows: list[Row], was: str | None) -> list[Row]:
-    """Flag rows with what the source was before it was converted, if it was."""
+    """Flag rows with the original format of a converted source."""
     if was is None:
         return rows
     flag = f"source-was-{was.replace(' ', '-').lower()}"
@@ -119,17 +119,17 @@ def rows(
     runtime: str,
     progress: Callable[[float], None] | None = None,
 ) -> tuple[list[Row], Items | None]:
-    """Give the accuracy rows of a candidate, and its items (None for encoders).
+    """Return the accuracy rows of a candidate, and its items (None for encoders).
 
-    A graph that multiplies in two ways has rows for each, told apart by `settings.way`: first of whole sequences, as
-    prompts are, whose positions are what is given back, then of a few tokens at a time, as steps are.
+    A graph with two ways to multiply has rows for each, distinguished by `settings.way`: whole sequences, as in
+    prompts, whose items are returned, then a few tokens at a time, as in steps.
     """
     about = _about(original, candidate, tokens, subject, runtime, dict(candidate.settings))
     if original.source.kind == "decoder":
         if not candidate.ways:
             items = score(original, candidate, tokens, progress)
             return items.rows(about), items
-        found, scored, count = [], [], len(candidate.ways)
+        all_rows, scored, count = [], [], len(candidate.ways)
         for number, way in enumerate(candidate.ways):
 
             def tell(done: float, number: int = number) -> None:
@@ -137,8 +137,8 @@ def rows(
 
             at_once = candidate.prompt_rows - 1 if way == "steps" else None
             scored.append(score(original, candidate, tokens, tell, at_once=at_once))
-            found += scored[-1].rows(replace(about, settings={**about.settings, "way": way}))
-        return found, scored[0]
+            all_rows += scored[-1].rows(replace(about, settings={**about.settings, "way": way}))
+        return all_rows, scored[0]
     from quantkit.measurement.accuracy.purpose import TextResults
 
     return result_rows(original, candidate, tokens, TextResults(original, tokens), about, progress), None
@@ -152,7 +152,7 @@ FLOAT = "float"
 
 
 def named(cache: CacheScheme | None) -> str:
-    """Name a cache as `settings.kv_cache` of a row does: `fp8_e4m3, tensor`."""
+    """Return a cache's name, as in `settings.kv_cache` of a row: `fp8_e4m3, tensor`."""
     return FLOAT if cache is None else f"{cache.format}, {cache.granularity}"
 
 
@@ -166,9 +166,10 @@ def long_rows(
     settings: Mapping[str, Any],
     progress: Callable[[float], None] | None = None,
 ) -> list[Row]:
-    """Give `accuracy.kl` of each candidate (`settings.kv_cache` -> the model with that cache) over growing contexts."""
+    """Return `accuracy.kl` of each candidate (`settings.kv_cache` -> the model with that cache) over growing
+    contexts."""
     tell = progress or (lambda done: None)
-    found: list[Row] = []
+    all_rows: list[Row] = []
     for number, (cache, candidate) in enumerate(candidates.items()):
         items = score(original, candidate, tokens)
         about = _about(original, candidate, tokens, subject, runtime, {**settings, "kv_cache": cache})
@@ -177,15 +178,15 @@ def long_rows(
             mean, drawn = part.mean(part.kl), Drawn(part.n, part.clusters()[1])
             shape = {"sequences": int(tokens.ids.shape[0]), "context": context}
             kl: dict[str, Any] = {"against": 0.0, "ci95": mean.ci95, "shape": shape, "unit": "nat", "better": "lower"}
-            found.append(about.row("accuracy.kl", mean.value, drawn, **kl))
+            all_rows.append(about.row("accuracy.kl", mean.value, drawn, **kl))
         tell((number + 1) / len(candidates))
-    return found
+    return all_rows
 
 
 def contexts(tokens: int) -> Sequence[int]:
     """List 512, 1024, ... and the whole length."""
-    found = [_SHORTEST * 2**power for power in range(12) if _SHORTEST * 2**power < tokens]
-    return [*found, tokens]
+    lengths = [_SHORTEST * 2**power for power in range(12) if _SHORTEST * 2**power < tokens]
+    return [*lengths, tokens]
 
 
 def up_to(items: Items, context: int) -> Items:

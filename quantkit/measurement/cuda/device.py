@@ -72,13 +72,13 @@ class GpuDevice:
         return 10 * major + minor
 
     def identity(self) -> dict[str, str]:
-        """Give the `device` of rows."""
+        """Return the `device` of rows."""
         if self.torch_device == "cpu":
             return {"id": "interpreter", "kind": "cpu", "name": f"{platform.machine()}, Triton's interpreter"}
         return machine.gpu(torch.cuda.get_device_name(0))
 
     def describe(self) -> dict[str, Any]:
-        """Give everything that figures depend on."""
+        """Return every property behind the figures."""
         facts: dict[str, Any] = {**self.identity(), "sm": self.sm, "last_level_cache": self.cache_bytes}
         if self.torch_device == "cuda":
             properties = torch.cuda.get_device_properties(0)
@@ -87,13 +87,13 @@ class GpuDevice:
         return facts
 
     def sample(self, when: str) -> None:
-        """Note the clocks; `when` says at what point of the run."""
+        """Record the clocks; `when`: point of the run."""
         if self.torch_device == "cuda":
             values = asked_of_gpu(",".join(_ASKED)).split(", ")
             self.clocks.append({"when": when, **dict(zip(_ASKED, values, strict=False))})
 
     def throttled(self) -> bool:
-        """Tell whether the driver held the clock well below its highest at any sample."""
+        """Tell if the driver held the clock well below its highest at any sample."""
         return any(_slowed(sample) for sample in self.clocks)
 
 
@@ -105,7 +105,7 @@ def _slowed(sample: dict[str, Any]) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Give the versions of installed packages by name."""
+    """Return the versions of installed packages by name."""
     installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -117,7 +117,7 @@ def versions() -> dict[str, str]:
 
 @contextmanager
 def fitting(where: str) -> Iterator[None]:
-    """Turns "out of memory" in the body into InputError `out-of-memory`."""
+    """Turn "out of memory" in the body into InputError `out-of-memory`."""
     try:
         yield
     except torch.OutOfMemoryError as problem:
@@ -127,7 +127,7 @@ def fitting(where: str) -> Iterator[None]:
 
 
 def allocated() -> int:
-    """Count bytes that this process's tensors take; 0 where there is no GPU."""
+    """Count the bytes of this process's tensors; 0 without a GPU."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
@@ -139,11 +139,11 @@ class Implementation:
     """One way to do an operation.
 
     Args:
-        name: of the candidate.
+        name: name of the candidate.
         steps: the operation on each copy of the weight.
-        resident_bytes: of one copy, all that it keeps.
+        resident_bytes: bytes of one copy.
         settings: plain data.
-        least: operations a graph, at least: what starting it takes is then a small part of its time.
+        least: fewest operations in a graph, so that its launch is a small part of its time.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Implementation:
     least: int = 64
 
     def ready(self) -> Callable[[], float]:
-        """Compile, capture, and give a function that takes one sample, in seconds."""
+        """Compile, capture, and return a function that takes one sample, in seconds."""
         self.steps[0]()
         if not torch.cuda.is_available():
             return self._host
@@ -184,19 +184,19 @@ class Implementation:
 
 
 def copies(size: int, cache: int, *, most: int = 1024) -> int:
-    """Count the copies of `size` bytes that rotate past the cache; two at least."""
+    """Count the copies of `size` bytes that exceed the cache by far; at least two."""
     return max(2, min(most, -(-ROTATION * cache // max(size, 1))))
 
 
 def interleaved(samplers: Sequence[Callable[[], float]], blocks: int, generator: np.random.Generator) -> list[Array]:
-    """Give [blocks, 2] seconds of each side: so many blocks in turns; one sample settles each visit."""
+    """Return [blocks, 2] seconds of each side, timed in turns; one sample settles each visit."""
     sides = {str(number): sampler for number, sampler in enumerate(samplers)}
     timing = interleave(sides, blocks=(blocks, blocks), seconds=0.0, generator=generator, visit=Visit(1, 1))
     return [timing.seconds[side][..., 0] for side in sides]
 
 
 def summary(times: Array, generator: np.random.Generator) -> dict[str, Any]:
-    """Give the median, quantiles, its interval over resampled blocks (None of one block), the A/A spread."""
+    """Return the median, quantiles, its interval over resampled blocks (None for one block), the A/A spread."""
     drawn = times[generator.integers(0, len(times), (_RESAMPLES, len(times)))].reshape(_RESAMPLES, -1)
     low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
     return {
@@ -209,10 +209,8 @@ def summary(times: Array, generator: np.random.Generator) -> dict[str, Any]:
 
 
 def ratio(baseline: Array, subject: Array, generator: np.random.Generator) -> tuple[float, list[float] | None]:
-    """Tell how many times as fast the subject is, and the 95 % interval over blocks drawn for both sides together.
-
-    One block alone has no interval: nothing can be drawn again.
-    """
+    """Return the subject's speed-up, and its 95 % interval over blocks drawn for both sides together (None for one
+    block)."""
     index = generator.integers(0, len(subject), (_RESAMPLES, len(subject)))
     draws = [np.median(side[index].reshape(_RESAMPLES, -1), axis=1) for side in (baseline, subject)]
     point = float(np.median(baseline) / np.median(subject))
@@ -227,7 +225,7 @@ def ratio(baseline: Array, subject: Array, generator: np.random.Generator) -> tu
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _read(x_ptr, y_ptr, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest int32 of a program's stretch: loads and one maximum each."""
+    """Find the largest int32 of a program's stretch: loads and one maximum each."""
     most = tl.full((BLOCK,), -2147483648, tl.int32)
     at = tl.program_id(0).to(tl.int64) * steps * BLOCK + tl.arange(0, BLOCK)
     for _ in range(steps):
@@ -237,7 +235,7 @@ def _read(x_ptr, y_ptr, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 
 
 def sampled(device: GpuDevice, blocks: int, generator: np.random.Generator) -> list[Ceiling]:
-    """Measure all ceilings; those that the device lacks are empty and say why."""
+    """Measure all ceilings; missing ones are empty, with a reason."""
     at = device.torch_device
     block, programs = (4096, 4096) if not device.dry else (256, 2)
     count = 64 * block * programs if not device.dry else 2 * block * programs
@@ -269,14 +267,12 @@ def sampled(device: GpuDevice, blocks: int, generator: np.random.Generator) -> l
 
 
 def measured(device: GpuDevice, blocks: int, generator: np.random.Generator) -> list[dict[str, Any]]:
-    """Give rows `ceiling.*` of what `sampled` measures; what the device lacks has no value and says why."""
+    """Return rows `ceiling.*` of `sampled`; a missing ceiling has no value, but a reason."""
     one = device.identity()
     return [ceiling.as_dict(device=one, versions={}) for ceiling in sampled(device, blocks, generator)]
 
 
 def _products(side: int, at: str) -> dict[str, Callable[[], Callable[[], object]]]:
-    """Input type -> what makes a product of two [side, side] matrices of random numbers."""
-
     def floats(dtype: torch.dtype) -> Callable[[], object]:
         a, b = (torch.randn(side, side, device=at).to(dtype) for _ in range(2))
         return lambda: torch.mm(a, b.T)
@@ -295,7 +291,7 @@ def _products(side: int, at: str) -> dict[str, Callable[[], Callable[[], object]
 
 
 def of(rows: Sequence[Mapping[str, Any]], name: str, compute: str = "") -> float | None:
-    """Find the measured value of a ceiling."""
+    """Return the measured value of a ceiling."""
     for row in rows:
         if row["name"] == name and (not compute or row["settings"]["compute_type"] == compute):
             value: float | None = row["value"]
@@ -304,6 +300,6 @@ def of(rows: Sequence[Mapping[str, Any]], name: str, compute: str = "") -> float
 
 
 def slower(before: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether the same products took longer the second time than heat and power should allow."""
+    """Tell if the same products took longer the second time than heat and power should allow."""
     pairs = [(of(before, "ceiling.compute", kind), of(again, "ceiling.compute", kind)) for kind in ("bf16", "fp16")]
     return any(last < (1 - DRIFT) * first for first, last in pairs if first and last)

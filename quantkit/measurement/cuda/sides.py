@@ -59,7 +59,7 @@ def ours(
     decode: bool = True,
     quantize: bool = False,
 ) -> Implementation:
-    """Multiply by our kernel, or its raw twin; `quantize`: inputs that have to be 8-bit are made so in each step."""
+    """Multiply by our kernel, or its raw twin; `quantize`: True to quantize 8-bit inputs in each step."""
     settings = {"decode": decode, **config.as_dict()}
     if held[0].kind.endswith(".native"):
         quantized = _quantized(x, held[0].kind.removesuffix(".native"), within=quantize)
@@ -126,7 +126,7 @@ def _int4pack(variant: FormatVariant, held: Sequence[PackedWeight], x: torch.Ten
 
 
 def _quantized(x: torch.Tensor, name: str, *, within: bool) -> Quantized:
-    """What gives the codes of x and their steps: anew each time, or once."""
+    """Return a function for the codes of x and their steps: computed anew each time, or once."""
     if within:
         return partial(quantize_tokens, x, name)
     once = quantize_tokens(x, name)
@@ -155,11 +155,11 @@ class FormatVariant:
 
     @property
     def native(self) -> bool:
-        """Whether it takes 8-bit inputs."""
+        """Tell if it takes 8-bit inputs."""
         return self.kind.endswith(".native")
 
     def stored_bytes(self, rows: int, columns: int) -> float:
-        """Codes, scales and zeros of a weight [rows, columns], each once."""
+        """Return the bytes of codes, scales and zeros of a weight [rows, columns]."""
         groups = columns // self.group if self.group else 1
         scale = 1.0 + 4 / 256 if self.nested else 2.0
         return rows * columns * KINDS[self.kind].bits / 8 + rows * groups * (scale + float(self.zeros))
@@ -167,22 +167,23 @@ class FormatVariant:
 
 @cache
 def known() -> dict[str, FormatVariant]:
-    """Name -> variant: `int4.g64.zeros`, `nf4.g64.double`; `dynamic`: inputs are quantized by token as they come."""
-    found = [FormatVariant("int4.channel", "int4", "int4")]
+    """Return name -> variant: `int4.g64.zeros`, `nf4.g64.double`; `dynamic`: inputs are quantized by token at run
+    time."""
+    variants = [FormatVariant("int4.channel", "int4", "int4")]
     for group in (32, 64, 128):
-        found.append(FormatVariant(f"int4.g{group}", "int4", "int4", group))
-        found.append(FormatVariant(f"int4.g{group}.zeros", "int4", "int4", group, zeros=True))
+        variants.append(FormatVariant(f"int4.g{group}", "int4", "int4", group))
+        variants.append(FormatVariant(f"int4.g{group}.zeros", "int4", "int4", group, zeros=True))
     for name in ("int8", "fp8_e4m3"):
-        found += [FormatVariant(name, name, name), FormatVariant(f"{name}.dynamic", name, f"{name}.native")]
-    found += [
+        variants += [FormatVariant(name, name, name), FormatVariant(f"{name}.dynamic", name, f"{name}.native")]
+    variants += [
         FormatVariant("nf4.g64", "nf4", "nf4", 64),
         FormatVariant("nf4.g64.double", "nf4", "nf4", 64, nested=True),
     ]
-    return {variant.name: variant for variant in found}
+    return {variant.name: variant for variant in variants}
 
 
 def weight(variant: FormatVariant, rows: int, columns: int, at: str, seed: int = 0) -> PackedWeight:
-    """A packed weight [rows, columns] of about unit output: random codes under random scales."""
+    """Draw a packed weight [rows, columns] of about unit output: random codes under random scales."""
     generator = torch.Generator(device=at).manual_seed(seed)
     form = KINDS[variant.kind]
     groups = columns // variant.group if variant.group else 1
@@ -214,7 +215,7 @@ def weight(variant: FormatVariant, rows: int, columns: int, at: str, seed: int =
 
 
 def values(packed: PackedWeight, codebook: torch.Tensor) -> torch.Tensor:
-    """What a packed weight stands for, [N, K] float64, the slow and plain way."""
+    """Dequantize a packed weight, [N, K] float64, the slow and plain way."""
     codes, (_, columns) = codes_of(packed), packed.shape
     if packed.kind.startswith("fp8"):
         plain = codes.view(torch.float8_e4m3fn).double()
@@ -230,7 +231,7 @@ def values(packed: PackedWeight, codebook: torch.Tensor) -> torch.Tensor:
 
 
 def exact_inputs(variant: FormatVariant, x: torch.Tensor) -> torch.Tensor:
-    """x [M, K] as the product sees it, float64: rounded to 8 bits by token where the variant multiplies those."""
+    """Return x [M, K] as the product sees it, float64: rounded to 8 bits by token if the variant multiplies those."""
     if not variant.native:
         return x.double()
     codes, step = quantize_tokens(x, variant.format)
@@ -240,13 +241,13 @@ def exact_inputs(variant: FormatVariant, x: torch.Tensor) -> torch.Tensor:
 def error(
     variant: FormatVariant, plain: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, rounded: float = 0.0
 ) -> float:
-    """The largest error of y [M, N] as a share of what is allowed; at most 1 is right.
+    """Return the largest error of y [M, N] as a share of the allowed error; at most 1 is right.
 
     Args:
-        plain: what the weight stands for, [N, K] float64.
+        plain: dequantized weight, [N, K] float64.
         x: inputs [M, K], float16 or bfloat16.
-        y: the product, in the dtype of x.
-        rounded: share by which a way to multiply rounds weights besides.
+        y: product, in the dtype of x.
+        rounded: further relative rounding of weights by a way to multiply.
     """
     # the interpreter cuts to bfloat16 where a GPU rounds
     bits = 11 if x.dtype == torch.float16 else 7 if interpreted() else 8

@@ -86,19 +86,20 @@ class Ceiling:
 
     @property
     def value(self) -> float | None:
-        """Median, None if it was not measured."""
+        """Median; None if not measured."""
         return float(np.median(self.samples)) if self.samples else None
 
     @property
     def error(self) -> float:
-        """Distance of the farthest end of the median's interval, as a share; of few samples, of the farthest sample."""
+        """Relative distance of the farthest end of the median's interval, or, with few samples, of the farthest
+        sample."""
         if not self.value:
             return 0.0
         ends = median_interval(sorted(self.samples)) or (min(self.samples), max(self.samples))
         return max(abs(end / self.value - 1) for end in ends)
 
     def as_dict(self, *, device: Mapping[str, str], versions: Mapping[str, str]) -> dict[str, Any]:
-        """Give the fields of its row; the subject is the device itself. Without samples, `flags` says why."""
+        """Return the fields of its row; the subject is the device itself. Without samples, `flags` has the reason."""
         values = sorted(self.samples)
         half = max(len(values) // 2, 1)
         # two halves of the same measurement: how far apart they lie is the noise of the machine
@@ -124,7 +125,7 @@ class Ceiling:
         }
 
     def row(self, *, device: Mapping[str, str], versions: Mapping[str, str]) -> Row:
-        """Give the row of `measurements.jsonl`."""
+        """Return the row of `measurements.jsonl`."""
         # a GPU that is rented for the benchmarks has no pydantic
         from quantkit.measurement.rows import Row
 
@@ -132,10 +133,10 @@ class Ceiling:
 
 
 def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
-    """Give a distribution-free interval for the median: the order statistics that hold it with this probability.
+    """Return a distribution-free interval of the median, from order statistics.
 
     P(the k-th smallest of n lies above the median) = P(Binomial(n, 1/2) < k). None with fewer than six values, where
-    not even the extremes reach 95 %.
+    even the extremes do not reach 95 %.
     """
     n, tail, below = len(values), (1 - level) / 2, 0.0
     k = 0
@@ -146,7 +147,7 @@ def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float
 
 
 def joined(before: Sequence[Ceiling], after: Sequence[Ceiling]) -> list[Ceiling]:
-    """Join the samples of both: each ceiling's halves are then the start and the end of the run."""
+    """Join the samples of both: the halves of each ceiling are then the start and the end of the run."""
     return [
         replace(first, samples=first.samples + second.samples)
         if first.settings == second.settings and first.samples and second.samples
@@ -163,16 +164,16 @@ def measured(
     runs: int = 7,
     pool: Pool | None = None,
 ) -> list[Ceiling]:
-    """Measure those that are named, in order: `read`, `copy`, `compute` (float32, then int8), `launch`.
+    """Measure the named ceilings, in order: `read`, `copy`, `compute` (float32, then int8), `launch`.
 
-    That takes a second or two. Memory is read over four times the last-level cache, or an eighth of the memory that
-    this process may use, whichever is less; a copy needs that twice.
+    This takes a second or two. Memory is read over four times the last-level cache, or an eighth of the process's
+    memory limit, whichever is less; a copy needs that twice.
 
     Args:
-        threads: that read, copy and launch.
-        size: side of the square matrices whose product is timed.
+        threads: threads of read, copy and launch.
+        size: side of the square matrices of the product.
         runs: repetitions of each.
-        pool: of ONNX Runtime; None: all cores.
+        pool: threads of ONNX Runtime; None: all cores.
     """
     span = min(max(4 * last_level_cache(), _LEAST), machine.memory_limit() // 8)
     take: dict[str, Callable[[], list[Ceiling]]] = {
@@ -185,7 +186,7 @@ def measured(
 
 
 def last_level_cache() -> int:
-    """Count its bytes; where the operating system does not say, more than any desktop has."""
+    """Return its bytes; if unknown, more than any desktop has."""
     return machine.last_level_cache() or LARGE_CACHE
 
 
@@ -203,7 +204,6 @@ def _copy(threads: int, size: int, runs: int) -> Ceiling:
 
 
 def _launch(threads: int, runs: int, pool: Pool) -> Ceiling:
-    """Seconds that ONNX Runtime takes to run a graph that does nothing: what every `session.run` costs at least."""
     settings: Told = {"threads": threads, "kernel": "onnxruntime Identity"}
     if not machine.has("onnxruntime") or (pool.graphs is None and not machine.has("onnx")):
         return Ceiling("ceiling.launch", "s", (), settings, {"M": 1}, "not measured: onnxruntime or onnx is missing")
@@ -215,7 +215,6 @@ def _launch(threads: int, runs: int, pool: Pool) -> Ceiling:
 
 
 def _compute_fp32(size: int, runs: int, pool: Pool) -> Ceiling:
-    """The faster of NumPy's BLAS, whose threads are set before it is imported (`OMP_NUM_THREADS`), and ONNX Runtime."""
     generator = np.random.default_rng(0)
 
     def pair(size: int) -> tuple[Any, Any]:
@@ -226,7 +225,6 @@ def _compute_fp32(size: int, runs: int, pool: Pool) -> Ceiling:
 
 
 def _compute_int8(size: int, runs: int, pool: Pool) -> Ceiling:
-    """An int8 product with int32 sums, by the fastest kernel of torch and ONNX Runtime that is there."""
     kernels: Kernels = {
         "torch _int_mm": _int8_torch,
         "torch quantized linear": _int8_torch_quantized,
@@ -238,10 +236,10 @@ def _compute_int8(size: int, runs: int, pool: Pool) -> Ceiling:
 def _compute(
     kind: str, unit: str, kernels: Kernels, pair: Callable[[int], tuple[Any, Any]], size: int, runs: int, pool: Pool
 ) -> Ceiling:
-    """The rate of the fastest of some kernels.
+    """Measure the rate of the fastest kernel.
 
-    A kernel is first tried on matrices of an eighth of the side: without the instructions for it, a library may fall
-    back to a plain loop, a hundred times slower than another kernel.
+    Every kernel is first tried on matrices of an eighth of the side: without the right instructions, a library may fall
+    back to a plain loop, a hundred times slower.
     """
     tried: dict[str, float] = {}
     reasons = []
@@ -296,7 +294,6 @@ def _fp32_numpy(left: Any, right: Any, pool: Pool) -> Callable[[], object]:
 
 
 def _product(kind: str, left: Any, right: Any, pool: Pool) -> Callable[[], object]:
-    """A product in ONNX Runtime, by a weight that it knows."""
     _need("onnxruntime", *(() if pool.graphs else ("onnx",)))
     size = len(left)
     graph = _product_graph(kind, size) if pool.graphs is None else limits.read(pool.graphs / _file(kind, size))
@@ -305,7 +302,6 @@ def _product(kind: str, left: Any, right: Any, pool: Pool) -> Callable[[], objec
 
 
 def _empty_graph() -> bytes:
-    """A graph that does nothing."""
     from onnx import TensorProto, helper
 
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
@@ -313,7 +309,6 @@ def _empty_graph() -> bytes:
 
 
 def _product_graph(kind: str, size: int) -> bytes:
-    """A graph of one product of [size, size] by a weight of ones, which the runtime makes when it is loaded."""
     from onnx import TensorProto, helper
 
     integers = (TensorProto.UINT8, TensorProto.INT8, TensorProto.INT32)
@@ -326,7 +321,7 @@ def _product_graph(kind: str, size: int) -> bytes:
 
 
 def write_graphs(folder: Path, size: int = 1024) -> list[Path]:
-    """Write what `measured` runs of this size, a few hundred bytes, for a machine without the package onnx.
+    """Write the graphs of `measured` for this size, a few hundred bytes, for a machine without the onnx package.
 
     Raises MissingDependency: onnx.
     """
@@ -355,7 +350,6 @@ def _serialized(graph: Any) -> bytes:
 
 
 def _onnxruntime(graph: bytes, feeds: dict[str, Any], pool: Pool) -> Callable[[], object]:
-    """A graph in a session, from memory to memory."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -379,9 +373,9 @@ def _rates(task: Callable[[Any], object], parts: list[Any], size: int, runs: int
 
 
 def _timed(task: Callable[[], object], work: float, runs: int) -> tuple[float, ...]:
-    """`work` a second for each run, after one that is not counted (it faults the pages in and starts the threads).
+    """Return `work` a second for each run, after an untimed one that faults the pages in and starts the threads.
 
-    A machine too slow for all runs within the budget makes fewer, three at least.
+    A machine too slow for all runs within the budget makes fewer, at least three.
     """
     task()
     samples: list[float] = []

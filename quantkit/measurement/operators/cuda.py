@@ -83,11 +83,11 @@ class ForeignVariant:
 
     @property
     def group(self) -> int:
-        """Columns that share a scale."""
+        """Columns per scale."""
         return self.scheme.group or 0
 
     def stands_for(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> bool:
-        """Tell whether a layer of a bundle is stored so."""
+        """Tell if a layer of a bundle is stored this way."""
         own = self.scheme.model_dump(mode="json")
         same = all(scheme.get(key, own[key]) == own[key] for key in ("format", "granularity", "group", "symmetric"))
         if self.inputs is None or activations is None:
@@ -97,7 +97,7 @@ class ForeignVariant:
 
 @cache
 def foreign() -> dict[str, ForeignVariant]:
-    """Give the variants of another library by name; each is what some bundle holds."""
+    """Return the variants of another library by name; some bundle holds each of them."""
     by_token = {"format": "fp8_e4m3", "granularity": "token", "dynamic": True}
     blocks = {"format": "fp8_e4m3", "granularity": "block", "group": 128, "scale": "float32"}
     int4 = {"format": "int4", "granularity": "group", "group": 128}
@@ -111,18 +111,18 @@ def foreign() -> dict[str, ForeignVariant]:
 
 
 def torch_names() -> list[str]:
-    """List the variants that torch has an operator for."""
+    """List the variants with an operator in torch."""
     zeros = [name for name, variant in known().items() if variant.kind == "int4" and variant.zeros]
     return [f"{name}{TORCH}" for name in (*zeros, "int8.dynamic", "fp8_e4m3.dynamic")]
 
 
 def variant_of(name: str) -> FormatVariant:
-    """Give the format of `int4.g128.zeros`, or of `int4.g128.zeros.torch`. Raises KeyError."""
+    """Return the format of `int4.g128.zeros`, or of `int4.g128.zeros.torch`. Raises KeyError."""
     return known()[name.removesuffix(TORCH)]
 
 
 def check_shape(variant: FormatVariant | ForeignVariant, linear: LinearShape) -> None:
-    """Refuse a group that does not divide K. Raises InputError `group-indivisible`."""
+    """Refuse a K indivisible by the group. Raises InputError `group-indivisible`."""
     if variant.group and linear.K % variant.group:
         able = [str(size) for size in (32, 64, 128) if linear.K % size == 0]
         value = f"K {linear.K} in groups of {variant.group}"
@@ -151,7 +151,8 @@ class CudaBench:
         return f"{_QUANTIZE}{variant_of(variant).format}" if native else ""
 
     def twin(self, variant: str) -> str:
-        """See `products.Bench`; what multiplies 8-bit codes decodes nothing, and torch's operators have none."""
+        """Name the twin: see `products.Bench`. Products of 8-bit codes, which decode nothing, and torch's operators
+        have none."""
         if variant in (BASELINE, *foreign()) or variant.endswith(TORCH) or variant_of(variant).native:
             return ""
         return f"{variant}{_TWIN}"
@@ -185,7 +186,7 @@ class CudaBench:
         return sides.inputs(M, columns, self.dtype, self.device.torch_device)
 
     def cost(self, name: str, linear: LinearShape, weight_bytes: float, compute: str = "") -> StepCost:
-        """Give the cost of a product, whose inputs and outputs have 16 bits."""
+        """Return the cost of a product; inputs and outputs have 16 bits."""
         flops, io = 2.0 * linear.K * linear.N, 2.0 * (linear.K + linear.N)
         compute = compute or _RATES[self.dtype]
         return StepCost(name, weight_bytes, flops_per_token=flops, io_bytes_per_token=io, compute=compute)
@@ -217,7 +218,7 @@ class CudaBench:
         return _Quantized(self, variant, name.endswith(TORCH), cost, held, small)
 
     def _foreign(self, variant: ForeignVariant, linear: LinearShape) -> Runnable:
-        """A product that was checked. Raises InputError `kernel-unsupported`, `wrong-result`; MissingDependency."""
+        """Build a checked product. Raises InputError `kernel-unsupported`, `wrong-result`; MissingDependency."""
         self._check_foreign(variant, (min(linear.N, _CHECKED), linear.K))
         shape = linear.N, linear.K
         parts = self._stored(variant, shape)
@@ -233,7 +234,7 @@ class CudaBench:
         return _Plain(cost, implementation, resident=held[0].resident_bytes, told=told)
 
     def _stored(self, variant: ForeignVariant, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-        """What a checkpoint has of a random weight [N, K], by the names of its layout."""
+        """Draw the tensors of a random weight [N, K] in a checkpoint, by their names in its layout."""
         at = self.device.torch_device
         generator, layout = torch.Generator(device=at).manual_seed(self.seed), layouts.load_layout(variant.layout)
         parts: dict[str, torch.Tensor] = {}
@@ -266,7 +267,6 @@ class CudaBench:
         return HummingLinear(parts, group, shape, dtype=self.dtype, device=self.device.torch_device)
 
     def _check_foreign(self, variant: ForeignVariant, shape: tuple[int, int]) -> None:
-        """Refuse what gives wrong numbers, at one row and at more than a tile of them."""
         parts, layout = self._stored(variant, shape), layouts.load_layout(variant.layout)
         read_back = layout.read_back("", variant.scheme, lambda name: parts[name.removeprefix(".")].cpu())
         dense = load_format(variant.scheme.format).dequantize(read_back).double()
@@ -369,14 +369,15 @@ class _Quantized(_OneProduct):
         return self._way(chosen.name, chosen.config, self.held[:1], M).ready()
 
     def choose(self, M: int) -> _Chosen:
-        """The fastest way at M rows, checked; once for each M. Raises InputError `wrong-result`, `out-of-memory`."""
+        """Return the fastest way at M rows, checked, once for each M. Raises InputError `wrong-result`,
+        `out-of-memory`."""
         if M not in self.chosen:
             with fitting(f"batch {M}"):
                 self.chosen[M] = self._fastest(M)
         return self.chosen[M]
 
     def twin(self, M: int) -> Implementation:
-        """Our kernel without its decoding. Raises InputError `no-twin` where another way is the fastest."""
+        """Return our kernel without its decoding. Raises InputError `no-twin` if another way is the fastest."""
         chosen = self.choose(M)
         if chosen.config is None:
             raise InputError("no-twin", where=f"batch {M}", value=chosen.name)
@@ -396,7 +397,7 @@ class _Quantized(_OneProduct):
         return best
 
     def _config(self, M: int) -> Config:
-        """The fastest tile sizes for this width of x, tried at its first M."""
+        """Return the fastest tile sizes for this width of x, tried at its first M."""
         wide = width(M)
         if wide not in self.widths:
             able = candidates(M, native=self.variant.native)[: 1 if self.bench.device.dry else None]
@@ -411,7 +412,6 @@ class _Quantized(_OneProduct):
         return sides.expanded(held, x) if name == EXPANDED else sides.torch_own(self.variant, held, x, quantize=True)
 
     def _check(self, chosen: _Chosen, M: int) -> None:
-        """Refuse what gives wrong numbers, on the first rows of a weight like it."""
         y = self._way(chosen.name, chosen.config, [self.small], M).steps[0]()
         assert isinstance(y, torch.Tensor)
         plain = values(self.small, _codebook(self.small))
@@ -425,7 +425,6 @@ class _Quantized(_OneProduct):
 
 
 def _fastest_of(count: int, ready: Callable[[int], Step]) -> int:
-    """The number of the fastest step, each made ready when its turn comes; one alone is not timed."""
     return 0 if count == 1 else int(np.argmin([_tried(ready(number)) for number in range(count)]))
 
 

@@ -70,7 +70,7 @@ class OnnxRuntimeBench:
         return single.variant(variant).quantizer
 
     def twin(self, variant: str) -> str:
-        """See `products.Bench`: a black box."""
+        """Return "": the runtime is a black box. See `products.Bench`."""
         return ""
 
     def prepare(
@@ -137,9 +137,9 @@ class OnnxRuntimeBench:
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
     def _kernel(self, name: str) -> tuple[str, float]:
-        """(the operators that a variant becomes once the graph is optimized, bytes of its weight then to those before).
+        """Return (operators of a variant in the optimized graph, its weight bytes relative to those before).
 
-        Found on a small product: what is fused does not depend on its size.
+        It uses a small product: fusion does not depend on the size.
         """
         import onnxruntime
 
@@ -202,7 +202,7 @@ class _OnnxSide:
         return self._runs([self.alone], M, 1)[0] if self.alone is not None else None
 
     def _runs(self, sessions: Sequence[onnxruntime.InferenceSession], M: int, outputs: int) -> list[Step]:
-        """One run of each session, memory to memory; all variants of a shape share inputs and outputs."""
+        """Return one run of each session, memory to memory; all variants of a shape share inputs and outputs."""
         import onnxruntime
 
         def shared(name: str, dtype: str, values: Callable[[], Array]) -> Any:
@@ -237,7 +237,7 @@ class _Run:
 
 
 def cost_of(product: SingleProduct) -> StepCost:
-    """Give the cost of one product: the weight once, x and y once."""
+    """Return the cost of one product: the weight once, x and y once."""
     size = np.dtype(product.variant.activations).itemsize
     return StepCost(
         product.variant.format,
@@ -264,7 +264,7 @@ def _options(threads: int) -> onnxruntime.SessionOptions:
 
 
 def _optimized(model: bytes) -> tuple[str, int]:
-    """(the operators of a graph, bytes of its constants but for single numbers)."""
+    """Return (operators of a graph, bytes of its constants except single numbers)."""
     operators = [bytes(kind).decode() for kind in protobuf.inside(model, *_OPERATORS) if not isinstance(kind, int)]
     size = 0
     for tensor in protobuf.inside(model, *_CONSTANTS):
@@ -278,11 +278,11 @@ class ProductSource(Protocol):
     """The products of one linear, by the names of their variants."""
 
     def weight_bytes(self, variant: str) -> float:
-        """Count bytes of one weight; 0 where there is none. Raises as `product`."""
+        """Count the bytes of one weight; 0 without a weight. Raises as `product`."""
         ...
 
     def product(self, variant: str) -> SingleProduct:
-        """Make or read one. Raises InputError: `group-indivisible`, `shape-invalid`, what the variant cannot hold."""
+        """Make or read a product. Raises InputError: `group-indivisible`, `shape-invalid`, limits of the variant."""
         ...
 
 

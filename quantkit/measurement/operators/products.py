@@ -60,11 +60,11 @@ class Runnable(Protocol):
         ...
 
     def products(self, M: int) -> int:
-        """Count the products that one step at M rows runs, one after the other."""
+        """Count the products of one step at M rows, one after the other."""
         ...
 
     def settings(self, M: int) -> Settings:
-        """Tell how it runs at M rows, for the rows of measurements: kernel, block, accuracy level."""
+        """Return settings for the rows at M rows of x: kernel, block, accuracy level."""
         ...
 
     def step(self, M: int) -> Step:
@@ -72,7 +72,7 @@ class Runnable(Protocol):
         ...
 
     def hot(self, M: int) -> Step | None:
-        """Prepare a product whose weight is in the cache; None where it does not fit there."""
+        """Prepare a product with the weight in the cache; None if it does not fit there."""
         ...
 
 
@@ -82,18 +82,18 @@ class Bench(Protocol):
     def prepare(
         self, linear: LinearShape, variants: Sequence[str], batches: Sequence[int]
     ) -> Mapping[str, Runnable | str]:
-        """Prepare a side for each variant, checked, or tell the flag why there is none: `wrong-result`, ...
+        """Prepare a checked side for each variant, or return the flag of a failure: `wrong-result`, ...
 
-        `batches` are the M that will be asked for.
+        `batches`: every M that will be requested.
         """
         ...
 
     def quantizer(self, variant: str) -> str:
-        """Name the side that does to x alone what this variant does; "" where it cannot be had apart."""
+        """Return the name of the side that quantizes x alone for this variant; "" without one."""
         ...
 
     def twin(self, variant: str) -> str:
-        """Name the side with the loads of this variant and without its decoding; "" where there is none."""
+        """Return the name of the side with this variant's loads and without its decoding; "" without one."""
         ...
 
 
@@ -197,7 +197,7 @@ def measure(
 
 
 def demand_any(variants: Sequence[TimedVariant], baseline: str) -> None:
-    """Refuse a sweep in which nothing ran. Raises InputError: the flag that says why."""
+    """Refuse a sweep without any timed product. Raises InputError: the flag of the reason."""
     if not any(variant.side for variant in variants):
         flag = variants[0].skipped if variants else "no-shapes"
         where = ", ".join(dict.fromkeys(variant.linear.label for variant in variants))
@@ -215,15 +215,15 @@ def take(
     progress: Report,
     clock: Clock = time.perf_counter,
 ) -> list[TimedVariant]:
-    """Take raw times of one shape, which needs no more than NumPy.
+    """Take raw times of one shape, with no more than NumPy.
 
     Args:
-        plan: its own seconds are not looked at.
-        seconds: for each batch.
-        progress: told the share of this shape that is done.
+        plan: plan; its seconds are ignored.
+        seconds: seconds for each batch.
+        progress: function called with the share of this shape.
 
     Returns:
-        batch by batch, in the order of `variants`, the baseline itself first.
+        batch by batch, in the order of `variants`, the baseline first.
     """
     progress(0.0, f"{linear.label}: preparing")
     names = [baseline, *(name for name in variants if name != baseline)]
@@ -326,7 +326,7 @@ class _Cell:
                     self.taken.setdefault(name, []).append(timing.of(name, baseline))
 
     def variant(self, linear: LinearShape, name: str, parts: tuple[str, str]) -> TimedVariant:
-        """What was taken of one variant; `parts` name its quantizer and its twin."""
+        """Return the times of one variant; `parts`: names of its quantizer and its twin."""
         side = self.sides[name]
         ran = RanSide(side.cost, side.products(self.M), side.resident_bytes, dict(side.settings(self.M)))
         skipped = self.skipped.get(name, "") or self.skipped.get(self.baseline, "")
@@ -346,7 +346,7 @@ class _Cell:
 
 
 def _expected(speed: tuple[int, float] | None, M: int) -> float:
-    """Seconds that a product may take at M rows, from one at fewer: in proportion, beyond what is bound by memory."""
+    """Estimate a product's seconds at M rows from one at fewer: in proportion, once beyond the memory bound."""
     if speed is None:
         return 0.0
     before, seconds = speed
@@ -354,7 +354,6 @@ def _expected(speed: tuple[int, float] | None, M: int) -> float:
 
 
 def _hot(step: Step, clock: Clock) -> float:
-    """The median of a few runs in a row, after two."""
     fewest, most, limit = _HOT
     step()
     step()
@@ -366,5 +365,5 @@ def _hot(step: Step, clock: Clock) -> float:
 
 
 def copies(cost: StepCost, cache: int) -> int:
-    """Count the weights of a kind that together are at least three times the last-level cache."""
+    """Count the weights needed to exceed three times the last-level cache."""
     return max(1, math.ceil(3 * cache / cost.weight_bytes)) if cost.weight_bytes else 1

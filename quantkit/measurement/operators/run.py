@@ -76,7 +76,7 @@ class SweepJob:
 
 
 def demand(threads: int) -> None:
-    """Refuse to begin what needs a package that is not there. Raises MissingDependency."""
+    """Refuse to begin if a package is missing. Raises MissingDependency."""
     for package in ("onnxruntime", "onnx", "scipy", "torch") if threads else ("triton", "scipy", "torch"):
         if not machine.has(package):
             extra = "gpu" if package == "triton" else "compile"
@@ -84,7 +84,7 @@ def demand(threads: int) -> None:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Set the threads of the process that times: libraries read them when they are loaded. 0 is a GPU."""
+    """Return the thread settings of the timing process: libraries read them when loaded. 0 is a GPU."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {**{name: str(threads or 1) for name in names}, "GOMP_SPINCOUNT": "0"}
 
@@ -92,8 +92,8 @@ def environment(threads: int) -> dict[str, str]:
 def run(job: SweepJob, progress: Report | None = None) -> list[Row]:
     """Time all products of one thread count, in a process of its own.
 
-    Raises InputError: what the child met, or `speed-failed`; MissingDependency: onnxruntime, onnx, scipy or torch; on a
-    GPU triton.
+    Raises InputError: an error of the child, or `speed-failed`; MissingDependency: onnxruntime, onnx, scipy or torch;
+    on a GPU triton.
     """
     demand(job.threads)
     remedy, variables = "try fewer shapes, or smaller batches: --batch 1,2,4", environment(job.threads)
@@ -102,7 +102,6 @@ def run(job: SweepJob, progress: Report | None = None) -> list[Row]:
 
 
 def _answer(data: Mapping[str, Any], caller: child.Caller) -> None:
-    """What the child does."""
     job = SweepJob(**data)
     for row in (_on_cpu if job.threads else _on_gpu)(job, caller.at):
         caller.row(row.as_dict())
@@ -111,7 +110,6 @@ def _answer(data: Mapping[str, Any], caller: child.Caller) -> None:
 def _measured(
     job: SweepJob, bench: Bench, ceilings: Callable[[], list[Ceiling]], report: Report
 ) -> tuple[list[TimedVariant], list[Ceiling], list[Ceiling]]:
-    """Time the products; the ceilings before and after."""
     report(0.0, "ceilings")
     before = ceilings()
     linears = [LinearShape.model_validate(dict(linear)) for linear in job.linears]
@@ -138,7 +136,7 @@ class CpuLimits:
         return cls(threads, Pool(threads, shared=threads > 1, graphs=graphs))
 
     def measured(self) -> list[Ceiling]:
-        """Measure all, a second or two."""
+        """Measure all ceilings, in a second or two."""
         return _ceilings.measured(self.threads, ("read", "copy", "compute", "launch"), pool=self.pool)
 
 
@@ -205,7 +203,7 @@ class Setting:
     baseline: str
 
     def common(self, variant: str) -> dict[str, Any]:
-        """Give the fields of every row of a variant."""
+        """Return the fields of every row of a variant."""
         device = Device.model_validate(dict(self.device))
         return {"subject": f"op:{variant}", "runtime": self.runtime, "device": device, "versions": dict(self.versions)}
 
@@ -221,12 +219,12 @@ def rows_of(
     runtime: str = "onnxruntime",
     flags: Sequence[str] = (),
 ) -> list[Row]:
-    """Give the rows of products, wherever they ran, and of the device's ceilings.
+    """Return the rows of products, wherever they ran, and of the device's ceilings.
 
     Args:
-        ceilings: before and after, joined.
-        cache: bytes of its last-level cache.
-        flags: of the ceilings.
+        ceilings: ceilings before and after, joined.
+        cache: bytes of the last-level cache.
+        flags: flags of the ceilings.
     """
     launch = next((ceiling.value for ceiling in ceilings if ceiling.name == "ceiling.launch"), None)
     threads = {"threads": job.threads} if job.threads else {}
@@ -241,7 +239,7 @@ def rows_of(
 
 
 def rows(timed: Sequence[TimedVariant], setting: Setting, *, model: str = "") -> list[Row]:
-    """Give all rows of products timed in one run; with `model` those of the sum over its linears too."""
+    """Return all rows of products timed in one run; with `model` also those of the sum over its linears."""
     result = [row for one in timed for row in _of_one(one, setting)]
     curves: dict[tuple[str, str], list[list[TimedVariant]]] = {}
     for one in timed:
@@ -258,7 +256,6 @@ def rows(timed: Sequence[TimedVariant], setting: Setting, *, model: str = "") ->
 
 
 def _of_one(timed: TimedVariant, setting: Setting) -> list[Row]:
-    """Rows of one product at one batch."""
     linear, times, side = timed.linear, timed.times, timed.side
     common = setting.common(timed.variant) | {"batch": timed.M}
     settings: dict[str, Any] = {"threads": setting.threads, "variant": timed.variant}
@@ -288,7 +285,6 @@ def _of_one(timed: TimedVariant, setting: Setting) -> list[Row]:
 
 
 def _of_model(group: Sequence[TimedVariant], setting: Setting, model: str) -> list[Row]:
-    """`latency.op` and `tax.total` of all linears of a model at one batch."""
     first = group[0]
     settings: dict[str, Any] = {"threads": setting.threads, "variant": first.variant, "model": model}
     settings |= {"linears": sum(one.linear.count for one in group)}
@@ -327,7 +323,6 @@ def _of_model(group: Sequence[TimedVariant], setting: Setting, model: str) -> li
 
 
 def _absent(op: Operation, flags: list[str], settings: Fields, common: Fields) -> Row:
-    """The row of what was not timed; its flags say why."""
     return Row.seconds("latency.op", None, stat=None, op=op, flags=flags, settings=dict(settings), **common)
 
 
@@ -338,7 +333,6 @@ def _few(n: int) -> list[str]:
 def _tax(
     seconds: float, ci95: Interval, ratio: float, settings: Fields, setting: Setting, op: Operation, common: Fields
 ) -> list[Row]:
-    """`tax.total`, and its two parts where there is a twin."""
     total = tax_row(seconds, ci95, ratio, f"op:{setting.baseline}", op=op, settings=settings, common=common)
     if total.value is None or op.raw_s is None or op.bound_s is None:
         return [total]
@@ -349,7 +343,6 @@ def _tax(
 def _part(
     name: str, seconds: float, op: Operation, settings: Fields, common: Fields, flags: list[str] | None = None
 ) -> Row:
-    """What a part of a product takes."""
     flags = flags or (["negative-tax"] if seconds < 0 else [])
     settings = {**settings, "share_of_baseline": seconds / (op.hp_s or seconds)}
     return Row.seconds(name, seconds, op=op, settings=settings, flags=flags, **{**common, "aa_spread": None})
@@ -360,7 +353,6 @@ def _shape(m: float) -> Shape:
 
 
 def _floats(timed: TimedVariant, setting: Setting) -> StepCost:
-    """Cost of the float product of the same shape: what a runtime would have to do without quantizing."""
     linear, (size, compute) = timed.linear, _FLOATS[setting.baseline]
     weights, io = linear.K * linear.N, size * (linear.K + linear.N)
     return StepCost(
@@ -369,11 +361,11 @@ def _floats(timed: TimedVariant, setting: Setting) -> StepCost:
 
 
 def _break_even(curve: Sequence[Sequence[TimedVariant]], setting: Setting, *, layer: str | None = None) -> Row:
-    """The `tax.break_even` row of one variant: of one shape, or of a model's linears.
+    """Return the `tax.break_even` row of one variant: of one shape, or of a model's linears.
 
     Args:
-        curve: for each batch the linears; skipped ones leave their batch out.
-        layer: `all linears` of a sum.
+        curve: linears of each batch; a batch with skipped ones is left out.
+        layer: `all linears` for a sum.
     """
     first = curve[0][0]
     settings: dict[str, Any] = {"threads": setting.threads, "variant": first.variant, "over": "batch"}
@@ -396,7 +388,6 @@ def _break_even(curve: Sequence[Sequence[TimedVariant]], setting: Setting, *, la
 
 
 def _summed(group: Sequence[TimedVariant]) -> tuple[float, Interval, Any]:
-    """(ratio, interval, draws) of the linears of one batch, each as often as it occurs."""
     times = [one.times for one in group if one.times is not None]
     if len(times) == 1:
         return times[0].ratio, times[0].ratio_ci95, times[0].draws
@@ -404,13 +395,11 @@ def _summed(group: Sequence[TimedVariant]) -> tuple[float, Interval, Any]:
 
 
 def _spread(group: Sequence[TimedVariant]) -> float:
-    """The A/A spread of the linears of one batch, each as often as it occurs."""
     timed = [(one.times, one.linear.count) for one in group if one.times is not None]
     return summed_spread([times for times, _ in timed], [count for _, count in timed])
 
 
 def _bounds(group: Sequence[TimedVariant], setting: Setting) -> tuple[float | None, float | None]:
-    """The least seconds of the linears of one batch, each as often as it occurs; of the format, and of the baseline."""
     costs = [(one.side.cost, _floats(one, setting), one.M, one.linear.count) for one in group if one.side is not None]
     ours = _total((own.bound(*_shape(M), setting.limits), n) for own, _, M, n in costs)
     return ours, _total((hp.bound(*_shape(M), setting.limits), n) for _, hp, M, n in costs)

@@ -71,16 +71,16 @@ class StepCost:
     many_bytes: float = 0.0
 
     def weights(self, rows: float) -> float:
-        """Count the bytes of weights that a step of so many rows reads."""
+        """Count the bytes of weights read by a step of `rows` rows."""
         return self.many_bytes if 0 < self.many_rows <= rows else self.weight_bytes
 
     def bytes(self, batch: float, tokens: float, context: float) -> float:
-        """Count the bytes that a step of `tokens` new tokens a sequence moves, with `context` tokens in the cache."""
+        """Count the bytes moved by a step of `tokens` new tokens a sequence, with `context` tokens in the cache."""
         moved = (context + tokens) * self.kv_bytes_per_token + tokens * self.io_bytes_per_token
         return self.weights(batch * tokens) + batch * moved
 
     def bound(self, batch: float, tokens: float, context: float, limits: Limits) -> float | None:
-        """Give the least seconds, `max(bytes / β, operations / π)`; None if a ceiling is not known."""
+        """Return the least seconds, `max(bytes / β, operations / π)`; None if a ceiling is unknown."""
         work = [
             (batch * (tokens * self.flops_per_token + self.head_flops), self.compute),
             (batch * _looked_at(tokens, context) * self.attention_flops, self.attention),
@@ -91,7 +91,7 @@ class StepCost:
         return max(self.bytes(batch, tokens, context) / limits.read, computing)
 
     def shares(self, batch: float, tokens: float, context: float, limits: Limits) -> dict[str, Interval] | None:
-        """Give seconds of a step by component, for `planning.efficiency`; None if a ceiling is not known."""
+        """Return seconds of a step by component, for `planning.efficiency`; None if a ceiling is unknown."""
         inside = self.weights(batch * tokens) - self.float_bytes + batch * tokens * self.io_bytes_per_token
         flops = batch * (tokens * self.flops_per_token + self.head_flops - self.float_head_flops)
         floats = efficiency.named(efficiency.floats(self.attention), self.attention)
@@ -128,7 +128,7 @@ class Limits:
 
     @classmethod
     def of(cls, measured: Sequence[Ceiling], cache: int | None = None) -> Limits:
-        """Read measured ceilings; what could not be measured is absent."""
+        """Read measured ceilings; missing ones are absent."""
         read = next((c.value for c in measured if c.name == "ceiling.read"), None)
         rates = {str(c.settings["compute_type"]): c.value for c in measured if c.name == "ceiling.compute"}
         used = [c.error for c in measured if c.name in ("ceiling.read", "ceiling.compute")]
@@ -136,9 +136,9 @@ class Limits:
         return cls(read, known, max(used, default=0.0), cache)
 
     def promise(self, bound: float | None, hp_bound: float | None) -> dict[str, float]:
-        """Give settings of a latency: `promised`, S* = R_hp / R_f, and `promised_most`, if the ceilings are wrong.
+        """Return settings of a latency: `promised`, S* = R_hp / R_f, and `promised_most`, with the ceilings' error.
 
-        Two ceilings, one above and one below, make their ratio wrong twice. Empty where a bound is not known.
+        Two ceilings, one too high and one too low, distort their ratio twice. Empty if a bound is unknown.
 
         Args:
             bound: R_f in seconds.
@@ -150,12 +150,12 @@ class Limits:
 
 
 def _looked_at(tokens: float, context: float) -> float:
-    """(query, key) pairs of a sequence."""
+    """Count the (query, key) pairs of a sequence."""
     return tokens * context + tokens * (tokens + 1) / 2
 
 
 def captured_gain(row: Row) -> float | None:
-    """Give (S − 1) / (S* − 1) of a `tax.total` row; None where S* < 1.05, which promises nothing, or not known."""
+    """Return (S − 1) / (S* − 1) of a `tax.total` row; None if S* < 1.05, which promises nothing, or is unknown."""
     op = row.op
     if row.value is None or op is None or not (op.bound_s and op.hp_bound_s and op.hp_s):
         return None
@@ -174,13 +174,13 @@ class Win:
 
 
 def win_intervals(sizes: Sequence[int], low: Sequence[float], ratio: Sequence[float], draws: Array) -> list[Win]:
-    """Find the ranges of M in which the lower end of the ratio's interval lies above 1.
+    """Find the ranges of M where the lower end of the ratio's interval lies above 1.
 
     Args:
-        sizes: the M measured, rising.
-        low: lower end of the interval of the ratio at each.
-        ratio: at each.
-        draws: `[len(sizes), resamples]` the ratio in each resample.
+        sizes: measured M, rising.
+        low: lower end of the interval of the ratio at each M.
+        ratio: ratio at each M.
+        draws: `[len(sizes), resamples]` ratio in each resample.
     """
     at, margin = np.log(sizes), np.log(low) - np.log(ratio)
     height = np.log(low)
@@ -202,7 +202,7 @@ def win_intervals(sizes: Sequence[int], low: Sequence[float], ratio: Sequence[fl
 
 
 def _end(at: Array, height: Array, resampled: Array, path: range) -> tuple[float | None, Interval | None]:
-    """Where a range ends along a path that begins inside it, with the interval of that."""
+    """Find the end of a range along a path that begins inside it, with its interval."""
     crossing = _crossing(at, height, path)
     if crossing is None:
         return None, None
@@ -215,7 +215,7 @@ def _end(at: Array, height: Array, resampled: Array, path: range) -> tuple[float
 
 
 def _crossing(at: Array, height: Array, path: range) -> float | None:
-    """Where a curve first falls to zero along a path of points; its first point if it is there already; or None."""
+    """Find the first zero of a curve along a path of points; its first point if it is there already; or None."""
     if height[path[0]] <= 0:
         return float(at[path[0]])
     for here, there in pairwise(path):
@@ -228,10 +228,10 @@ def _crossing(at: Array, height: Array, path: range) -> float | None:
 def ideal(
     ours: StepCost, theirs: StepCost, limits: Limits, shape: Callable[[float], Shape]
 ) -> tuple[float | None, str]:
-    """Find the M up to which the roofline promises a gain, where S* = 1, or why there is none.
+    """Find the M up to which the roofline promises a gain, where S* = 1, or the reason for having none.
 
     Args:
-        shape: M -> (batch, new tokens a sequence, tokens in the cache); need not be whole numbers.
+        shape: M -> (batch, new tokens a sequence, tokens in the cache); fractions are allowed.
 
     Returns:
         (M, "") or (None, `no-ceiling` | `ideal-wins-nowhere` | `ideal-wins-everywhere`, up to 65,536).
@@ -265,7 +265,7 @@ def ideal_sum(
 
 
 def promised(parts: Sequence[tuple[StepCost, StepCost, int]], limits: Limits, shape: Shape) -> float | None:
-    """Give S* of several operations one after the other; None if a ceiling is not known."""
+    """Return S* of several operations one after the other; None if a ceiling is unknown."""
     bounds = [(ours.bound(*shape, limits), theirs.bound(*shape, limits), count) for ours, theirs, count in parts]
     if any(own is None or other is None for own, other, _ in bounds):
         return None
@@ -273,7 +273,7 @@ def promised(parts: Sequence[tuple[StepCost, StepCost, int]], limits: Limits, sh
 
 
 def win_settings(wins: Sequence[Win], sizes: Sequence[int]) -> dict[str, float | int | str | None]:
-    """Give settings of a `tax.break_even` row: `win_1_from`, `win_1_to_low`, ...; null at the edges."""
+    """Return settings of a `tax.break_even` row: `win_1_from`, `win_1_to_low`, ...; null at the edges."""
     told: dict[str, float | int | str | None] = {
         "measured_from": sizes[0],
         "measured_to": sizes[-1],
@@ -288,7 +288,7 @@ def win_settings(wins: Sequence[Win], sizes: Sequence[int]) -> dict[str, float |
 
 
 def win_flags(wins: Sequence[Win]) -> list[str]:
-    """Tell why a break-even row has no value: `wins-nowhere`, `wins-everywhere`, `wins-to-the-end`."""
+    """Return the reason for a break-even row without a value: `wins-nowhere`, `wins-everywhere`, `wins-to-the-end`."""
     if not wins:
         return ["wins-nowhere"]
     if wins[0].end is None:
