@@ -1,1 +1,1 @@
-"""The numbers predicted before the work: shapes, memory, time, cost. Torch-free, no weights needed."""
+"""Predictions before the work: shapes, memory, time, cost. Needs neither torch nor weights."""

@@ -1,6 +1,6 @@
-"""Which layer is stored how: the recipe's scheme, overrides and exceptions, laid over a model's shapes.
+"""Assignment of schemes to layers: the recipe's scheme, overrides and exceptions, applied to a model's shapes.
 
-Names and shapes are enough: a compile takes them from the model, a plan from its config, and both decide by this.
+Names and shapes suffice. A compile takes them from the model, a plan from its config, and both decide here.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from quantkit.model.sizes.storage import instead, mixed, power
 from quantkit.recipe import PassStep, Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 
-# what lies outside the blocks; all but the head is never quantized, and naming it in `keep` says so
+# parts outside of the blocks; only the head can be quantized, and `keep` may name the others
 HEAD = "lm_head"
 ROLES = ("embeddings", HEAD, "norms")
-# decisions with these codes are no fallback: the recipe asks for them
+# decisions with these codes are not fallbacks: the recipe asks for them
 AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER = "kept-as-asked", "group-shrunk", "head-rounded", "untied", "router-kept"
 MIXED = "kept-high"
-# these are: what stays in floats although the recipe does not say so
+# fallbacks: layers stay in floats although the recipe does not say so
 SHARED, FLOATS, EXPERTS = "shared-kept", "floats-left", "experts-merged"
 # the same experts, where the recipe's `keep` names them
 EXPERTS_KEPT = "experts-kept"
-# the share of linear weights that may stay in floats without a word
+# share of linear weights that may stay in floats without a decision
 FLOATS_LIMIT = 0.05
 ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER, MIXED, EXPERTS_KEPT)
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """How each linear is stored.
+    """Storage of each linear.
 
     Args:
-        activations: linear -> how its input is quantized, of those in `schemes` whose input is; never the head's.
-        decisions: those left in high precision against the default, and what is stored otherwise than the scheme says.
-        head: the language-model head's name, if it is to be quantized.
+        schemes: linear -> scheme of its weight.
+        activations: linear in `schemes` -> scheme of its quantized input; never the head.
+        decisions: linears left in high precision against the default, and changes of the scheme.
+        head: name of the language-model head, if it is quantized.
     """
 
     schemes: Mapping[str, WeightScheme]
@@ -52,18 +53,22 @@ class Assigned:
 
 
 def solves(step: PassStep) -> bool:
-    """Tell whether a pass gives codes to a product alone, as the head is one."""
+    """Tell whether a pass can assign codes to a single product, such as the head."""
     kind = plugins.PASSES.of(step)
     return "unassigned" in kind.requires and "codes" in kind.ensures and not kind.on_graphs
 
 
 def takes_head(recipe: Recipe) -> bool:
-    """Tell whether a language-model head is one of the layers that a recipe stores in its scheme."""
+    """Tell whether a recipe quantizes the language-model head."""
     return HEAD not in recipe.keep and recipe.scheme.weights is not None
 
 
 def assign_sizes(recipe: Recipe, architecture: Architecture, names: Mapping[str, Matrix] | None = None) -> Assigned:
-    """Decide for every linear of a model that is not opened; `names`: of those inside the blocks, if not as usual."""
+    """Assign schemes for a model that is not opened.
+
+    Args:
+        names: name -> linear inside the blocks, if the names differ from the architecture's.
+    """
     inside = names if names is not None else {matrix.name: matrix for matrix in architecture.inside()}
     shapes = {name: (matrix.N, matrix.K) for name, matrix in inside.items()}
     routers = [name for name, matrix in inside.items() if matrix.router]
@@ -85,20 +90,22 @@ def assign(
     apart: Mapping[str, bool] | None = None,
     model: str = "model",
 ) -> Assigned:
-    """Decide for every linear.
+    """Assign a scheme to every linear.
 
     Args:
-        shapes: of the linears inside the blocks, and of the head if `takes_head`.
-        dtype: what the source stores; bfloat16 models read bfloat16 scales.
-        head: which of them is the head.
-        routers: those that choose or weigh experts, and stay as they are.
-        shared: those whose weight another linear in another block has too -> that one; they stay as they are.
-        largest: linear -> the largest magnitude of its weight, of those that are known.
-        apart: modules inside the blocks whose matrices belong to no linear -> whether they are merged experts. They
-            stay as they are, and `keep` may say so.
+        shapes: shapes of the linears inside the blocks, and of the head if `takes_head`.
+        dtype: dtype of the source; bfloat16 models read bfloat16 scales.
+        head: name of the head.
+        routers: linears that choose or weigh experts; they stay as they are.
+        shared: linear -> linear of another block with the same weight; both stay as they are.
+        largest: linear -> largest magnitude of its weight, if known.
+        apart: module with matrices that belong to no linear -> True for merged experts. They stay as they are; `keep`
+            may name them.
+        model: name of the model, for errors.
 
-    Raises InputError (`override-unmatched`, `keep-unmatched`, `group-indivisible`, `format-unsupported`,
-    `nothing-to-quantize`).
+    Raises:
+        InputError: `override-unmatched`, `keep-unmatched`, `group-indivisible`, `format-unsupported`,
+            `nothing-to-quantize`.
     """
     decisions: list[Decision] = []
     if not recipe.passes:
@@ -116,7 +123,7 @@ def assign(
     decisions += [decision("recipe", ROUTER, name, reason, form) for name, form in kept.items()]
     for name, other in sorted((shared or {}).items()):
         if name in schemes:
-            reason = f"its weight is that of {other} too: one set of codes cannot follow the inputs of both"
+            reason = f"{other} has the same weight: one set of codes cannot fit the inputs of both"
             decisions.append(decision("recipe", SHARED, name, reason, schemes.pop(name).format))
     if recipe.scheme.mixture is not None:
         schemes = _fallen_back(recipe.scheme.mixture, shapes, schemes, decisions)
@@ -127,18 +134,18 @@ def assign(
     if head is not None and head not in schemes:
         head = None
     if head is not None and not any(solves(step) for step in recipe.passes):
-        reason = "the pass that assigns codes inside the blocks knows no product alone: the head is rounded to nearest"
+        reason = "the pass that assigns codes in blocks cannot take a single product: the head is rounded to nearest"
         decisions.append(decision("recipe", ROUNDED, head, reason, None, schemes[head].format))
     if recipe.scheme.weights is not None and not schemes:
         value = f"{len(shapes)} linears in its blocks, none of them to quantize"
-        rule = "a recipe with a weight scheme quantizes something"
-        remedy = "look at `keep`, `overrides` and `on_indivisible`"
+        rule = "a recipe with a weight scheme must quantize something"
+        remedy = "check `keep`, `overrides` and `on_indivisible`"
         raise InputError("nothing-to-quantize", model, value, rule, remedy)
     activations = {name: how for name in schemes if name != head and (how := recipe.activations_for(name)) is not None}
     wrong = [name for name, how in activations.items() if how.group and shapes[name][1] % how.group]
     if wrong:
         value = f"activations in groups of {activations[wrong[0]].group}, K {shapes[wrong[0]][1]}"
-        remedy = "quantize them by token, or leave these layers' inputs alone: an override with `activations: null`"
+        remedy = "quantize them by token, or keep these layers' inputs in floats: an override with `activations: null`"
         raise InputError("group-indivisible", _first_of(wrong), value, "the group divides K", remedy)
     return Assigned(schemes, activations, decisions, head)
 
@@ -151,27 +158,28 @@ def _check_formats(schemes: Schemes) -> None:
     for name, scheme in schemes.items():
         if not load_format(scheme.format).rules.codes:
             quantizing = [form for form in plugins.FORMATS.shipped() if load_format(form).rules.codes]
-            remedy = f"use {', '.join(quantizing)}; to leave layers as they are, `weights: null` in an override"
+            remedy = f"use {', '.join(quantizing)}; to keep layers in floats, `weights: null` in an override"
             raise InputError(
                 "format-unsupported", name, f"weights in {scheme.format}", "it has no codes to assign", remedy
             )
 
 
 def _keeps(recipe: Recipe, name: str) -> str | None:
-    """Return the glob in a recipe's `keep` that names a layer."""
+    """Return the glob of a recipe's `keep` for a layer."""
     return next((glob for glob in recipe.keep if glob not in ROLES and fnmatchcase(name, glob)), None)
 
 
 def _check_globs(recipe: Recipe, shapes: Shapes, apart: Collection[str]) -> None:
-    # not every model has a head; but a glob that only a kept head would match is a contradiction
+    # not every model has a head; but a glob that matches only a kept head is a contradiction
     anyway = [] if HEAD in recipe.keep else [HEAD]
-    asked = [("override-unmatched", "overrides", each.match) for each in recipe.overrides if each.match not in anyway]
+    globs = [change.match for change in recipe.overrides]
+    asked = [("override-unmatched", "overrides", glob) for glob in globs if glob not in anyway]
     asked += [("keep-unmatched", "keep", glob) for glob in recipe.keep if glob not in ROLES]
     for code, where, glob in asked:
         if not any(fnmatchcase(name, glob) for name in (*shapes, *(apart if where == "keep" else ()))):
-            like = f"layers are called like {next(iter(shapes), 'none')!r}"
+            like = f"layers have names like {next(iter(shapes), 'none')!r}"
             remedy = "take lm_head out of `keep`" if glob == HEAD else like
-            raise InputError(code, where, f"{glob!r} matches no layer", "every glob matches something", remedy)
+            raise InputError(code, where, f"{glob!r} matches no layer", "every glob matches a layer", remedy)
 
 
 def _assigned(recipe: Recipe, shapes: Shapes, head: str | None, decisions: list[Decision]) -> dict[str, WeightScheme]:
@@ -190,25 +198,25 @@ def _assigned(recipe: Recipe, shapes: Shapes, head: str | None, decisions: list[
 
 
 def _fallen_back(mixture: str, shapes: Shapes, schemes: Schemes, decisions: list[Decision]) -> dict[str, WeightScheme]:
-    """Put in what stands in for super-blocks that K does not fill; one decision a kind, one for all bits."""
+    """Replace super-blocks if they do not divide K; one decision per kind, one for the bits of the mixture."""
     stored = {name: instead(scheme, shapes[name][1]) for name, scheme in schemes.items()}
     kinds: dict[tuple[str, str, int], list[str]] = {}
     for name, scheme in schemes.items():
         if stored[name] != scheme:
             kinds.setdefault((scheme.format, stored[name].format, shapes[name][1]), []).append(name)
     for (before, after, columns), names in kinds.items():
-        bits = [load_format(each).bits_per_weight((1, 256), WeightScheme(format=each)) for each in (before, after)]
+        bits = [load_format(form).bits_per_weight((1, 256), WeightScheme(format=form)) for form in (before, after)]
         reason = f"256 does not divide K {columns}: {bits[1]:.4g} bits a weight instead of {bits[0]:.4g}"
         decisions.append(decision("recipe", "type-fallback", _first_of(names), reason, before, after))
     if kinds:
         meant, taken = _bits(schemes, shapes), _bits(stored, shapes)
-        reason = f"with what stands in for other types this {mixture} takes {taken:.2f} bits a weight, not {meant:.2f}"
+        reason = f"with its replacement types this {mixture} has {taken:.2f} bits a weight, not {meant:.2f}"
         decisions.append(decision("recipe", "mixture-bits", "scheme.mixture", reason, round(meant, 4), round(taken, 4)))
     return stored
 
 
 def _bits(schemes: Schemes, shapes: Shapes) -> float:
-    """Return the bits of a weight of all of them, on the mean; as if K were whole groups."""
+    """Return the mean bits of a weight, as if groups divided K."""
     sizes = {name: shapes[name][0] * shapes[name][1] for name in schemes}
     bits = {name: load_format(how.format).bits_per_weight((1, 256), how) for name, how in schemes.items()}
     return sum(bits[name] * size for name, size in sizes.items()) / max(1, sum(sizes.values()))
@@ -239,14 +247,14 @@ def _divisible(recipe: Recipe, shapes: Shapes, schemes: Schemes, decisions: list
     group, columns = schemes[first].multiple, shapes[first][1]
     widths = sorted({shapes[name][1] for name in wrong})
     rules = load_format(schemes[first].format).rules
-    groups = () if rules.multiple else rules.groups or (256, 192, 128, 96, 64, 48, 32, 16)  # of a multiple there is one
+    groups = () if rules.multiple else rules.groups or (256, 192, 128, 96, 64, 48, 32, 16)
     fitting = [size for size in groups if all(width % size == 0 for width in widths)]
-    # not all that reads groups reads other sizes than powers of two
+    # some readers of groups take only powers of two
     nearest = min(fitting, key=lambda size: (size & (size - 1) != 0, abs(size - group))) if fitting else None
     remedies = [f"--set scheme.weights.group={nearest}"] if nearest else []
-    if len(wrong) < len(schemes):  # what would keep every layer leaves nothing to quantize
+    if len(wrong) < len(schemes):  # keeping every layer would leave nothing to quantize
         remedies.append("--set on_indivisible=keep")
-    remedy = ", or ".join(remedies or ["--recipe int8, whose scales are of whole rows"])
+    remedy = ", or ".join(remedies or ["--recipe int8, which has one scale per row"])
     raise InputError("group-indivisible", _first_of(wrong), f"group {group}, K {columns}", "group divides K", remedy)
 
 
@@ -256,7 +264,7 @@ def _shrunk(
     sizes: Mapping[tuple[str, int, int], int | None],
     decisions: list[Decision],
 ) -> dict[str, WeightScheme]:
-    """Shrink the groups of the layers of each kind, (format, group, K); one decision a kind."""
+    """Shrink the groups of the layers of each kind, (format, group, K); one decision per kind."""
     shrunk = dict(schemes)
     for (form, group, columns), names in kinds.items():
         size = sizes[form, group, columns]
@@ -267,28 +275,28 @@ def _shrunk(
 
 
 def _multiplied(schemes: Schemes, largest: Mapping[str, float], decisions: list[Decision]) -> dict[str, WeightScheme]:
-    """Widen scales to float32 where weights go beyond float16: runtimes multiply codes in the dtype of their scales."""
+    """Widen scales to float32 if weights exceed float16: runtimes multiply codes in the dtype of their scales."""
     widened = dict(schemes)
     for name, scheme in schemes.items():
         reaches, wide = largest.get(name, 0.0), "float32" in load_format(scheme.format).rules.scales
-        # half of it is left to what passes fold into weights, or multiply them by
+        # half of the range is left for the scalings of passes
         if scheme.scale == "float16" and wide and reaches > FLOAT16 / 2:
             widened[name] = scheme.model_copy(update={"scale": "float32"})
-            reason = f"its weights go up to {reaches:.3g}; scales in float16 are multiplied there, which ends at 65504"
+            reason = f"its weights go up to {reaches:.3g}; float16 scales multiply in float16, which ends at 65504"
             decisions.append(decision("recipe", "scale-dtype", name, reason, "float16", "float32"))
     return widened
 
 
 def _storable(schemes: Schemes, dtype: str, decisions: list[Decision]) -> dict[str, WeightScheme]:
-    """Store scales in a dtype that the model's dtype holds exactly: runtimes read them in the model's dtype."""
+    """Store scales in the model's own dtype, in which runtimes read them."""
     if dtype not in ("float16", "bfloat16"):
         return dict(schemes)
-    found = {
-        # a format may have no such scales, and be read by kernels of its own
+    stored = {
+        # a format without such scales has kernels of its own
         name: scheme.model_copy(update={"scale": dtype}) if dtype in load_format(scheme.format).rules.scales else scheme
         for name, scheme in schemes.items()
     }
-    for scale in sorted({schemes[name].scale for name, scheme in found.items() if scheme != schemes[name]}):
+    for scale in sorted({schemes[name].scale for name, scheme in stored.items() if scheme != schemes[name]}):
         reason = f"a {dtype} model's runtimes read its scales as {dtype}"
         decisions.append(decision("recipe", "scale-dtype", "scheme.weights.scale", reason, scale, dtype))
-    return found
+    return stored

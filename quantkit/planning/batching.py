@@ -1,23 +1,22 @@
-"""Continuous batching, simulated event by event: requests arrive, wait, are prefilled, and decode together.
+"""Event-by-event simulation of continuous batching: requests arrive, wait, are prefilled, and decode together.
 
-    a step         decoding: a token for each of B sequences that look at c tokens on average, D(B, c) seconds
-                   prefill: T tokens of prompts that look at a tokens on average, P(T, a) seconds
-                   both at once: P(T + B, a) + D(B, c) − D(B, 1): the weights are read once, the caches on top of that
-    chunked        every running sequence has its token first; what is left of a step's tokens goes to prompts in order
-                   of arrival, and what does not fit of the last one waits for the next step. So vLLM schedules ("It
+    a step         decoding: a token for each of B sequences with c tokens of context on average, D(B, c) seconds
+                   prefill: T prompt tokens with a tokens of context on average, P(T, a) seconds
+                   both at once: P(T + B, a) + D(B, c) − D(B, 1): weights are read once, caches on top of that
+    chunked        every running sequence first gets its token; the rest of a step's tokens goes to prompts in order of
+                   arrival, and the remainder of the last prompt waits for the next step. vLLM schedules so ("It
                    batches all pending decode requests before scheduling any prefill operations", docs.vllm.ai,
                    Optimization and Tuning, Chunked Prefill; always on in its V1 engine).
-    prefill-first  prompts that wait are computed whole and alone, while running sequences stand still. So vLLM did
-                   before ("prioritizes prefills and doesn't batch prefill and decode to the same batch", docs.vllm.ai,
+    prefill-first  waiting prompts are computed whole and alone, while running sequences pause. vLLM did so before
+                   ("prioritizes prefills and doesn't batch prefill and decode to the same batch", docs.vllm.ai,
                    0.4.2, Performance and Tuning).
-    admission      in order of arrival, as soon as the batch has a place and the cache room for prompt and output to
-                   the end, so that nothing that runs is ever paused: TensorRT-LLM's default (GUARANTEED_NO_EVICT).
-                   vLLM admits more and recomputes what it had to evict, which is not simulated.
+    admission      in order of arrival, once the batch has a place and the cache has room for prompt and whole output,
+                   so that no running sequence is ever paused: TensorRT-LLM's default (GUARANTEED_NO_EVICT). vLLM
+                   admits more and recomputes evicted sequences, which is not simulated.
 
-Steps between two events (arrival, end of a prompt, end of an output) differ in nothing but the tokens that are looked
-at, which grow evenly, and seconds are linear in them between the points of a table. So such steps are added up in
-closed form, and a run costs a few operations an event and not one a token. Not simulated: the host, the network,
-sharing of prefixes, requests that are broken off.
+Steps between two events (arrival, end of a prompt, end of an output) differ only in their context, which grows evenly;
+seconds are linear in it between the points of a table. So these steps are summed in closed form, and a run costs a few
+operations per event, not per token. Not simulated: the host, the network, shared prefixes, cancelled requests.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class TimeGrid:
 
     Args:
         rows: rising; sequences of a decode step, or tokens of a prefill.
-        contexts: rising; tokens that each of them looks at.
-        seconds: `[rows][contexts]`, each above zero.
+        contexts: rising; mean context of a token.
+        seconds: `[rows][contexts]`, all above zero.
     """
 
     rows: Sequence[float]
@@ -59,7 +58,7 @@ class TimeGrid:
         if [len(row) for row in self.seconds] != [len(self.contexts)] * len(self.rows):
             raise ValueError("seconds are [rows][contexts]")
         if not all(0 < value < math.inf for row in self.seconds for value in row):
-            raise ValueError("a step takes more than no time, and ends")
+            raise ValueError("seconds are positive and finite")
 
     @classmethod
     def of(
@@ -69,7 +68,7 @@ class TimeGrid:
         return cls(rows, contexts, [[function(row, context) for context in contexts] for row in rows])
 
     def line(self, row: float, context: float) -> tuple[float, float, float]:
-        """Return seconds, seconds for each token of context more, and the context up to which that holds."""
+        """Return the seconds, the seconds per additional token of context, and the context up to which that holds."""
         if row not in self._known:
             self._known[row] = self._pieces(row)
         known = self._known[row]
@@ -83,7 +82,7 @@ class TimeGrid:
         return self.line(row, context)[0]
 
     def _pieces(self, row: float) -> list[tuple[float, float]]:
-        """(seconds, slope) at the start of each piece of a row's line; one piece where there is one context."""
+        """Return (seconds, slope) at the start of each piece of a row's line; one piece for a single context."""
         if len(self.rows) == 1:
             values = list(self.seconds[0])
         else:
@@ -99,14 +98,16 @@ class TimeGrid:
 
 @dataclass(frozen=True)
 class Server:
-    """One copy of a model that serves requests, on however many devices.
+    """One copy of a model that serves requests, on any number of devices.
 
     Args:
-        prefill: P(tokens, context): seconds of a step of prompts; context is what its tokens look at on average, which
-            for a whole prompt of n is (n + 1) / 2.
-        decode: D(sequences, context): seconds of a step that gives each sequence a token.
-        cache_tokens: of all sequences together, of which `max_batch` run at once.
-        chunk: tokens of a step at most; with `prefill-first` a longer prompt is still computed whole.
+        prefill: P(tokens, context), seconds of a step of prompts; context is the mean over its tokens: (n + 1) / 2 for
+            a whole prompt of n.
+        decode: D(sequences, context), seconds of a step that gives each sequence a token.
+        cache_tokens: tokens that fit the cache, over all sequences.
+        max_batch: most sequences that run at once.
+        chunk: most tokens of a step; with `prefill-first` a longer prompt is still computed whole.
+        policy: order of prefill and decoding.
 
     Raises:
         InputError: `server-invalid`.
@@ -123,7 +124,7 @@ class Server:
         least = self.max_batch if self.policy == "chunked" else 1
         for name, value, low, rule in (
             ("max_batch", self.max_batch, 1, "at least one sequence runs"),
-            ("cache_tokens", self.cache_tokens, 1, "the cache holds something"),
+            ("cache_tokens", self.cache_tokens, 1, "the cache holds at least one token"),
             ("chunk", self.chunk, least, "a step has a token for each running sequence, so chunk >= max_batch"),
         ):
             if value < low:
@@ -140,21 +141,22 @@ class Server:
         chunk: int = CHUNK,
         policy: Policy = "chunked",
     ) -> Server:
-        """Tabulate one function for both kinds of step: about 80 calls.
+        """Tabulate one function for both kinds of step, with about 80 calls.
 
         Args:
-            seconds: of a step in which (batch) sequences each add (tokens) new ones to (past) tokens in the cache.
+            seconds: function of (batch, tokens, past): seconds of a step in which each sequence adds tokens to past
+                ones in the cache.
             longest: prompt and output of the longest request.
         """
         longest = max(longest, 4)
         quarters = sorted({1, *(longest * part // 4 for part in (1, 2, 3, 4))})
 
         def decode(batch: float, context: float) -> float:
-            # with nothing before it a token would be a prompt
+            # a token without context would be a prompt
             return seconds(int(batch), 1, max(1, int(context) - 1))
 
         def prefill(tokens: float, context: float) -> float:
-            # as many prompts of one length as look at so much on average; a single one that comes after others
+            # as many equal prompts as have this mean context; a longer context is one prompt behind past tokens
             length = max(1, min(round(tokens), round(2 * context - 1)))
             several = max(1, round(tokens / length))
             past = max(0, round(context - (length + 1) / 2))
@@ -172,7 +174,7 @@ class Server:
 
 
 def _doubling(most: int) -> list[int]:
-    """1, 2, 4, … and the most itself."""
+    """Return 1, 2, 4, … and the largest value itself."""
     return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
@@ -181,11 +183,16 @@ class Trace:
     """Course of a run, in seconds from its start; sequences have an entry for each request, in order of arrival.
 
     Args:
-        first: when its first token was there; `finish`: when its last was.
-        busy: seconds in which anything ran.
-        steps: decode steps; `decoded`: tokens that they gave; each request's first comes with its prefill.
+        arrival: arrival of each request.
+        first: time of its first token.
+        finish: time of its last token.
+        prompt: tokens of its prompt.
+        output: tokens of its output.
+        busy: seconds with any work.
+        steps: decode steps.
+        decoded: tokens of the decode steps; the first token of a request comes with its prefill.
         prefilled: tokens of prompts.
-        peak_cache: the most tokens that were reserved at a time.
+        peak_cache: largest number of reserved tokens.
     """
 
     arrival: Sequence[float]
@@ -201,7 +208,7 @@ class Trace:
 
     @property
     def end(self) -> float:
-        """Time when the last one was done."""
+        """Time when the last request was done."""
         return max(self.finish, default=0.0)
 
 
@@ -210,11 +217,11 @@ def run(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int
 
     Args:
         arrivals: seconds, not falling.
-        prompts: tokens of each, from 1 up.
-        outputs: tokens that each gets, from 1 up.
+        prompts: tokens of each prompt, from 1 up.
+        outputs: tokens of each output, from 1 up.
 
     Raises:
-        InputError: `request-too-long`, where one alone does not fit the cache.
+        InputError: `request-too-long`, if one request alone exceeds the cache.
     """
     count = len(arrivals)
     need = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
@@ -223,12 +230,12 @@ def run(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int
     prefill, decode = server.prefill, server.decode
     chunked = server.policy == "chunked"
     first, finish = [0.0] * count, [0.0] * count
-    running: list[tuple[int, int]] = []  # a heap: (the decode step that ends it, which)
+    running: list[tuple[int, int]] = []  # a heap: (last decode step, request)
     now = busy = 0.0
-    head = done = 0  # who is next to be admitted; how many are finished
-    part, left = -1, 0  # whose prompt is computed in pieces, and what is left of it
+    head = done = 0  # next request to admit; finished requests
+    part, left = -1, 0  # request whose prompt is computed in pieces, and its remaining tokens
     reserved = peak = 0
-    steps = decoded = prefilled = looked = 0  # looked: at by all that run, in their next step
+    steps = decoded = prefilled = looked = 0  # looked: context of all running requests in their next step
 
     while done < count:
         batch = len(running)
@@ -262,7 +269,7 @@ def run(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int
             head += 1
         peak = max(peak, reserved)
 
-        # seconds of this step, how much longer each like it takes than the one before, and how many are like it
+        # seconds of this step, growth per step, and number of steps of the same kind
         advances = batch > 0 and (chunked or not tokens)
         seconds = slope = 0.0
         alike = running[0][0] - steps if advances else left
@@ -281,7 +288,7 @@ def run(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int
             if end < math.inf:
                 alike = min(alike, int(end - context) + 1)
             room = batch < server.max_batch and head < count and reserved + need[head] <= server.cache_tokens
-            if room and not tokens:  # whoever comes next is let in at the end of the step he comes in
+            if room and not tokens:  # the next request is admitted at the end of the step in which it arrives
                 alike = min(alike, _until(arrivals[head] - now, seconds, slope, alike))
 
         took = _sum(alike, seconds, slope)
@@ -313,26 +320,26 @@ def run(arrivals: Sequence[float], prompts: Sequence[int], outputs: Sequence[int
 
 
 def too_long(tokens: int, cache_tokens: int) -> InputError:
-    """Make the error for a request that could not run even alone."""
+    """Make the error for a request that exceeds the cache."""
     return InputError(
         "request-too-long",
         where="cache",
         value=f"a request of {tokens:,} tokens",
         rule=f"the cache holds {cache_tokens:,} tokens, and a request stays in it whole",
-        remedy="a shorter context, a smaller format for weights or cache, or more devices",
+        remedy="use a shorter context, a smaller format for weights or cache, or more devices",
     )
 
 
 def _pairs(past: int, tokens: int) -> int:
-    """How often a token looks at a token, where (tokens) new ones come after (past): each sees itself too."""
+    """Count (query, key) pairs of new tokens after past ones; each token attends to itself too."""
     return tokens * past + tokens * (tokens + 1) // 2
 
 
 def _sum(steps: int, first: float, slope: float) -> float:
-    """Of an arithmetic series."""
+    """Sum an arithmetic series."""
     return steps * first + slope * (steps * (steps - 1) // 2)
 
 
 def _until(gap: float, first: float, slope: float, most: int) -> int:
-    """How many steps, at most (most), until a gap has passed."""
+    """Count the steps, up to a limit, until a gap has passed."""
     return 1 + bisect_left(range(1, most), gap, key=lambda steps: _sum(steps, first, slope))

@@ -1,22 +1,23 @@
-"""Memory and disk of a compile, from sizes alone: what refusals, plans and the choice of a device go by.
+"""Memory and disk of a compile, predicted from sizes; for refusals, plans and the choice of a device.
 
-    peak of a part = sum over what it holds of    bytes × how often that is there at once
+    peak of a part = sum over its contents of    bytes × number of copies at one time
 
-No time is foretold: a compile measures its first block and multiplies. The parts of a transformer's compile:
+Time is not predicted here: a compile measures its first block and multiplies. Parts of a transformer's compile:
 
-    prove      the model as plain transformers has it, whole or as much of it as fits anyway
+    prove      the model in plain transformers, whole or up to a size that fits anyway
     begin      embeddings and head, and the hidden states before the first block
-    quantize   a block with what its widest solve holds, hidden states in and out, what blocks are given beside them,
-               the activations of one forward
-    check      of a checkpoint a few blocks twice; of a graph its session, and one block of what it is held against
-    score      both heads, both models' hidden states, a few positions of logits; of a graph its session
-    confirm    of the original and of its export, one after the other, all of it; left out of large models
+    quantize   a block with its widest solve, hidden states in and out, the other inputs of blocks, the activations of
+               one forward
+    check      for a checkpoint a few blocks twice; for a graph its session, and one block of the reference
+    score      both heads, both models' hidden states, a few positions of logits; for a graph its session
+    confirm    the original and its export, one after the other, whole; left out for large models
     speed      the float model as a graph, made and loaded
 
-Embeddings and head, the *ends*, are loaded whole, in 32-bit floats, wherever they are needed: once where a model begins
-and where an export is checked, twice where two heads are compared. Tensors as large as they go back to the system when
-they are freed; of what is smaller, glibc's heap keeps a share, which stays with the parts after it. How often a thing
-is there at once was fitted to compiles of random models (`benchmarks/plan_compile.py --fit`): `compiling_memory.json`.
+Embeddings and head, the *ends*, are loaded whole, in 32-bit floats: once where a model begins and where an export is
+checked, twice where two heads are compared. Large tensors return to the system when they are freed; glibc's heap keeps
+a
+share of smaller ones, which later parts carry. The numbers of copies were fitted to compiles of random models
+(`benchmarks/plan_compile.py --fit`): `compiling_memory.json`.
 """
 
 from __future__ import annotations
@@ -42,33 +43,32 @@ from quantkit.plugins import Stores
 from quantkit.recipe import ExportStep, PassStep, Recipe
 from quantkit.scheme import WeightScheme
 
-# what one forward may take for activations, and tensors of the widest activation alive at one time, roughly
+# bytes for the activations of one forward, and rough number of live tensors of the widest activation
 ACTIVATION_BYTES, ALIVE = 768 * 2**20, 6
-# what adds to the residual stream, or begins a new shared input, by how such linears are called
+# names of linears that add to the residual stream, or begin a new shared input
 OUTWARD = ("o_proj", "out_proj", "down_proj", "dense", "output", "fc2", "c_proj", "w2")
-# positions that a compile scores at least, by the kind of model; tokens of a sequence where the calibration set says
-# nothing of them
+# fewest positions that a compile scores, by the kind of model; tokens of a sequence if the calibration set does not say
 SCORED, LENGTH = {"decoder": 2000, "encoder": 6000}, 512
-# sequences of a forward that scores; of a quantized cache's long contexts, tokens and sequences
+# sequences per scoring forward; tokens and sequences of the long contexts for a quantized cache
 SCORED_TOGETHER, LONG, LONG_SEQUENCES = 4, 2048, 4
-# a model of so many bytes is held against plain transformers as a whole, whatever else its compile takes; a larger one
-# where that takes so much of what its other parts take
+# models up to so many bytes are compared with plain transformers whole; larger ones if that takes at most this multiple
+# of the other parts' peak
 WHOLE, CONFIRMED = 640 * 2**20, 1.25
-# logits of one model that are in memory at one time; bytes from which on hidden states lie in a file
+# logits of one model in memory at one time; bytes from which on hidden states are kept in a file
 _LOGITS, _ON_DISK = 1 << 23, 1 << 30
 # bytes of a token in a tokenizer's memory: a byte-level BPE of 24,000 takes 28 MB, benchmarks/harness/tokenizer_side.py
 _TOKENIZER = 1164
-# bytes that a package which a layout is loaded with takes beyond transformers: importing bitsandbytes 0.50
+# bytes of packages that load a layout, beyond transformers: importing bitsandbytes 0.50
 _LIBRARY = {"bitsandbytes": 4.8e7}
-# bytes of a bundle's page with the code that draws it, of what is kept of a scored position, of a graph's nodes, and of
-# a token in a tokenizer's files: SmolLM2's 49,152 take 3.5 MB
+# bytes of a bundle's page with its drawing code, of a stored score per position, of a block's graph nodes, and of a
+# token in a tokenizer's files: SmolLM2's 49,152 take 3.5 MB
 _PAGE, _ITEM, _LAYER, _TOKEN = 1.7e6, 46, 4e4, 71
 MEMORY = Path(__file__).with_name("compiling_memory.json")
-# of a GPU's free bytes: the rest is for libraries' workspaces and for holes between what is allocated
+# usable share of a GPU's free bytes: the rest is for libraries' workspaces and fragmentation
 USABLE = 0.85
-# of the widest shared input: Hessians [K, K] of a solve, and what solvers hold beside weights [N, K]
+# for the widest shared input: matrices [K, K] of a solve, and matrices [N, K] beside the weight
 _SQUARES, _BESIDE = 8, 6
-# bytes that a search for folds takes at most, and how often it would like to have a shared input's weights
+# most bytes of a search for folds, and copies of a shared input's weights that it would use
 _SEARCH, _TRIED = 4e9, 42
 
 
@@ -77,8 +77,9 @@ class Disk:
     """Bytes on disk.
 
     Args:
-        work: beside the bundle while it is built: codes and hidden states.
-        cache: in the user's cache: the float model as a graph, where speed is measured.
+        bundle: the bundle itself.
+        work: files beside the bundle while it is built: codes and hidden states.
+        cache: files in the user's cache: the float model as a graph, if speed is measured.
     """
 
     bundle: float
@@ -87,19 +88,20 @@ class Disk:
 
     @property
     def most(self) -> float:
-        """Bytes that the bundle's disk has to hold at one time."""
+        """Largest number of bytes on the bundle's disk at one time."""
         return self.bundle + self.work
 
 
 @dataclass(frozen=True)
 class Compiling:
-    """What a compile takes.
+    """Resources of a compile.
 
     Args:
-        memory: part -> bytes resident at its peak; a graph's timing runs in processes of its own and is not in it.
-        notes: what was assumed.
-        device: how it lies on a GPU, if it computes on one: bytes, and sequences that go through at once.
-        seconds: stage -> seconds, of those that a rehearsal measured on one block; None where nothing was measured.
+        memory: part -> peak resident bytes; timing of a graph runs in processes of its own and is not included.
+        disk: bytes on disk.
+        notes: assumptions.
+        device: placement on a GPU, if it computes on one: bytes, and sequences per forward.
+        seconds: stage -> seconds, for stages that a rehearsal measured on one block; None without a measurement.
     """
 
     memory: Mapping[str, float]
@@ -115,11 +117,11 @@ class Compiling:
 
     @property
     def at_peak(self) -> str:
-        """The part that takes the most memory."""
+        """Part with the highest peak."""
         return max(self.memory, key=lambda part: self.memory[part])
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON, in seconds and bytes; what is not measured is null."""
+        """Return it as JSON, in seconds and bytes; unmeasured values are null."""
         return {
             "seconds": dict(self.seconds) if self.seconds else None,
             "total_seconds": sum(self.seconds.values()) if self.seconds else None,
@@ -136,17 +138,20 @@ class Compiling:
 
 @dataclass(frozen=True)
 class CompileSpec:
-    """One compile of a transformer in sizes.
+    """Sizes of one compile of a transformer.
 
     Args:
-        recipe: its exports are those that the target reads.
-        schemes: `Matrix.name` -> how it is stored; matrices that are not named stay as they are.
-        sequences: to calibrate on, of `length` tokens each; 0 where no pass looks at data.
-        scored: tokens that are scored, `scored_length` a sequence.
-        timed: whether the result is timed.
-        baseline: whether the float model has to be made as a graph, to be timed against.
-        beside: values that blocks are given for a token besides its hidden states: per-layer embeddings.
-        live: whether the model's own forward stands still at each block, one for every sequence (`model/streaming`).
+        architecture: shapes of the model.
+        recipe: recipe with the exports that the target reads.
+        schemes: `Matrix.name` -> scheme; other matrices stay as they are.
+        sequences: calibration sequences; 0 if no pass needs data.
+        length: tokens of a calibration sequence.
+        scored: tokens to score.
+        scored_length: tokens of a scored sequence.
+        timed: True if the result is timed.
+        baseline: True if the float model has to be exported as a graph for timing.
+        beside: values per token that blocks receive beside hidden states: per-layer embeddings.
+        live: True if the model's own forward pauses at each block, once per sequence (`model/streaming`).
     """
 
     architecture: Architecture
@@ -163,12 +168,12 @@ class CompileSpec:
 
     @property
     def tokens(self) -> int:
-        """Tokens that calibrate."""
+        """Calibration tokens."""
         return self.sequences * self.length
 
     @property
     def chunk(self) -> int:
-        """Sequences of one forward while calibrating."""
+        """Sequences per forward while calibrating."""
         return chunk_size(self.widest, max(self.length, 1))
 
     @property
@@ -178,17 +183,17 @@ class CompileSpec:
 
     @property
     def corrected(self) -> bool:
-        """Whether any pass looks at the original stream."""
+        """True if any pass needs the original stream."""
         return any(_needs(step) & {"original_inputs", "original_outputs"} for step in self.recipe.passes)
 
     @property
     def solving(self) -> bool:
-        """Whether any pass factors Hessians."""
+        """True if any pass factors Hessians."""
         return any("hessian" in _needs(step) for step in self.recipe.passes)
 
     @property
     def exports(self) -> list[str]:
-        """Destinations by name, in order."""
+        """Names of the exporters, in order."""
         return [step.name for step in self.recipe.export]
 
     @property
@@ -212,20 +217,20 @@ def described(
     baseline: bool = True,
     positions: int | None = None,
 ) -> CompileSpec:
-    """Describe the compile of a model by a recipe, where the model is not opened.
+    """Describe the compile of a model by a recipe, without opening the model.
 
     Args:
-        recipe: its exports are those that the target reads (`planning.support`).
-        speed: whether what it exports is timed, if it can be.
-        baseline: whether its graph has to be made to be timed against.
-        positions: that are scored, at least; None: as many as a compile scores.
+        recipe: recipe with the exports that the target reads (`planning.support`).
+        speed: True to time the exports.
+        baseline: True if the float graph has to be made for that.
+        positions: fewest positions to score; None: as many as a compile scores.
 
     Raises:
-        InputError: those of `assign_sizes`; `compile-unknown`, a network of images.
+        InputError: as `assign_sizes`; `compile-unknown` for a network of images.
     """
     if architecture.kind == "network":
-        rule = "what a compile takes is known of decoders and encoders of text"
-        remedy = "quantkit compile --dry-run says it of a graph"
+        rule = "resources are predicted for decoders and encoders of text"
+        remedy = "for a graph, quantkit compile --dry-run predicts them"
         raise InputError("compile-unknown", architecture.name, "a network of images", rule, remedy)
     schemes, scheme, calibration = assign_sizes(recipe, architecture).schemes, recipe.scheme, recipe.calibration
     fixed = any(part is not None and not part.dynamic for part in (scheme.activations, scheme.kv_cache))
@@ -246,7 +251,7 @@ def described(
 
 
 def predict(spec: CompileSpec) -> Compiling:
-    """Predict what the compile of a transformer takes."""
+    """Predict the resources of a transformer's compile."""
     return Compiling(peaks(spec), disk(spec))
 
 
@@ -254,12 +259,12 @@ def predict(spec: CompileSpec) -> Compiling:
 
 
 def chunk_size(widest: int, tokens: int) -> int:
-    """Count the sequences of `tokens` that go through one forward when the widest activation has `widest` features."""
+    """Count the sequences of `tokens` per forward if the widest activation has `widest` features."""
     return max(1, ACTIVATION_BYTES // (widest * tokens * 4 * ALIVE))
 
 
 def _needs(step: PassStep) -> frozenset[str]:
-    """The statistics that a pass of a recipe needs with its settings."""
+    """Return the statistics needed by a pass with its settings."""
     return pass_of(step).needs_with(step.settings)
 
 
@@ -268,19 +273,21 @@ def _stores(export: str) -> Stores:
 
 
 def timed(recipe: Recipe) -> ExportStep | None:
-    """Choose the export that is timed against the float model: a graph, else a file of everything."""
+    """Choose the export to time against the float model: a graph, else a single file."""
     by = {_stores(step.name): step for step in reversed(recipe.export)}
     return by.get("graph") or by.get("file")
 
 
 @cache
 def _storing(what: Stores) -> str:
-    """The first exporter that stores models so."""
+    """Return the first exporter with this kind of storage."""
     return next(name for name in plugins.EXPORTERS.shipped() if _stores(name) == what)
 
 
 def fitted(part: str) -> str:
-    """Name the part whose fit is taken: `check checkpoint` for `check gguf`; no file of everything was fitted."""
+    """Return the name of the part with the fit: `check checkpoint` for `check gguf`, since single files were not
+    fitted.
+    """
     kind, _, export = part.partition(" ")
     if not export:
         return part
@@ -289,7 +296,7 @@ def fitted(part: str) -> str:
 
 
 def shared(layer: BlockShapes) -> list[list[Matrix]]:
-    """Group the linears of a layer by the input that they share, in order, as far as their names tell."""
+    """Group the linears of a layer by their shared input, in order, as far as their names tell."""
     groups: list[list[Matrix]] = []
     for matrix in layer.matrices:
         parent, _, leaf = matrix.name.rpartition(".")
@@ -312,13 +319,13 @@ def elements(matrices: Sequence[Matrix]) -> float:
 
 @cache
 def copies() -> Mapping[str, Mapping[str, float]]:
-    """Read part -> what it holds -> how often that is there at once; of what is counted as 1, bytes."""
+    """Read part -> content -> number of copies at one time; for contents counted as 1, bytes."""
     stored: dict[str, Any] = json.loads(MEMORY.read_text(encoding="utf-8"))
     return stored["memory"]  # type: ignore[no-any-return]
 
 
 def peaks(spec: CompileSpec) -> dict[str, float]:
-    """Map part -> bytes resident at its peak."""
+    """Map part -> peak resident bytes."""
     memory = {
         part: sum(amount * table.get(term, 0.0) for term, amount in terms.items())
         for part, terms in held(spec).items()
@@ -331,8 +338,8 @@ def peaks(spec: CompileSpec) -> dict[str, float]:
 
 
 def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
-    """Map part -> what it holds -> bytes; `one` is the interpreter with its libraries, `graph` and `engine` those of
-    ONNX and of TensorRT.
+    """Map part -> content -> bytes; `one` is the interpreter with its libraries, `graph` and `engine` are the libraries
+    of ONNX and TensorRT.
     """
     model, stored = spec.architecture, {_stores(name) for name in spec.exports}
     libraries = {
@@ -352,7 +359,7 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
         parts["begin"] = {**libraries, "ends": spec.ends, **{name: quantized[name] for name in ("hidden", "beside")}}
         parts["quantize"] = {**libraries, **quantized}
         left = {f"left {name}": amount for name, amount in quantized.items()}
-    # of a session that was closed, too
+    # a closed session leaves memory too
     left |= {"left floats": _table(model)} if libraries["graph"] else {}
     for step in spec.recipe.export:
         layout = str(step.options.get("layout"))
@@ -409,12 +416,12 @@ def _quantizing(spec: CompileSpec) -> dict[str, float]:
 
 
 def _beside(spec: CompileSpec, tokens: int) -> float:
-    """What blocks are given besides hidden states, of all tokens: from `_ON_DISK` bytes on, the rest lies in files."""
+    """Return the bytes of other inputs of blocks for all tokens; above `_ON_DISK` the rest is in files."""
     return min(4.0 * tokens * spec.beside, _ON_DISK)
 
 
 def _scoring(spec: CompileSpec, *, cache: bool) -> dict[str, float]:
-    """Hidden states of what is scored, activations of a forward and logits; of a quantized cache, at long contexts."""
+    """Return bytes of hidden states, activations of a forward and logits; for a quantized cache, at long contexts."""
     model = spec.architecture
     tokens, length = spec.scored, spec.scored_length
     if cache:
@@ -431,18 +438,18 @@ def _scoring(spec: CompileSpec, *, cache: bool) -> dict[str, float]:
 
 
 def _session(spec: CompileSpec) -> dict[str, float]:
-    """Of ONNX Runtime: packed weights, and the rest in 32-bit floats."""
+    """Return the bytes of an ONNX Runtime session: packed weights, and the rest in 32-bit floats."""
     kept = max(spec.architecture.parameters - elements(_coded(spec)), 0.0)
     return {"packed": _packed_bytes(spec), "floats": 4.0 * kept + _table(spec.architecture) - _table_saved(spec)}
 
 
 def _coded(spec: CompileSpec) -> list[Matrix]:
-    """The linears of the blocks that get codes."""
+    """Return the quantized linears of the blocks."""
     return [matrix for matrix in spec.architecture.inside() if matrix.name in spec.schemes]
 
 
 def _table_saved(spec: CompileSpec) -> float:
-    """Bytes that a graph's token embeddings take less than in 32-bit floats."""
+    """Return the bytes saved by a graph's token embeddings against 32-bit floats."""
     model, graph = spec.architecture, _storing("graph")
     options = next((step.options for step in spec.recipe.export if step.name == graph), {})
     coded = model.head is not None and model.head.name in spec.schemes
@@ -450,12 +457,12 @@ def _table_saved(spec: CompileSpec) -> float:
 
 
 def _table(model: Architecture) -> float:
-    """Bytes of a head that is the embedding as well: a graph looks tokens up in one and multiplies by the other."""
+    """Return the bytes of a tied head: a graph has it once as a table and once as a matrix."""
     return 4.0 * model.head.parameters if model.head is not None and model.tied else 0.0
 
 
 def _packed_bytes(spec: CompileSpec) -> float:
-    """Bytes of all codes with their scales and zero points."""
+    """Return the bytes of all codes, scales and zero points."""
     model = spec.architecture
     matrices = [*model.inside(), *([model.head] if model.head is not None else [])]
     coded = ((matrix, scheme) for matrix in matrices if (scheme := spec.schemes.get(matrix.name)) is not None)
@@ -466,13 +473,13 @@ def _packed_bytes(spec: CompileSpec) -> float:
 
 
 def disk(spec: CompileSpec) -> Disk:
-    """Count the bytes that a compile writes."""
+    """Return the bytes on disk of a compile."""
     model = spec.architecture
     coded, packed = elements(_coded(spec)), _packed_bytes(spec)
     bundle = _PAGE if spec.schemes else 0.0
     for name in spec.exports:
         what = _stores(name)
-        # a graph is in 32-bit floats, an engine in 16, and beside the network that it is built from
+        # a graph has 32-bit floats; an engine has 16-bit floats, beside the network that it is built from
         width, count = {"tensors": (_width(model), 1), "file": (2, 1), "graph": (4, 1), "engine": (2, 2)}[what]
         bundle += count * (packed + width * (model.parameters - coded)) + _TOKEN * (model.vocabulary or 0)
         bundle -= _table_saved(spec) if what == "graph" else 0.0
@@ -480,7 +487,7 @@ def disk(spec: CompileSpec) -> Disk:
         bundle += _LAYER * len(model.layers) if what in ("graph", "engine") else 0.0
     hidden = 4.0 * (1 + spec.corrected) * spec.tokens * model.hidden
     cache = 0.0
-    if spec.timed and spec.baseline:  # a file is in 16 bits
+    if spec.timed and spec.baseline:  # a single file has 16-bit floats
         cache = (2.0 if _timed_as(spec) == "file" else 4.0) * model.parameters
     return Disk(bundle, (elements(list(model.inside())) if spec.schemes else 0.0) + 2 * hidden, cache)
 
@@ -490,14 +497,14 @@ def disk(spec: CompileSpec) -> Disk:
 
 @dataclass(frozen=True)
 class Fit:
-    """How a compile lies on a device.
+    """Placement of a compile on a device.
 
     Args:
-        needed: bytes without which it does not fit.
-        free: bytes on the device.
-        chunk: sequences of one forward; 0 where it does not fit.
-        resident: whether hidden states of the whole set stay there.
-        parts: bytes by what they are for.
+        needed: bytes that it needs at least.
+        free: free bytes on the device.
+        chunk: sequences per forward; 0 if it does not fit.
+        resident: True if hidden states of the whole set stay on the device.
+        parts: purpose -> bytes.
     """
 
     needed: float
@@ -508,7 +515,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether a block with its activations does."""
+        """True if a block with its activations fits."""
         return self.chunk > 0
 
     def as_dict(self) -> dict[str, object]:
@@ -524,15 +531,21 @@ class Fit:
 
 
 def fit(spec: CompileSpec, free: float) -> Fit:
-    """Lay a compile on a device with so many bytes free, before anything is loaded there.
+    """Place a compile on a device with so many free bytes, before anything is loaded there.
 
-    While blocks are solved, these are there together: three blocks in float32 (one is worked on, one is on its way, one
-    is being written; a fourth where a pass looks at the original stream), the widest solve, a search's candidates, and
-    the widest activation of a sequence `ALIVE` times; where the model's own forward stands still at each block, what
-    lies outside the blocks and what each forward holds meanwhile (three hidden states, what is beside them, a mask).
-    While models are scored: the ends of both, a block of each, a few sequences. The larger of the two has to fit. What
-    is left goes to hidden states of the whole set, if all of them fit, then to sequences that go through at once; where
-    forwards stand still, hidden states stay there in any case, and sequences go through one by one.
+    While blocks are solved, the device holds: three blocks in float32 (the present one, the next, the one being
+    written; a
+    fourth if a pass needs the original stream), the widest solve, a search's candidates, and `ALIVE` copies of the
+    widest
+    activation of a sequence. If the model's own forward pauses at each block, it also holds the parts outside of the
+    blocks
+    and the state of each paused forward (three hidden states, other inputs, a mask). While models are scored it holds
+    the
+    ends of both, a block of each, a few sequences. The larger of the two has to fit. The rest goes first to hidden
+    states
+    of the whole set, if all fit, then to more sequences per forward. With paused forwards, hidden states always stay on
+    the
+    device, and sequences run one by one.
     """
     model = spec.architecture
     streams = 2 if spec.corrected else 1
@@ -561,6 +574,6 @@ def fit(spec: CompileSpec, free: float) -> Fit:
     left = USABLE * free - solved + sequence
     resident = hidden + sequence <= left
     chunk = max(1, int((left - hidden * resident) // sequence))
-    # all of them, or a power of two: what else the card holds is then less likely to change the order of sums
+    # all, or a power of two: other uses of the card then rarely change the order of sums
     chunk = spec.sequences if 0 < spec.sequences <= chunk else 2 ** (chunk.bit_length() - 1)
     return Fit(needed, free, chunk, resident, parts)

@@ -1,22 +1,22 @@
-"""Costs of tokens and the energy that they take, from the seconds that they keep a machine busy.
+"""Cost and energy of tokens, from the seconds that they keep a machine busy.
 
-input          10⁶ · (seconds of prefill / tokens of the prompts) · c            a million tokens that go in
-output         10⁶ · (seconds of a step / sequences in it) · c                   a million that come out
-a request      (prompt · input + output · output) / 10⁶                          of the user's lengths
-blended        10⁶ · a request / (prompt + output)                               a million tokens of the traffic
+input          10⁶ · (seconds of prefill / tokens of the prompts) · c            per million prompt tokens
+output         10⁶ · (seconds of a step / sequences in it) · c                   per million output tokens
+a request      (prompt · input + output · output) / 10⁶                          for the user's lengths
+blended        10⁶ · a request / (prompt + output)                               per million tokens of the traffic
 c              price of a busy second, all devices. Rented: p / u. Owned: f / u + e
-  p            price of a rented hour; u: share of the hours paid for in which the machine works
-  f            (purchase − residual) / (years · 8,760 h) + upkeep, of each hour owned
-  e            watts · PUE · price of a kWh, of each hour that it works
-owned or rented      u* = f / (p − e): above it owning is cheaper than renting just the hours that are worked
-own or by the token  R* = f / (a − e · s): requests a second from which an own machine is cheaper, that costs f an
-                     hour whatever it does (for a rented one p) and e an hour of work; a: what the API asks for a
-                     request, s: seconds that it takes here. Beyond 1/s no machine goes: then the API is cheaper.
-energy         watts · seconds: the power of the boards is the most they draw, so it is the most that is used; the
-               machine around them is not in it unless the prices say so
+  p            price of a rented hour; u: share of the paid hours in which the machine works
+  f            (purchase − residual) / (years · 8,760 h) + upkeep, per owned hour
+  e            watts · PUE · price of a kWh, per hour of work
+owned or rented      u* = f / (p − e): above it owning is cheaper than renting only the hours of work
+own or by the token  R* = f / (a − e · s): requests a second from which an own machine is cheaper; it costs f per hour
+                     in any case (a rented one p) and e per hour of work; a: the API's price of a request, s: seconds
+                     of a request here. A machine serves at most 1/s; beyond that the API is cheaper.
+energy         watts · seconds: the boards' power limit, so an upper bound; the machine around them counts only if the
+               prices include it
 
-Prices are a document that the user edits: `prices.yaml` beside this file is a starting point; `--prices FILE` takes its
-place, whole. No price stands in code, and each carries the day it was read and where.
+Prices are a document that the user edits: `prices.yaml` beside this file is a starting point; `--prices FILE` replaces
+it, whole. No price is in the code, and each has its date and source.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pydantic import Field, field_validator, model_validator
 from quantkit.content import Closed, read_yaml, validated
 from quantkit.errors import InputError
 
-# days after which a price is warned of
+# days after which a price is reported as old
 STALE = 180
 _SHIPPED = Path(__file__).with_name("prices.yaml")
 _HOURS = 8760.0
@@ -52,8 +52,8 @@ class Dated(Closed):
     """A published figure.
 
     Args:
-        date: when it was read, or published: 2026-11-09.
-        source: where.
+        date: day when it was read, or published: 2026-11-09.
+        source: where it was published.
     """
 
     date: datetime.date | None = None
@@ -63,15 +63,15 @@ class Dated(Closed):
     @classmethod
     def _a_day(cls, value: Any) -> Any:
         if isinstance(value, bool | int | float):  # else seconds since 1970
-            raise ValueError("a day, as 2026-11-09")
+            raise ValueError("a day, like 2026-11-09")
         return value
 
     @field_validator("date")
     @classmethod
     def _not_to_come(cls, value: datetime.date | None) -> datetime.date | None:
-        # a day ahead is another time zone
+        # one day ahead is allowed for other time zones
         if value is not None and value > datetime.date.today() + datetime.timedelta(days=1):
-            raise ValueError("a day that has been")
+            raise ValueError("a day in the past")
         return value
 
     @model_validator(mode="after")
@@ -82,23 +82,28 @@ class Dated(Closed):
 
     @property
     def known(self) -> bool:
-        """Whether there is a price, and not a null to fill in."""
+        """True if there is a price, and not a null to fill in."""
         return True
 
     def line(self, currency: str) -> str:
-        """Say it in words."""
+        """Describe it in words."""
         raise NotImplementedError
 
 
 class Offer(Dated):
-    """Something that somebody rents out; `offer` is what it is called there."""
+    """Something to rent.
+
+    Args:
+        provider: who rents it out.
+        offer: name of the offer there.
+    """
 
     provider: Name
     offer: str = ""
 
     @property
     def label(self) -> str:
-        """`AWS (p5.48xlarge)`."""
+        """Name of provider and offer: `AWS (p5.48xlarge)`."""
         return f"{self.provider} ({self.offer})" if self.offer else self.provider
 
 
@@ -106,8 +111,9 @@ class Cloud(Offer):
     """A machine to rent.
 
     Args:
-        device: the target's name: `h100`; the machine has so many `devices`.
-        per_hour: of all of them; null: fill it in.
+        device: name of the target: `h100`.
+        devices: number of devices in the machine.
+        per_hour: price of an hour of all devices; null to fill in.
     """
 
     device: Name
@@ -116,7 +122,7 @@ class Cloud(Offer):
 
     @property
     def known(self) -> bool:
-        """Whether there is a price."""
+        """True if there is a price."""
         return self.per_hour is not None
 
     @property
@@ -125,20 +131,21 @@ class Cloud(Offer):
         return (self.per_hour or 0.0) / self.devices
 
     def line(self, currency: str) -> str:
-        """`AWS (p5.48xlarge): 55.04 USD an hour for 8 devices, 2026-11-09`."""
+        """Describe it: `AWS (p5.48xlarge): 55.04 USD an hour for 8 devices, 2026-11-09`."""
         several = f" for {self.devices} devices" if self.devices > 1 else ""
         return f"{self.label}: {self.per_hour:g} {currency} an hour{several}, {self.date}"
 
 
 class Owned(Dated):
-    """A device that is bought, with its share of the machine around it.
+    """A purchased device, with its share of the machine around it.
 
     Args:
-        device: the target's name.
-        purchase: price; null: fill it in.
-        residual: what it is sold for at the end of the `years` in which it is written off, evenly.
-        upkeep_per_year: place, network, service.
-        watts: drawn when it works, the machine's share included; default: the target's own power.
+        device: name of the target.
+        purchase: price; null to fill in.
+        residual: price at the end of the `years` of depreciation.
+        years: years of even depreciation.
+        upkeep_per_year: cost of place, network, service.
+        watts: power at work, with the machine's share; by default the target's own power.
     """
 
     device: Name
@@ -156,16 +163,16 @@ class Owned(Dated):
 
     @property
     def known(self) -> bool:
-        """Whether there is a price."""
+        """True if there is a price."""
         return self.purchase is not None
 
     @property
     def per_hour(self) -> float:
-        """Price of each hour that it is owned, used or not."""
+        """Price of each hour of ownership, used or not."""
         return ((self.purchase or 0.0) - self.residual) / (self.years * _HOURS) + self.upkeep_per_year / _HOURS
 
     def line(self, currency: str) -> str:
-        """`bought for 30,000 USD, 4 years, 2026-11-09`."""
+        """Describe it: `bought for 30,000 USD, 4 years, 2026-11-09`."""
         left = f", sold for {self.residual:,g}" if self.residual else ""
         return f"bought for {self.purchase:,g} {currency}{left}, {self.years:g} years, {self.date}"
 
@@ -176,25 +183,27 @@ class Electricity(Dated):
     per_kwh: Positive
 
     def line(self, currency: str) -> str:
-        """`0.146 USD a kWh, 2026-04-26`."""
+        """Describe it: `0.146 USD a kWh, 2026-04-26`."""
         return f"{self.per_kwh:g} {currency} a kWh, {self.date}"
 
 
 class Pue(Dated):
-    """Power usage effectiveness: all that a site draws for each watt of its machines."""
+    """Power usage effectiveness: power of a site divided by power of its machines."""
 
     value: Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
     def line(self, currency: str) -> str:
-        """`PUE 1.54, 2025-07-31`."""
+        """Describe it: `PUE 1.54, 2025-07-31`."""
         return f"PUE {self.value:g}, {self.date}"
 
 
 class Api(Offer):
-    """A model that is rented by the token: prices of a million tokens that go in, and that come out.
+    """A model rented by the token.
 
     Args:
-        model: as quantkit names it: `llama-3-70b`.
+        model: quantkit's name of the model: `llama-3-70b`.
+        input: price of a million prompt tokens.
+        output: price of a million output tokens.
     """
 
     model: Name
@@ -202,12 +211,12 @@ class Api(Offer):
     output: Positive
 
     def line(self, currency: str) -> str:
-        """`DeepInfra (Llama 3.1 8B): 0.02 in and 0.04 USD out a million tokens, 2026-11-05`."""
+        """Describe it: `DeepInfra (Llama 3.1 8B): 0.02 in and 0.04 USD out a million tokens, 2026-11-05`."""
         return f"{self.label}: {self.input:g} in and {self.output:g} {currency} out a million tokens, {self.date}"
 
 
 class Prices(Closed):
-    """The document. `name` is its file."""
+    """The price document; `name` is its file."""
 
     schema_: Annotated[Literal[1], Field(alias="schema")] = 1
     name: str = ""
@@ -231,12 +240,12 @@ class Prices(Closed):
         names = [bought.device for bought in value]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"{name} stands there twice")
+                raise ValueError(f"{name} is listed twice")
         return value
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> Prices:
-        """Read the user's file, or the one that ships.
+        """Read the user's file, or the shipped one.
 
         Raises:
             InputError: `file-missing`, `file-unreadable`, `yaml-invalid`, `prices-invalid`.
@@ -246,25 +255,25 @@ class Prices(Closed):
 
     @classmethod
     def from_dict(cls, data: Any, *, name: str = "", where: str = "prices") -> Prices:
-        """Validate a mapping; InputError `prices-invalid`."""
+        """Validate a mapping. Raises InputError `prices-invalid`."""
         rule = "prices are a YAML mapping"
         return validated(cls, data, where=where, code="prices-invalid", rule=rule, name=name)
 
     def rented(self, device: str) -> list[Cloud]:
-        """List the offers of a device that have a price, the cheapest first."""
+        """List a device's offers with a price, the cheapest first."""
         offers = [offer for offer in self.cloud if offer.device == device and offer.known]
         return sorted(offers, key=lambda offer: offer.per_device)
 
     def bought(self, device: str) -> Owned | None:
-        """Look up a device's price of purchase; None where there is none."""
+        """Return a device's purchase price, or None."""
         return next((bought for bought in self.owned if bought.device == device and bought.known), None)
 
     def by_token(self, model: str) -> list[Api]:
-        """List the APIs that rent a model out."""
+        """List the APIs for a model."""
         return [api for api in self.api if api.model == model]
 
     def stale(self, used: Iterable[Dated], today: datetime.date | None = None) -> list[str]:
-        """Warn of each price that is old."""
+        """Return a warning for each old price."""
         today = today or datetime.date.today()
         return [
             f"{price.line(self.currency)}: {(today - price.date).days} days old, look it up again ({price.source})"
@@ -278,12 +287,14 @@ class Prices(Closed):
 
 @dataclass(frozen=True)
 class RequestTime:
-    """Seconds that tokens keep a machine busy for.
+    """Seconds that tokens keep a machine busy.
 
     Args:
-        input: seconds for a token of a prompt; `output`: for a token that comes out.
-        prompt: tokens of a request's prompt; `tokens`: that it gets.
-        devices: that do it together.
+        input: seconds per prompt token.
+        output: seconds per output token.
+        prompt: prompt tokens of a request.
+        tokens: output tokens of a request.
+        devices: devices that work together.
     """
 
     input: float
@@ -296,24 +307,30 @@ class RequestTime:
     def of(
         cls, *, prefill: float, step: float, batch: float, prompt: float, output: float, devices: int = 1
     ) -> RequestTime:
-        """Divide the times of a batch: seconds for the prompts of all its sequences, and for a token of each."""
+        """Divide the times of a batch: `prefill` seconds for all its prompts, `step` seconds for a token of each
+        sequence.
+        """
         return cls(prefill / (batch * prompt), step / batch, prompt, output, devices)
 
     @property
     def request(self) -> float:
-        """Seconds for a request."""
+        """Seconds of a request."""
         return self.prompt * self.input + self.tokens * self.output
 
 
 @dataclass(frozen=True)
 class RequestCost:
-    """Costs of tokens on one basis.
+    """Cost of tokens on one basis.
 
     Args:
-        basis: whose price, of when.
-        per_hour: of the machine, when it works.
-        input, output, blended: a million tokens that go in, that come out, of the traffic.
-        utilisation: share of the hours paid for in which it works.
+        basis: source and date of the price.
+        currency: ISO 4217 code.
+        per_hour: price of an hour of work.
+        input: price of a million prompt tokens.
+        output: price of a million output tokens.
+        blended: price of a million tokens of the traffic.
+        request: price of a request.
+        utilisation: share of the paid hours in which it works.
     """
 
     basis: str
@@ -330,7 +347,15 @@ class RequestCost:
 
 @dataclass(frozen=True)
 class Energy:
-    """Energy in joules, at most: the power of all boards for as long as it takes; `kwh` of a million tokens."""
+    """Upper bound of energy in joules: the power of all boards times the seconds.
+
+    Args:
+        watts: power of all boards.
+        input: joules per prompt token.
+        output: joules per output token.
+        request: joules per request.
+        kwh: kilowatt-hours per million tokens.
+    """
 
     watts: float
     input: float
@@ -341,11 +366,13 @@ class Energy:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """The load from which on one way is cheaper than another.
+    """Load from which on one way is cheaper than another.
 
     Args:
-        utilisation: share of the hours; None where no load makes it so.
-        rate: requests a second that this is; None likewise.
+        cheaper: the way that is cheaper at high load.
+        than: the other way.
+        utilisation: share of the hours; None if it is cheaper at no load.
+        rate: the same load in requests a second; None likewise.
     """
 
     cheaper: str
@@ -354,7 +381,7 @@ class BreakEven:
     rate: float | None
 
     def line(self, *, bound: bool = False) -> str:
-        """Say it; `bound`: the seconds are the least that there can be, and so is the share of the time."""
+        """Describe it in words; `bound` marks times that are lower bounds."""
         if self.utilisation is None or self.rate is None:
             return f"{self.cheaper} is at no load cheaper than {self.than}"
         if self.utilisation <= 0:
@@ -365,14 +392,14 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class Bill:
-    """All that the prices say of some work.
+    """Costs of some work under the given prices.
 
     Args:
-        rented: by offer, the cheapest first.
-        owned: None without a purchase price, or without what its power costs.
-        energy: None where the target gives no power.
+        rented: costs by offer, the cheapest first.
+        owned: cost of an own machine; None without a price of purchase or of power.
+        energy: energy; None if the target has no power figure.
         break_even: owned against rented, own machines against APIs.
-        warnings: old prices, and those that are missing.
+        warnings: old and missing prices.
     """
 
     rented: Sequence[RequestCost]
@@ -383,7 +410,7 @@ class Bill:
 
     @property
     def cheapest(self) -> RequestCost | None:
-        """The cheapest of those that have a price."""
+        """Cheapest of the known costs."""
         costs = [*self.rented, *([self.owned] if self.owned is not None else [])]
         return min(costs, key=lambda cost: cost.request, default=None)
 
@@ -402,15 +429,15 @@ def bill(
     utilisation: float = 1.0,
     today: datetime.date | None = None,
 ) -> Bill:
-    """Reckon all of it.
+    """Compute all costs.
 
     Args:
-        device: the target's name.
-        watts: that one device draws at most: the target's power.
-        model: the model's name, for APIs that rent it out.
-        utilisation: share of the hours paid for in which the machine works. Under a load of R requests a second a
-            machine that always runs has R · `work.request`.
-        today: for the age of prices.
+        device: name of the target.
+        watts: power limit of one device.
+        model: name of the model, for APIs.
+        utilisation: share of the paid hours in which the machine works. At R requests a second, a machine that always
+            runs has R · `work.request`.
+        today: day for the age of prices.
 
     Raises:
         InputError: `utilisation-invalid`.
@@ -425,7 +452,7 @@ def bill(
     if bought is not None and power is None:
         missing = {"electricity": prices.electricity, "pue": prices.pue, "watts": bought.watts or watts}
         without = ", ".join(what for what, value in missing.items() if value is None)
-        warnings.append(f"{name} says what {device} costs to buy, but not {without}: no cost of owning is reckoned")
+        warnings.append(f"{name} has a purchase price for {device}, but no {without}: no cost of owning is computed")
     breaks = []
     used: list[Dated] = [*offers, *apis]
     if bought is not None and power is not None:
@@ -444,18 +471,18 @@ def bill(
 
 
 def rented(work: RequestTime, offer: Cloud, currency: str, utilisation: float = 1.0) -> RequestCost:
-    """Reckon the cost on a rented machine. Raises InputError `utilisation-invalid`."""
+    """Compute the cost on a rented machine. Raises InputError `utilisation-invalid`."""
     _check(utilisation)
     notes = []
     if work.devices % offer.devices:
-        notes.append(f"rented {offer.devices} devices at a time, of which {work.devices} are reckoned")
+        notes.append(f"rented {offer.devices} devices at a time, of which {work.devices} are counted")
     return _cost(work, offer, currency, work.devices * offer.per_device / utilisation, utilisation, notes)
 
 
 def owned(
     work: RequestTime, bought: Owned, prices: Prices, watts: float | None = None, utilisation: float = 1.0
 ) -> RequestCost | None:
-    """Reckon the cost on an own machine; None where the price of its power is not known.
+    """Compute the cost on an own machine; None without a price of power.
 
     Raises:
         InputError: `utilisation-invalid`.
@@ -470,10 +497,10 @@ def owned(
 
 
 def running(work: RequestTime, bought: Owned, prices: Prices, watts: float | None = None) -> float | None:
-    """Price the power of an hour of work, all devices; None where something of it is not known.
+    """Compute the price of power per hour of work, all devices; None if a figure is missing.
 
     Args:
-        watts: that one device draws at most, where `bought` does not say.
+        watts: power limit of one device, if `bought` has none.
     """
     drawn = bought.watts or watts
     if drawn is None or prices.electricity is None or prices.pue is None:
@@ -482,7 +509,7 @@ def running(work: RequestTime, bought: Owned, prices: Prices, watts: float | Non
 
 
 def energy(work: RequestTime, watts: float) -> Energy:
-    """Reckon the energy; watts of one device."""
+    """Compute the energy; `watts` is the power of one device."""
     every = work.devices * watts
     request = every * work.request
     kwh = _MILLION * request / (work.prompt + work.tokens) / _JOULES_PER_KWH
@@ -490,18 +517,18 @@ def energy(work: RequestTime, watts: float) -> Energy:
 
 
 def against_cloud(work: RequestTime, bought: Owned, power: float, offer: Cloud) -> BreakEven:
-    """Find the utilisation from which on owning is cheaper than renting the hours that are worked."""
+    """Find the utilisation for owning to be cheaper than renting the hours of work."""
     spared = work.devices * offer.per_device - power
     share = work.devices * bought.per_hour / spared if spared > 0 else math.inf
     return _break_even(work, "owned", offer.label, share)
 
 
 def against_api(work: RequestTime, what: str, fixed: float, power: float, api: Api) -> BreakEven:
-    """Find the load from which on a machine is cheaper than the same tokens of an API.
+    """Find the load for a machine to be cheaper than the same tokens from an API.
 
     Args:
-        fixed: price of an hour, whatever it does.
-        power: price of an hour of work besides.
+        fixed: price of an hour, idle or not.
+        power: additional price of an hour of work.
     """
     asked = (work.prompt * api.input + work.tokens * api.output) / _MILLION
     spared = asked - power / 3600 * work.request

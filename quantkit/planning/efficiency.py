@@ -1,32 +1,31 @@
-"""How much of the bound runtimes reach: samples of measurements, and what single products and whole steps teach.
+"""Efficiency of runtimes: share of the bound that they reach, learned from measured products and steps.
 
-A row `tax.total` says the bound of a step or of one product, and what it took beyond it:
+A `tax.total` row has the bound of a step or of one product, and the time beyond it:
 
     efficiency = bound / (bound + tax)
 
-Single products that speak of the same runtime and format count where they are near in rows (within a factor of two) and
-in size (bounds within a factor of eight, since what a small product takes is mostly not its bound): their median is the
-forecast's, their spread its interval. Rows of the same device come first; those of another device of the same kind
-serve with a remark. Where nothing is near there is no efficiency.
+For single products, samples of the same runtime and format count if they are near in rows (a factor of two) and in size
+(bounds within a factor of eight, since a small product's time is mostly not its bound). Their median is the forecast's,
+their spread its interval. Rows of the same device come first; those of another device of the same kind serve with a
+remark. Without near samples there is no efficiency.
 
-The bound of a row stands on the ceilings that its run measured, a plan's on the figures of its target, which may be a
-datasheet's. So a sample carries its ceilings, and its efficiency is turned to the target's.
+The bound of a row uses the ceilings measured in its run, a plan's bound uses the figures of its target, which may come
+from a datasheet. So a sample carries its ceilings, and its efficiency is converted to the target's.
 
 Whole steps teach a few numbers for each device and runtime:
 
     seconds = fixed + Σ (reading × a + computing × b)      over each format's weights, and attention
-
     reading, computing   seconds at the ceilings of the machine: bytes / β, operations / π
-    a, b ≥ 1             how many times as long the runtime takes, for each format its own
-    fixed ≥ 0            seconds of each step besides
+    a, b ≥ 1             slowdown of the runtime against the ceiling, for each format its own
+    fixed ≥ 0            other seconds of each step
 
-So a head that stays in floats is as fast as floats are, whatever the linears are stored in. The numbers are those that
-miss the measured times least, as shares of them.
+So a head in floats is as fast as floats are, in whatever format the linears are stored. The numbers minimize the
+relative errors against the measured times.
 
-The interval is that of 90 % for one more model: each model is forecast from the others, and what those forecasts are
-off by, as a ratio, is taken to be normal: Student's t, a degree of freedom for each model but one. Few models make it
-wide. It grows with each factor of two beyond the rows and the sizes that were measured, up to three of them, where
-forecasts end.
+The interval is that of 90 % for one more model: each model is forecast from the others, and the log ratios of those
+forecasts to the measured times are taken as normal: Student's t with one degree of freedom less than models. Few models
+make it wide. It grows with each factor of two beyond the measured rows and sizes, up to three of them, where forecasts
+end.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ from quantkit.bundle.disk import write_atomic
 from quantkit.errors import InputError, absent
 
 Phase = Literal["decode", "prefill", "op"]
-# what -> seconds of (reading, computing) at the ceilings
+# format -> seconds of (reading, computing) at the ceilings
 Shares = Mapping[str, tuple[float, float]]
-# (what, `read` or `compute`), and the fixed seconds of a step
+# (format, `read` or `compute`), and the fixed seconds of a step
 Term = tuple[str, str]
 
 SHIPPED = Path(__file__).with_name("efficiencies.jsonl")
@@ -58,14 +57,14 @@ ATTENTION = "attention"
 # in powers of two: rows, and seconds of the bound
 _NEAR, _SIZED = 1.0, 3.0
 _MANY = 20
-# what rows are set against where they do not say
+# default baseline of rows, by kind of device
 _BASELINE = {"cpu": "float32", "gpu": "bfloat16"}
 _FLOATS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _FIXED: Term = ("step", "fixed")
 _SWEEPS = 500
-# factors of two beyond what was measured
+# most factors of two beyond the measured range
 _FAR = 3.0
-# what one model alone says of others: a factor of two either way, since nothing was seen of how much models differ
+# interval from one model alone: a factor of two either way, since the spread between models is unknown
 _ALONE = 2.0
 # Student's t, 95 % one-sided, for 1 to 10 degrees of freedom
 _T = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
@@ -76,16 +75,20 @@ class Sample:
     """One measurement.
 
     Args:
-        device: its id; `name` is for people.
+        device: id of the device.
+        name: name of the device, for people.
         kind: `cpu` or `gpu`.
-        compute: what was multiplied in, as the runtime's settings say: `int8`; "" where they do not.
+        runtime: name of the runtime.
+        format: format of the weights.
+        compute: type of the multiplications, from the runtime's settings: `int8`; "" if unknown.
+        phase: `decode`, `prefill`, or `op` for a single product.
         rows: M: sequences times new tokens.
         bound: seconds, on the ceilings of the run.
         efficiency: bound / time.
-        read: bytes a second that the run measured; None where unknown.
-        subject: hash of what was measured; measurements of one subject are one witness.
-        model: hash of the model that it was made from.
-        shares: of a whole step.
+        read: bytes a second measured in the run; None if unknown.
+        subject: hash of the measured thing; measurements of one subject count as one witness.
+        model: hash of the source model.
+        shares: seconds at the ceilings of a whole step.
     """
 
     device: str
@@ -105,12 +108,12 @@ class Sample:
 
     @property
     def seconds(self) -> float:
-        """Time that it took."""
+        """Measured time."""
         return self.bound / self.efficiency
 
     @property
     def what(self) -> str:
-        """Name of what has numbers of its own in a step."""
+        """Format and compute type of its weights, by `named`."""
         return named(self.format, self.compute)
 
 
@@ -119,9 +122,13 @@ class Efficiency:
     """Expected share of a product's bound.
 
     Args:
-        low, high: of all that was seen (of many: all but one in twenty at either end).
-        subjects: models or shapes among the `n` samples.
-        device: its name; `here` tells whether it is the device in question.
+        value: median.
+        low: smallest sample (of 20 or more, without one in twenty).
+        high: largest sample, likewise.
+        n: number of samples.
+        subjects: models or shapes among the samples.
+        device: name of the device.
+        here: True if it is the device in question.
     """
 
     value: float
@@ -146,13 +153,13 @@ def look_up(
     device: str | None = None,
     read: float | None = None,
 ) -> Efficiency | None:
-    """Look up the efficiency of what is near; None where nothing is.
+    """Return the efficiency of near samples, or None.
 
     Args:
-        compute: what is multiplied in; samples that do not say serve as well.
+        compute: type of the multiplications; samples without one count too.
         bound: seconds.
         device: id of the device, if it is this machine.
-        read: bytes a second that the bound rests on, if memory bounds it.
+        read: bytes a second behind the bound, if memory limits it.
     """
     if bound <= 0:
         return None
@@ -182,7 +189,7 @@ def look_up(
 
 
 def samples(rows: Iterable[Mapping[str, Any]]) -> Iterator[Sample]:
-    """Yield a sample for each measurement row (of `measurements.jsonl`) that says an efficiency.
+    """Yield a sample for each measurement row (of `measurements.jsonl`) with an efficiency.
 
     The baseline of a row is one more sample, once for each baseline and shape.
     """
@@ -222,14 +229,14 @@ def samples(rows: Iterable[Mapping[str, Any]]) -> Iterator[Sample]:
 
 
 def _machine(row: Mapping[str, Any]) -> str:
-    """Device of a row; one that is reached from here by its name besides, so that it claims to be no other."""
+    """Return the device of a row; for a remote one with its name, so that it is not taken for this one."""
     device = row.get("device") or {}
     own = str(device.get("id", ""))
     return f"{device['on']}: {own}" if device.get("on") else own
 
 
 def _reached(sample: Sample, read: float | None) -> float:
-    """Share of a promised bandwidth that the run reached, at most 1."""
+    """Return the share of a promised bandwidth that the run reached, at most 1."""
     return min(sample.read / read, 1.0) if sample.read is not None and read is not None else 1.0
 
 
@@ -237,12 +244,12 @@ def _reached(sample: Sample, read: float | None) -> float:
 
 
 def shipped() -> list[Sample]:
-    """Read what was learned from the project's recorded measurements."""
+    """Read the samples of the project's recorded measurements."""
     return _read(SHIPPED) if SHIPPED.is_file() else []
 
 
 def own() -> list[Sample]:
-    """Read what this user's measurements taught; files that cannot be read are passed over, as of any cache."""
+    """Read the samples of this user's measurements; unreadable files are skipped."""
     kept: list[Sample] = []
     for path in sorted((content.cache_dir() / "measured").glob("*.jsonl")):
         with suppress(InputError):
@@ -251,10 +258,9 @@ def own() -> list[Sample]:
 
 
 def keep(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Remember what measurements (rows as JSON) taught, for plans to come.
+    """Store the samples of measurements (rows as JSON) for later plans.
 
-    A later measurement of the same things takes the place of an earlier one. A cache that cannot be written remembers
-    nothing.
+    A later measurement of the same things replaces an earlier one. A cache that cannot be written stores nothing.
     """
     taught = list(samples(rows))
     if not taught:
@@ -272,7 +278,7 @@ def dumped(samples: Iterable[Sample]) -> bytes:
 
 
 def measured(paths: Iterable[Path]) -> list[Sample]:
-    """Read the samples of the measurement files or bundles that a user names.
+    """Read the samples of measurement files or bundles.
 
     Raises:
         InputError: `file-missing`, `file-unreadable`, `measurements-invalid`.
@@ -314,11 +320,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Learned:
-    """What one device taught of one runtime.
+    """Numbers that one device taught about one runtime.
 
     Args:
-        samples: that it stands on, all of one device.
-        terms: how many times as long as at the ceiling; and the fixed seconds.
+        samples: their samples, all of one device.
+        terms: slowdown against the ceiling; and the fixed seconds.
         misses: phase -> for each model, ln(forecast from the others / measured) of its steps.
     """
 
@@ -328,18 +334,18 @@ class Learned:
 
     @property
     def models(self) -> int:
-        """Number of models that were measured."""
+        """Number of measured models."""
         return len({sample.model for sample in self.samples})
 
     def expect(
         self, what: str, phase: str, rows: int, bound: float, shares: Shares
     ) -> tuple[float, float, float] | None:
-        """Forecast the seconds of a step, with the ends of the 90 % interval; None where nothing near was measured.
+        """Forecast the seconds of a step, with the ends of the 90 % interval; None without near samples.
 
         Args:
-            what: `named`: most of its weights.
+            what: `named` of most of its weights.
             rows: sequences times new tokens.
-            bound: seconds, of the step as one piece.
+            bound: seconds of the step as one piece.
         """
         near = [sample for sample in self.samples if sample.phase == phase and sample.what == what]
         if not near or bound <= 0:
@@ -352,27 +358,27 @@ class Learned:
         return seconds, seconds / width, seconds * width
 
     def factor(self, phase: str) -> float:
-        """Compute the factor, up or down, within which the time of a step like those measured lies."""
+        """Return the factor, up or down, of the interval of a step within the measured range."""
         models = self.misses.get(phase, ())
         if len(models) < 2:
             return _ALONE
-        # rows of one model miss alike, so that models count, not rows
+        # errors of one model's rows are correlated, so models count, not rows
         variance = np.mean([np.mean(np.square(misses)) for misses in models])
         return math.exp(_T[min(len(models) - 1, len(_T)) - 1] * math.sqrt(float(variance)))
 
 
 def named(form: str, compute: str) -> str:
-    """Name what has numbers of its own: a format with what it is multiplied in; of floats the format."""
+    """Name a format with its own numbers: the format and its compute type; for floats only the format."""
     return form if form in _FLOATS.values() or not compute else f"{form} in {compute}"
 
 
 def floats(compute: str) -> str:
-    """Name the format of weights that are floats, where that is computed in: `fp32` -> `float32`."""
+    """Name the float format of weights for a compute type: `fp32` -> `float32`."""
     return _FLOATS.get(compute, "float32")
 
 
 def together(parts: Iterable[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
-    """Add up (what, seconds of reading, of computing); without what takes none."""
+    """Add up (name, seconds of reading, of computing), and drop entries of zero."""
     sums: dict[str, tuple[float, float]] = {}
     for what, reading, computing in parts:
         before = sums.get(what, (0.0, 0.0))
@@ -383,15 +389,15 @@ def together(parts: Iterable[tuple[str, float, float]]) -> dict[str, tuple[float
 def learn(
     samples: Sequence[Sample], *, runtime: str, kind: str, what: str, device: str | None, read: float | None
 ) -> Learned | None:
-    """Learn the numbers of the device in question, else of the one that most is known of; two never mix.
+    """Learn the numbers of the given device, else of the one with the most samples; devices are never mixed.
 
     Args:
         what: `named`; a device without it teaches nothing.
         device: its id, if it is this machine.
-        read: bytes a second that the target promises; runs that measured less are taken for what they reached of that.
+        read: bytes a second promised by the target; a run that measured less counts by the share that it reached.
 
     Returns:
-        None where nothing was measured.
+        None without measurements.
     """
     fitting = [sample for sample in samples if sample.shares and (sample.runtime, sample.kind) == (runtime, kind)]
     knowing = [sample.device for sample in fitting if sample.what == what]
@@ -433,7 +439,7 @@ def _seconds(known: Mapping[Term, float], terms: Mapping[Term, float]) -> float 
 
 
 def _fit(samples: Sequence[Sample], read: float | None) -> dict[Term, float]:
-    """Least squares of shares of the measured times, within bounds: coordinate by coordinate, since they are few."""
+    """Minimize relative errors by least squares within bounds, coordinate by coordinate."""
     rows = [_turned(sample, read) for sample in samples]
     terms = sorted(set().union(*rows))
     matrix = np.array(

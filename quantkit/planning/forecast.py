@@ -1,8 +1,8 @@
-"""Times of steps: the bound of the target, and the forecast that measured efficiencies make of it.
+"""Times of steps: the target's bound, and a forecast from measured efficiencies.
 
-What whole steps teach comes first: they hold attention, the head and the host. Without any, the efficiencies of single
-products stand in, each for its share of the bound, and that is said, since they know of no host. Without either there
-is no forecast, and the bound stands alone. Both are `efficiency.py`.
+Measured whole steps come first: they include attention, the head and the host. Without any, the efficiencies of single
+products are used, each for its share of the bound, and the plan says so, since they exclude the host. Without either
+there is no forecast, and only the bound is given. Both are in `efficiency.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quantkit.planning.efficiency import Efficiency, Learned, Sample
 from quantkit.planning.roofline import Bound, Cache, ModelStep, Op, RooflineProduct
 from quantkit.target import ComputeType, Target
 
-# a share of the bound that has no efficiency, up to which the others speak for the whole
+# largest share of the bound without an efficiency for which the others stand in
 _UNKNOWN = 0.1
 
 
@@ -26,10 +26,12 @@ class TimedStep:
     """Seconds of a step.
 
     Args:
-        least: what no runtime beats; None where the target lacks figures.
-        forecast: None where nothing was learned.
-        because: what the forecast stands on, or why there is none.
-        here: whether it was learned on the device in question.
+        bound: bounds of its operations.
+        least: lower bound; None if the target lacks figures.
+        forecast: forecast; None without samples.
+        interval: ends of its 90 % interval.
+        because: basis of the forecast, or the reason why there is none.
+        here: True if it was learned on the device in question.
     """
 
     bound: Bound
@@ -41,7 +43,7 @@ class TimedStep:
 
     @property
     def seconds(self) -> float | None:
-        """The forecast; the bound where there is none."""
+        """Forecast, or the bound if there is none."""
         return self.forecast if self.forecast is not None else self.least
 
 
@@ -50,9 +52,14 @@ class Served:
     """A model, stored in one way, on one target.
 
     Args:
+        architecture: shapes of the model.
         products: its linears as the runtime reads them.
-        format: of most of its weights, as measurements name it; `compute` is what they are multiplied in.
-        devices: number that shares the work.
+        cache: form of keys and values.
+        format: format of most of its weights, as measurements name it.
+        compute: type of their multiplications.
+        attention: type of attention's multiplications.
+        devices: number of devices that share the work.
+        samples: measurements to learn from.
         device: id of this machine, if the target is this machine.
     """
 
@@ -70,14 +77,14 @@ class Served:
     _known: dict[ModelStep, TimedStep] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def bound(self, step: ModelStep) -> Bound:
-        """Bound the operations of a step."""
+        """Compute the bound of a step's operations."""
         shared, attention = self.devices, self.attention
         return roofline.bound(
             self.architecture, self._alike, self.cache, self.target, step, devices=shared, attention=attention
         )
 
     def timed(self, step: ModelStep) -> TimedStep:
-        """Time a step; asked twice, reckoned once."""
+        """Compute the time of a step; results are cached."""
         if step not in self._known:
             self._known[step] = self._timed(step)
         return self._known[step]
@@ -88,7 +95,7 @@ class Served:
 
     @cached_property
     def missing(self) -> list[str]:
-        """Figures that the target lacks, without which there is no bound."""
+        """Missing figures of the target, without which there is no bound."""
         known = self.target.memory.read_bandwidth.number is not None
         return self.bound(ModelStep(1)).missing if known else ["memory.read_bandwidth"]
 
@@ -98,12 +105,12 @@ class Served:
         if least is None:
             return TimedStep(bound, None, None, None, f"{self.target.name} has no figure for {', '.join(self.missing)}")
         if self.devices > 1:
-            return TimedStep(bound, least, None, None, "no measurement knows what several devices tell each other")
+            return TimedStep(bound, least, None, None, "communication between devices was not measured")
         if (learned := self._learned) is not None:
             what, together = efficiency.named(self.format, self.compute), bound.together(self.target)
             expected = learned.expect(what, step.phase, step.rows, together, bound.shares(self.target))
             if expected is not None:
-                # measurements are set against ceilings, whose sum may lie below the bound of each operation
+                # a forecast from ceilings may be below the sum of the operations' bounds
                 seconds, low, high = (max(value, least) for value in expected)
                 here = learned.samples[0].device == self.device
                 return TimedStep(bound, least, seconds, (low, high), _steps(learned, here), here)
@@ -132,12 +139,12 @@ class Served:
             first = first or share
             seconds, low, high = seconds + part / share.value, low + part / share.high, high + part / share.low
         if first is None or unknown > _UNKNOWN * least:
-            because = f"nothing was measured of {self.format} in {self.runtime} near this"
+            because = f"no measurement of {self.format} in {self.runtime} is near this"
             return TimedStep(bound, least, None, None, because)
         known = least / (least - unknown)
         count, shapes = _plural(first.n, "single product"), _plural(first.subjects, "shape")
         because = f"{count} of {shapes} measured on {_where(first.device, first.here)}"
-        because += "; attention and the host are not in it"
+        because += "; attention and the host are not included"
         return TimedStep(bound, least, seconds * known, (low * known, high * known), because, first.here)
 
     def _of(self, op: Op, step: ModelStep) -> Efficiency | None:
@@ -156,7 +163,7 @@ class Served:
 
 
 def _steps(learned: Learned, here: bool) -> str:
-    alone = "; how much models differ is not known: a factor of two is taken" if learned.models == 1 else ""
+    alone = "; the spread between models is unknown: a factor of two is assumed" if learned.models == 1 else ""
     where = _where(learned.samples[0].name, here)
     return f"{_plural(len(learned.samples), 'step')} of {_plural(learned.models, 'model')} measured on {where}{alone}"
 

@@ -1,19 +1,19 @@
-"""Waiting under a load of R requests a second: a queueing simulation with continuous batching.
+"""Waiting times under a load of R requests a second: a queueing simulation with continuous batching.
 
     arrivals      Poisson: the gaps are exponential with mean 1/R
-    served        by `batching.run`: what is not simulated is listed there; step times are whatever the server was given
-    percentiles   of all measured requests of RUNS independent runs. A run's first fifth is left out (it starts with
-                  nothing to do) and its last tenth (nobody comes after it).
-    interval      of a percentile: Student's t over the logarithms of the runs' own, about that of all together
-                  (sectioning: Asmussen and Glynn, Stochastic Simulation, 2007, III.5). Of M/M/1 it covers p50 and p90
-                  as often as it says and p99, which rests on a few rushes, somewhat less. It is the simulation's noise
-                  alone: how far the step times are from real ones is not in it.
-    capacity      requests a second that come out where all are there at the start: more cannot be sustained (the
-                  saturation rule: Baccelli and Foss, Journal of Applied Probability 32, 1995). Beyond it the queue
-                  grows as long as the load lasts, no percentile exists, and none is given.
+    service       by `batching.run`, which lists what is not simulated
+    percentiles   over all measured requests of RUNS independent runs. A run's first fifth is left out (it starts
+                  empty) and its last tenth (no request follows it).
+    interval      of a percentile: Student's t over the logarithms of the runs' own percentiles, about that of all runs
+                  together (sectioning: Asmussen and Glynn, Stochastic Simulation, 2007, III.5). For M/M/1 it covers p50
+                  and p90 as often as stated, and p99, which depends on a few bursts, a little less often. It is the
+                  simulation's noise alone and excludes errors of the step times.
+    capacity      output rate if all requests are present at the start: more cannot be sustained (the saturation rule:
+                  Baccelli and Foss, Journal of Applied Probability 32, 1995). Above it the queue grows as long as the
+                  load lasts, and no percentile exists.
 
-The same seed gives the same answer, and all loads meet the same requests in the same order, so that answers for
-different loads and servers differ by those and not by luck.
+The same seed gives the same answer, and all loads get the same requests in the same order, so that differences between
+loads and servers are not due to chance.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ RUNS = 8
 REQUESTS = 1000
 # Student's t at 97.5 %, seven degrees: scipy takes longer to import than the simulation does to run
 _STUDENT = 2.3646
-# a run is at most so many times as long, however long its queue takes to settle
+# limit of the extension of a run whose queue settles slowly
 _PATIENCE = 3
-# requests that stay of a hundred that come; from here on a queue is said to grow
+# share of arriving requests that stay; above it the queue counts as growing
 _DRIFT = 0.05
-# the share of capacity from which on single rushes decide what the slowest wait for
+# share of capacity from which on single bursts determine the slowest waits
 _CROWDED = 0.85
 
 
@@ -50,19 +50,24 @@ class Load:
     """A server under a load. Times in seconds.
 
     Args:
-        rate: requests a second that come; `capacity`: that it can serve.
-        stable: whether the queue stays finite. Where it does not, the rest is what the full server does.
-        growth: requests a second by which the queue grows; 0 where it is stable.
-        ttft: time to first token, from arrival on: `mean`, `p50`, `p90`, `p99`; empty where unstable.
-        tpot: time per output token after the first, of requests with more than one.
-        latency: from arrival to the last token.
-        tokens_per_second: of output.
-        batch: sequences in a decode step on average.
-        in_system: requests that wait or run, on average over time; None where unstable.
-        busy: share of the time in which anything runs.
-        refused: share of the requests that need more than the whole cache; they are counted nowhere else.
+        rate: arriving requests a second.
+        capacity: requests a second that it can serve.
+        stable: True if the queue stays finite. If not, the other figures are those of the full server.
+        growth: requests a second by which the queue grows; 0 if it is stable.
+        ttft: time to first token, from arrival: `mean`, `p50`, `p90`, `p99`; empty if unstable.
+        tpot: time per output token after the first, for requests with more than one.
+        latency: time from arrival to the last token.
+        tokens_per_second: output tokens a second.
+        prompt_tokens_per_second: prompt tokens a second.
+        batch: mean number of sequences in a decode step.
+        in_system: mean number of waiting and running requests; None if unstable.
+        busy: share of the time with any work.
+        refused: share of the requests that exceed the whole cache; no other figure counts them.
         cut: share of the requests that were cut to the longest context.
-        notes: what a reader must know, in words.
+        policy: order of prefill and decoding.
+        requests: number of measured requests.
+        seed: seed of the requests.
+        notes: remarks for the reader.
     """
 
     rate: float
@@ -86,7 +91,7 @@ class Load:
 
     @property
     def load(self) -> float:
-        """Share of what the server could do that is asked of it; above 1 it is unstable."""
+        """Rate divided by capacity; above 1 it is unstable."""
         return self.rate / self.capacity
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,7 +115,7 @@ class _Drawn:
 
     @property
     def notes(self) -> list[str]:
-        """What happened to requests before anything was served."""
+        """Remarks on refused and cut requests."""
         notes = []
         if self.refused:
             notes.append(f"{self.refused:.1%} of the requests need more than the whole cache and are refused")
@@ -129,22 +134,22 @@ def simulate(
     seed: int = 0,
     most: float | None = None,
 ) -> Load:
-    """Put a load on a server.
+    """Simulate a server under a load.
 
     Args:
-        rate: of arrivals, requests a second; default: the traffic's.
+        rate: arriving requests a second; by default the traffic's.
         limit: tokens of the longest context.
-        requests: of each run at least; more where the batch is large or the load close to capacity.
-        most: what `capacity` returned, if it was asked before.
+        requests: fewest requests of each run; more for a large batch or a load close to capacity.
+        most: result of an earlier call of `capacity`.
 
     Raises:
-        InputError: `load-invalid`; `request-too-long`, where no request fits the cache.
+        InputError: `load-invalid`; `request-too-long` if no request fits the cache.
     """
     rate = traffic.rate if rate is None else rate
     if rate is None or not 0 < rate < math.inf:
         raise InputError("load-invalid", where="--rate", value=rate, rule="requests a second, above 0")
     if requests < 100:
-        raise InputError("load-invalid", where="requests", value=requests, rule="100 a run at least")
+        raise InputError("load-invalid", where="requests", value=requests, rule="at least 100 per run")
     most = capacity(server, traffic, limit=limit, seed=seed) if most is None else most
     why, growth = [], rate - most
     if rate < most:
@@ -157,10 +162,10 @@ def simulate(
         drift = float(np.mean([_drift(trace) for trace in traces]))
         if drift <= _DRIFT:
             return _stable(drawn, traces, server, rate, most, seed)
-        why, growth = [f"below the capacity, but of 100 requests {100 * drift:.0f} more come than go"], drift * rate
-    # more comes than goes: what the full server does, and no percentile
+        why, growth = [f"below the capacity, but {100 * drift:.0f} of 100 arriving requests stay"], drift * rate
+    # unstable: figures of the full server, without percentiles
     full, trace = _full(server, traffic, limit, seed)
-    reason = f"unstable: the queue grows by {growth:.3g} requests/s, so that no percentile exists"
+    reason = f"unstable: the queue grows by {growth:.3g} requests/s, so no percentile exists"
     return Load(
         rate,
         most,
@@ -191,7 +196,7 @@ def _stable(
     notes = drawn[0].notes
     if rate > _CROWDED * most:
         notes.append(
-            f"at {rate / most:.0%} of the capacity single rushes decide: longer runs may show higher percentiles"
+            f"at {rate / most:.0%} of the capacity single bursts matter: longer runs may show higher percentiles"
         )
     return Load(
         rate,
@@ -214,26 +219,27 @@ def _stable(
 
 
 def capacity(server: Server, traffic: Traffic, *, limit: int | None = None, seed: int = 0) -> float:
-    """Count the requests a second that a server sustains: those of a run in which all are there at the start.
+    """Return the requests a second that a server sustains, from a run with all requests present at the start.
 
-    Refused ones count among them: they cost nothing. It is a little less than the limit, since the batch fills at the
-    run's beginning and empties at its end.
+    Refused requests count, since they cost nothing. The result is slightly below the limit, since the batch fills at
+    the
+    beginning and empties at the end.
 
     Raises:
-        InputError: `request-too-long`, where no request fits the cache.
+        InputError: `request-too-long` if no request fits the cache.
     """
     drawn, trace = _full(server, traffic, limit, seed)
     return len(trace.arrival) / (1 - drawn.refused) / trace.end
 
 
 def _full(server: Server, traffic: Traffic, limit: int | None, seed: int) -> tuple[_Drawn, Trace]:
-    """Run requests that are all there at the start."""
+    """Run requests with all of them present at the start."""
     drawn = _draw(server, traffic, max(4 * REQUESTS, 20 * server.max_batch), (seed, 0), limit)
     return drawn, run([0.0] * len(drawn.prompts), drawn.prompts, drawn.outputs, server)
 
 
 def _draw(server: Server, traffic: Traffic, count: int, seed: tuple[int, int], limit: int | None) -> _Drawn:
-    """Draw the requests of one run; the first of them are the same for every rate and server."""
+    """Draw the requests of one run; they start with the same ones for every rate and server."""
     arriving, long = (np.random.default_rng([*seed, which]) for which in (0, 1))
     arrivals = np.cumsum(arriving.exponential(1.0, count))
     prompts, outputs, cut = traffic.draw(count, long, limit)
@@ -245,13 +251,13 @@ def _draw(server: Server, traffic: Traffic, count: int, seed: tuple[int, int], l
 
 
 def _measured(trace: Trace) -> slice:
-    """Without those that meet an empty server, and those after whom nobody comes."""
+    """Select the measured requests: without those at an empty server, and without the last ones."""
     count = len(trace.arrival)
     return slice(count // 5, count - count // 10)
 
 
 def _times(trace: Trace) -> dict[str, NDArray[Any]]:
-    """Seconds of each measured request by metric; `tpot` of those with more than one token."""
+    """Return the seconds of each measured request by metric; `tpot` for those with more than one token."""
     which = _measured(trace)
     arrival, first, finish = (np.asarray(times)[which] for times in (trace.arrival, trace.first, trace.finish))
     after = np.asarray(trace.output)[which] - 1
@@ -260,7 +266,7 @@ def _times(trace: Trace) -> dict[str, NDArray[Any]]:
 
 
 def _estimates(runs: Sequence[NDArray[Any]]) -> dict[str, Estimate]:
-    """Mean and percentiles over all runs, each with its interval; empty where a run measured nothing."""
+    """Return mean and percentiles over all runs, with intervals; empty if a run measured nothing."""
     if not all(times.size for times in runs):
         return {}
     every = np.concatenate(runs)
@@ -280,24 +286,24 @@ def _estimates(runs: Sequence[NDArray[Any]]) -> dict[str, Estimate]:
 
 
 def _window(trace: Trace) -> tuple[float, float, NDArray[Any]]:
-    """From the first measured arrival to the last, and which requests are done in between."""
+    """Return the first and the last measured arrival, and the mask of requests finished in between."""
     arrivals, finish = trace.arrival[_measured(trace)], np.asarray(trace.finish)
     return arrivals[0], arrivals[-1], (finish > arrivals[0]) & (finish <= arrivals[-1])
 
 
 def _delivered(trace: Trace, tokens: Sequence[int]) -> float:
-    """Tokens a second of the requests that are done in the window."""
+    """Return tokens a second of the requests finished in the window."""
     start, end, done = _window(trace)
     return float(np.asarray(tokens)[done].sum() / (end - start))
 
 
 def _in_system(trace: Trace) -> float:
-    """Requests that wait or run, averaged over the window."""
+    """Return the mean number of waiting and running requests in the window."""
     start, end, _ = _window(trace)
     there = np.minimum(np.asarray(trace.finish), end) - np.maximum(np.asarray(trace.arrival), start)
     return float(np.maximum(there, 0).sum() / (end - start))
 
 
 def _drift(trace: Trace) -> float:
-    """By how many requests more are there at the end of the window, for each that came in it."""
+    """Return the growth of the queue over the window, per arriving request."""
     return 1 - int(_window(trace)[2].sum()) / (len(trace.arrival[_measured(trace)]) - 1)

@@ -1,10 +1,10 @@
-"""Formats by hardware by runtime: all targets' cells in one table, each with its source. There is no second table.
+"""Formats by hardware by runtime: the cells of all targets in one table, each with its source.
 
     rows        targets
-    columns     formats, of weights, of products whose inputs are in them too, of keys and values
-    cells       the runtimes: which compute in the stored form, which expand it to floats first
+    columns     formats of weights, of products with inputs in the same format, of keys and values
+    cells       runtimes: those that compute in the stored form, and those that expand it to floats first
 
-What is not written in a target is not known, and not shown; `Target.use` takes it for absent.
+A combination that no target lists is unknown and not shown; `Target.use` treats it as absent.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from quantkit import content
 from quantkit.errors import unknown_name
 from quantkit.target import Part, State, Target, known_formats, known_runtimes
 
-# runtime -> the letter that stands for it where space is short (large where it computes in the format, small where it
-# only emulates it) and what people call it; of others see `letter`
+# runtime -> its letter (upper case if it computes in the format, lower case if it emulates it) and its name; for others
+# see `letter`
 _KNOWN = {
     "onnxruntime": ("O", "ONNX Runtime"),
     "tensorrt": ("T", "TensorRT"),
@@ -44,13 +44,13 @@ inputs both have the format, *KV cache* about keys and values. An empty cell is 
 
 
 def runtimes() -> list[str]:
-    """List all that a target may speak of, in the order of the table."""
+    """List all known runtimes, in the order of the table."""
     return [*_KNOWN, *(name for name in known_runtimes() if name not in _KNOWN)]
 
 
 @cache
 def letter(runtime: str) -> str:
-    """Return the letter of a runtime; of one that the table does not know the first of its name that is free."""
+    """Return the letter of a runtime; for an unknown one, the first free letter of its name."""
     if runtime in _KNOWN:
         return _KNOWN[runtime][0]
     before = runtimes()[: runtimes().index(runtime)] if runtime in runtimes() else list(_KNOWN)
@@ -64,7 +64,7 @@ def _title(runtime: str) -> str:
 
 @dataclass(frozen=True)
 class MatrixEntry:
-    """One cell; `symmetric_only`: a zero point is refused."""
+    """One cell; `symmetric_only` means that zero points are refused."""
 
     target: str
     format: str
@@ -76,21 +76,21 @@ class MatrixEntry:
 
     @property
     def column(self) -> str:
-        """`int8`, `int8 inputs`, `fp8_e4m3 KV cache`."""
+        """Name of the column: `int8`, `int8 inputs`, `fp8_e4m3 KV cache`."""
         return f"{self.format}{_PART[self.part]}"
 
     @property
     def letter(self) -> str:
-        """Letter of the runtime; "" where it does not run."""
+        """Letter of the runtime; "" if it cannot run the format."""
         own = letter(self.runtime)
         return {"native": own, "emulated": own.lower(), "absent": ""}[self.state]
 
 
 def entries(*, target: str | None = None, form: str | None = None, runtime: str | None = None) -> list[MatrixEntry]:
-    """List all cells of the shipped targets, or of one that is named by name or path; of one format, of one runtime.
+    """List the cells of the shipped targets, or of one target by name or path; optionally of one format or runtime.
 
     Raises:
-        InputError: `unknown-target`, `unknown-format`, `unknown-runtime`, each with a did-you-mean.
+        InputError: `unknown-target`, `unknown-format`, `unknown-runtime`, with a did-you-mean.
     """
     if form is not None and form not in known_formats():
         raise unknown_name("format", form, known_formats(), where="--format")
@@ -105,7 +105,7 @@ def entries(*, target: str | None = None, form: str | None = None, runtime: str 
 
 @cache
 def _shipped(name: str) -> list[MatrixEntry]:
-    """Cells are no figures: what the doctor measures changes none of them."""
+    """Load the cells of a shipped target; they do not change with measurements."""
     return _of(Target.load(name))
 
 
@@ -120,7 +120,7 @@ def _of(target: Target) -> list[MatrixEntry]:
 
 
 def as_rows(cells: Iterable[MatrixEntry]) -> list[dict[str, Any]]:
-    """Return an object a cell, for `--json`."""
+    """Return an object per cell, for `--json`."""
     return [asdict(cell) for cell in cells]
 
 
@@ -135,7 +135,7 @@ def columns(cells: Iterable[MatrixEntry]) -> list[str]:
 
 
 def table(cells: Sequence[MatrixEntry]) -> dict[str, dict[str, str]]:
-    """Map target -> column -> the letters of the runtimes that run it, those that compute in it first."""
+    """Map target -> column -> letters of the runtimes, native ones first."""
     rows: dict[str, dict[str, str]] = {}
     for cell in cells:
         row = rows.setdefault(cell.target, {})
@@ -152,7 +152,7 @@ def table(cells: Sequence[MatrixEntry]) -> dict[str, dict[str, str]]:
 
 
 def legend(cells: Iterable[MatrixEntry]) -> str:
-    """Say what the letters mean, of those that occur."""
+    """Explain the letters in these cells."""
     seen = {cell.runtime for cell in cells}
     named = ", ".join(f"{letter(name)} {_title(name)}" for name in runtimes() if name in seen)
     return f"{named}; a capital computes in the stored form, a small letter expands it to floats first"
@@ -165,7 +165,7 @@ def markdown() -> str:
     rows = [[name, *(row.get(column, "") for column in names)] for name, row in table(cells).items()]
     lines = [_INTRO, "## All of it", "", f"{legend(cells)}.", "", *_grid(["", *names], rows)]
     for runtime in runtimes():
-        # one line for each column and each way in which targets know of it
+        # one line per column, state and source
         alike: dict[tuple[str, str, str], list[str]] = {}
         for column in names:
             for cell in (cell for cell in cells if (cell.runtime, cell.column) == (runtime, column)):

@@ -1,17 +1,17 @@
 """Bytes of a model: as a recipe stores it, and as it runs, on each of the devices that share it.
 
-    weights      what the runtime holds of each linear, split over the devices; tables likewise; norms on each
+    weights      bytes of each linear in the runtime, split over the devices; tables likewise; norms on each
     cache        batch · Σ over layers of min(context, window) · bytes of a token's keys and values
     activations  rows · width · (2 hidden + the widest of attention and the linears behind it), rows the tokens that run
-                 at once: batch · prompt up to `chunk`, batch when decoding. Alive at that moment are the residual and
-                 its norm, what the linears that read them write, and what the last one reads; scores of attention are
-                 never whole (FlashAttention, arXiv:2205.14135)
-    logits       batch · vocabulary · (width + 4 + 4 + 8): as they come, in float32, sorted, and their order, which
-                 top-p sampling needs
-    runtime      its libraries, kernels and the CUDA context: figures that others report, see `RUNTIMES`
+                 at once: batch · prompt up to `chunk`, batch when decoding. Live at that moment are the residual and
+                 its norm, the outputs of the linears that read them, and the input of the last linear; scores of
+                 attention are never whole (FlashAttention, arXiv:2205.14135)
+    logits       batch · vocabulary · (width + 4 + 4 + 8): the logits, float32 logits, sorted logits, and their order,
+                 as top-p sampling needs
+    runtime      its libraries, kernels and the CUDA context: published figures, see `RUNTIMES`
 
-Tensor parallelism splits the heads and the inner features (arXiv:1909.08053). Where there are fewer heads of keys and
-values than devices they are repeated; a latent cache is the same on every device, and so are the linears that make it.
+Tensor parallelism splits the heads and the inner features (arXiv:1909.08053). If there are fewer heads of keys and
+values than devices, they are repeated. A latent cache is the same on every device, and so are the linears that make it.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from quantkit.planning.roofline import Cache, RooflineProduct
 from quantkit.recipe import Recipe
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
-# tokens of prompts that servers run at once, unless they are told otherwise
+# prompt tokens that servers run at once by default
 CHUNK = 8192
-# they write to the residual, and are split by what they read
+# linears that write to the residual; they are split along their inputs
 _LAST = ("o_proj", "down_proj", "w2", "fc2", "output.dense")
-# they make what all heads share
+# linears whose output all heads share
 _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 _MOST = 1 << 22
 
 
 def storage(architecture: Architecture, recipe: Recipe, export: str | None = None) -> Storage:
-    """Predict what a recipe makes of a model's weights: it is laid over their sizes, and the exporter counts.
+    """Predict the stored weights of a model under a recipe, with the exporter's own sizes.
 
     Args:
-        export: one of its exports; the first of them by default.
+        export: one of the recipe's exports; by default the first.
 
     Raises:
-        InputError: what a compile would refuse: `override-unmatched`, `keep-unmatched`, `group-indivisible`,
-            `format-unsupported`, `nothing-to-quantize`, and what the exporter does; `export-unknown`, one that the
-            recipe has not.
+        InputError: the refusals of a compile: `override-unmatched`, `keep-unmatched`, `group-indivisible`,
+            `format-unsupported`, `nothing-to-quantize`, and the exporter's; `export-unknown` for an export that the
+            recipe does not have.
     """
     steps = {step.name: step for step in recipe.export}
     chosen = export or next(iter(steps))
@@ -59,7 +59,7 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
         raise InputError("export-unknown", where=recipe.name, value=chosen, rule=f"it exports {', '.join(steps)}")
     exporter = load_exporter(chosen)
     if exporter.classes and architecture.class_name and architecture.class_name not in exporter.classes:
-        rule = f"`{chosen}` is written of {', '.join(exporter.classes)}"
+        rule = f"`{chosen}` supports {', '.join(exporter.classes)}"
         raise unheld(architecture.name, architecture.class_name, rule, f"leave `{chosen}` out of `export`")
     laid, assigned = _laid_over(architecture, recipe)
     stored = exporter.storage(steps[chosen].settings, laid)
@@ -68,11 +68,11 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
 
 
 def _laid_over(architecture: Architecture, recipe: Recipe) -> tuple[LaidOver, Assigned]:
-    """Lay a recipe over a model, and tell which linear is stored how."""
+    """Apply a recipe to a model, and return the storage of each linear."""
     matrices = {matrix.name: matrix for matrix in architecture.inside()}
     names = _names(matrices, recipe)
     head, assigned = architecture.head, assign_sizes(recipe, architecture, names)
-    # experts one by one become an entry for each way in which they are stored
+    # single experts become one entry per way of storage
     kinds: Counter[tuple[str, WeightScheme | None, ActivationScheme | None]] = Counter()
     for name, matrix in names.items():
         key = (matrix.name, assigned.schemes.get(name), assigned.activations.get(name))
@@ -80,7 +80,7 @@ def _laid_over(architecture: Architecture, recipe: Recipe) -> tuple[LaidOver, As
     linears = []
     for (name, scheme, inputs), count in kinds.items():
         matrix = matrices[name]
-        # tokens go to each of an entry's experts equally often
+        # tokens reach all experts of an entry equally often
         active = max(1, round(matrix.active * count / matrix.count))
         linears.append(StoredLinear(replace(matrix, count=count, active=active), scheme, inputs))
     linears += [StoredLinear(matrix) for matrix in matrices.values() if matrix.router]
@@ -90,12 +90,12 @@ def _laid_over(architecture: Architecture, recipe: Recipe) -> tuple[LaidOver, As
 
 
 def _names(matrices: Mapping[str, Matrix], recipe: Recipe) -> dict[str, Matrix]:
-    """Linear by its name in a compile -> its entry; experts one by one only where globs could tell them apart."""
+    """Map each linear's name in a compile to its entry; experts are separate only where globs could tell them apart."""
     globs = [glob for glob in (*recipe.keep, *(change.match for change in recipe.overrides)) if glob not in ROLES]
     names: dict[str, Matrix] = {}
     for name, matrix in matrices.items():
         if matrix.router:
-            continue  # a parameter, which no recipe names
+            continue  # a parameter, not a linear
         before, place, after = name.partition(".*.")
         if globs and place:
             names |= {f"{before}.{number}.{after}": matrix for number in range(matrix.count)}
@@ -109,12 +109,13 @@ def _names(matrices: Mapping[str, Matrix], recipe: Recipe) -> dict[str, Matrix]:
 
 @dataclass(frozen=True)
 class RuntimeMemory:
-    """Bytes that a runtime takes of a device besides the model.
+    """Bytes of a device that a runtime takes beside the model.
 
     Args:
-        bytes: of one that serves alone; `several`: of each that serve together.
-        share: of the device's memory that it uses at all.
-        source: who says so.
+        bytes: bytes on a single device.
+        several: bytes on each of several devices that serve together.
+        share: share of the device's memory that it uses in all.
+        source: source of the figures.
     """
 
     bytes: float
@@ -133,22 +134,22 @@ RUNTIMES: Mapping[str, RuntimeMemory] = {
 
 
 def taken_by(runtime: str, kind: str) -> RuntimeMemory:
-    """Tell what a runtime takes on a `gpu` or `cpu`; on a CPU nothing is reckoned, and that is said."""
+    """Return the memory of a runtime on a `gpu` or `cpu`; nothing is counted on a CPU, and the source says so."""
     if kind == "cpu":
         return RuntimeMemory(0.0, 0.0, 1.0, "nothing, though the program itself takes a few hundred MB")
     return RUNTIMES.get(runtime, _CONTEXT)
 
 
 def cache_of(scheme: CacheScheme | None, dtype: str) -> Cache:
-    """Describe how keys and values are kept.
+    """Describe the storage of keys and values.
 
     Args:
-        scheme: of a recipe; None: as they come.
-        dtype: in which they come, and in which the scales of tokens are kept.
+        scheme: scheme of a recipe; None for unquantized ones.
+        dtype: dtype of keys and values, and of the scales of tokens.
     """
     form = scheme.format if scheme is not None else dtype
     element: float = load_format(form).bits / 8
-    # a fixed scale is one for all tokens; one of a token goes with each head's keys, and with its values
+    # fixed scales take no bytes per token; dynamic ones take one per head for keys and one for values
     scale = 0 if scheme is None or not scheme.dynamic else WIDTHS[dtype] + (0 if scheme.symmetric else 1)
 
     def bytes_of(attention: Attention) -> float:
@@ -163,17 +164,20 @@ def cache_of(scheme: CacheScheme | None, dtype: str) -> Cache:
 
 @dataclass(frozen=True)
 class Footprint:
-    """A model as a runtime holds it.
+    """Memory of a model in a runtime.
 
     Args:
-        products: its linears as the runtime holds them, the head's too.
+        architecture: shapes of the model.
+        products: its linears in the runtime, including the head.
+        cache: form of keys and values.
         width: bytes of an element of activations, norms and tables.
-        shared: whether the head reads the table of tokens.
-        capacity: bytes of a device; None: nothing is bounded.
-        chunk: tokens of prompts that run at once; None: all of them.
-        groups: linear -> inputs that share a scale, of those in groups.
-        tables: bytes of the tables of tokens and positions as a file holds them; None: elements of `width`.
-        others: bytes of what belongs to no linear and no table, likewise; None: the norms.
+        shared: True if the head reads the table of tokens.
+        runtime: memory of the runtime itself.
+        capacity: bytes of a device; None for no limit.
+        chunk: prompt tokens that run at once; None for all of them.
+        groups: linear -> inputs that share a scale.
+        tables: bytes of the tables of tokens and positions in a file; None for elements of `width`.
+        others: bytes of other parameters, likewise; None for the norms.
     """
 
     architecture: Architecture
@@ -187,15 +191,15 @@ class Footprint:
     groups: Mapping[str, int] = field(default_factory=dict)
     tables: float | None = None
     others: float | None = None
-    # a search for the largest batch asks for the same weights again and again
+    # cache: a search for the largest batch needs the same weights many times
     _known: dict[int, dict[str, float]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def parts(self, batch: int, context: int, *, prompt: int | None = None, devices: int = 1) -> dict[str, float]:
-        """Count bytes on each device: `weights`, `embeddings`, `others`, `cache`, `activations`, `logits`, `runtime`.
+        """Return bytes per device: `weights`, `embeddings`, `others`, `cache`, `activations`, `logits`, `runtime`.
 
         Args:
-            context: tokens of each, prompt and output.
-            prompt: those that come in; the whole context by default.
+            context: tokens of each sequence, prompt and output.
+            prompt: tokens of each prompt; by default the whole context.
         """
         if devices not in self._known:
             self._known[devices] = self._weights(devices)
@@ -208,7 +212,7 @@ class Footprint:
         }
 
     def cache_bytes(self, batch: int, context: int, *, devices: int = 1) -> float:
-        """Count the bytes of keys and values on each device; an encoder keeps none."""
+        """Return the bytes of keys and values on each device; 0 for an encoder."""
         total = 0.0
         if self.architecture.kind != "decoder":
             return total
@@ -220,28 +224,28 @@ class Footprint:
 
     @property
     def cache_per_token(self) -> float:
-        """Bytes that one more token takes, within all windows."""
+        """Bytes of one more token, within all windows."""
         return self.cache_bytes(1, 1)
 
     def fits(self, batch: int, context: int, *, prompt: int | None = None, devices: int = 1) -> bool:
-        """Tell whether all parts have room on a device."""
+        """Tell whether all parts fit a device."""
         if self.capacity is None:
             return True
         needed = sum(self.parts(batch, context, prompt=prompt, devices=devices).values())
         return needed <= self.capacity * self.runtime.share
 
     def largest_batch(self, context: int, *, prompt: int | None = None, devices: int = 1) -> int | None:
-        """Count the sequences of so many tokens that fit; 0 where none does, None where nothing bounds them."""
+        """Return the largest batch with this context that fits; 0 if none does, None without a limit."""
         return self._most(lambda batch: self.fits(batch, context, prompt=prompt, devices=devices))
 
     def largest_context(self, batch: int, *, devices: int = 1) -> int | None:
-        """Count the tokens of each of so many sequences that fit, as far as the model goes; 0 where none does."""
+        """Return the longest context with this batch that fits, up to the model's own; 0 if none does."""
         limit = self.architecture.max_context
         most = self._most(lambda context: self.fits(batch, context, devices=devices), limit or _MOST)
         return limit if most is None else most
 
     def needed(self, batch: int, context: int, *, prompt: int | None = None, most: int = 64) -> int | None:
-        """Count the fewest devices, a power of two, that hold it; None where as many as `most` do not."""
+        """Return the smallest number of devices, a power of two, that hold it; None if `most` do not suffice."""
         devices = 1
         while devices <= most:
             if not self.why_not(devices) and self.fits(batch, context, prompt=prompt, devices=devices):
@@ -250,7 +254,7 @@ class Footprint:
         return None
 
     def why_not(self, devices: int) -> str:
-        """Say why so many devices cannot share the model; "" where they can."""
+        """Return the reason why so many devices cannot share the model; "" if they can."""
         for attention in self._attentions:
             if attention.heads % devices:
                 return f"{attention.heads} heads are not shared evenly"
@@ -259,7 +263,7 @@ class Footprint:
         for product in self.products:
             matrix = product.matrix
             if matrix.router or matrix.name.endswith(_WHOLE) or self._is_head(matrix):
-                continue  # the head is split by vocabulary, filled up where it has to be
+                continue  # the head is split by vocabulary, with padding
             last = matrix.name.endswith(_LAST)
             length, group = (matrix.K, self.groups.get(matrix.name, 1)) if last else (matrix.N, 1)
             if length % devices and not _repeated(matrix):
@@ -287,7 +291,7 @@ class Footprint:
         return head is not None and matrix.name == head.name
 
     def _share(self, matrix: Matrix, devices: int) -> float:
-        """Share of a linear that each device holds."""
+        """Return the share of a linear on each device."""
         if matrix.router or matrix.name.endswith(_WHOLE):
             return 1.0
         if _repeated(matrix):
@@ -311,16 +315,16 @@ class Footprint:
 
     @cached_property
     def _widest(self) -> int:
-        """Features that are alive between two writes to the residual, of a token."""
+        """Live features of a token between two writes to the residual."""
         return max((width for layer in self.architecture.layers for width in _inner(layer)), default=0)
 
     def _most(self, fits: Callable[[int], bool], limit: int = _MOST) -> int | None:
-        """The largest number that fits; None where `limit` does."""
+        """Return the largest number with `fits`; None if even `limit` fits."""
         return None if fits(limit) else bisect_left(range(1, limit), True, key=lambda number: not fits(number))
 
 
 def _inner(layer: BlockShapes) -> tuple[int, int]:
-    """What attention, and what the linears behind it have alive of a token: all they write, and what the last reads."""
+    """Return the live features of a token in attention, and in the linears behind it."""
     widths = {True: 0, False: 0}
     for matrix in layer.matrices:
         inside = matrix.name.removeprefix(layer.name)
@@ -330,5 +334,5 @@ def _inner(layer: BlockShapes) -> tuple[int, int]:
 
 
 def _repeated(matrix: Matrix) -> bool:
-    """Whether it makes keys or values alone."""
+    """Tell whether a linear makes only keys or only values."""
     return matrix.name.endswith((".k_proj", ".v_proj", ".key", ".value"))

@@ -1,14 +1,15 @@
-"""Plans: for each recipe whether it fits, how fast it can be, what it costs; and which one to take, for a workload.
+"""Plans: whether each recipe fits, its speed and cost, and the recommended one, for a workload.
 
-Numbers with their units in the names; what is not known is None, and `because` or `notes` say why. A page, a table and
-`--json` all show these. A plan is a forecast: only a measurement decides.
+Units are in the names; unknown numbers are None, and `because` or `notes` explain why. A page, a table and `--json`
+show
+the same plan. A plan is a forecast: only a measurement decides.
 
-    seconds a request    devices · (prefill + output · step) / batch, at the batch of the workload where it is least
-    tied                 recipes whose interval reaches the best one's; on bounds, within a tenth of it
-    the choice           of those that are tied, on the fewest devices, since nothing is counted for what they tell each
-                         other; of these the one that stores the most bits, which changes the model least
+    seconds a request    devices · (prefill + output · step) / batch, at the batch of the workload with the minimum
+    tied                 recipes whose interval reaches the best one's; for bounds, within a tenth of it
+    the choice           among the tied ones, those on the fewest devices, since communication is not counted; among
+                         these, the one that stores the most bits, which changes the model least
 
-Like is set against like: as soon as one of them has no forecast, the bounds of all are compared, and that is said.
+If one candidate has no forecast, the bounds of all are compared, and the plan says so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from quantkit.planning.load import Load
 from quantkit.planning.traffic import Traffic
 from quantkit.target import State, Target
 
-# bounds know nothing of kernels: what differs by less is no difference
+# bounds ignore kernels: smaller differences do not count
 _TIED = 1.1
 _WHOLE = 16.0
 
@@ -35,12 +36,12 @@ class Workload:
     """Requests to serve.
 
     Args:
-        batches: sequences at once, whose steps are timed.
-        prompt: tokens that come in with a request, on average.
-        output: tokens that go out, on average; 0 for a model that does not decode.
-        context: tokens that memory is reckoned for; the longest request, unless said.
-        traffic: lengths of all requests, and how many of them a second.
-        assumed: what was not said, and what was taken for it, in words.
+        batches: batch sizes to time.
+        prompt: mean tokens of a prompt.
+        output: mean tokens of an output; 0 for a model that does not decode.
+        context: tokens per sequence for memory; by default the longest request.
+        traffic: lengths of all requests, and their rate.
+        assumed: assumptions, in words.
     """
 
     batches: Sequence[int]
@@ -52,17 +53,18 @@ class Workload:
 
     @property
     def rate(self) -> float | None:
-        """Requests a second; None where no load is simulated."""
+        """Requests a second; None without a simulated load."""
         return self.traffic.rate
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Tokens that come out each second, of requests that all begin together.
+    """Output tokens a second, for requests that begin together.
 
     Args:
-        most: by the bounds: no runtime gives more; None where one of them is not known.
-        forecast: None as soon as one of the times has none.
+        most: upper bound for every runtime; None if a bound is unknown.
+        forecast: forecast; None if a time has none.
+        interval: ends of its interval.
     """
 
     most: float | None
@@ -75,11 +77,12 @@ class PlannedBatch:
     """Times and memory of a batch.
 
     Args:
-        prefill: of its prompts; None for a model that does not decode, whose pass is `step`.
+        batch: number of sequences.
+        prefill: step of its prompts; None for a model that does not decode, whose single pass is `step`.
         step: one token of each sequence, halfway through the output.
-        parts: name -> bytes, of one device, with all sequences at the full context.
-        fits: whether weights and cache fit into the devices; None where the target does not say how much they hold.
-        cost: what tokens cost at this batch; None where no time is known.
+        parts: name -> bytes on one device, with all sequences at the full context.
+        fits: True if it fits the devices; None if the target has no capacity.
+        cost: cost of tokens at this batch; None without times.
     """
 
     batch: int
@@ -90,14 +93,14 @@ class PlannedBatch:
     cost: Bill | None = None
 
     def _total(self, output: int, seconds: Sequence[float | None]) -> float | None:
-        """Add up the seconds of (step, prefill) over an output: None as soon as one is."""
+        """Add up the seconds of (step, prefill) over an output; None if one is unknown."""
         step, prefill = seconds
         if self.prefill is None:
             return step
         return None if step is None or prefill is None else output * step + prefill
 
     def tokens_per_s(self, output: int) -> float | None:
-        """Count the tokens that come out each second, of requests that all begin together."""
+        """Return output tokens a second, for requests that begin together."""
         first = self.prefill.seconds if self.prefill is not None else 0.0
         if first is None or self.step.seconds is None:
             return None
@@ -105,9 +108,9 @@ class PlannedBatch:
         return self.batch * steps / (first + steps * self.step.seconds)
 
     def rate(self, output: int) -> Rate:
-        """Count the same of bounds alone, and of forecasts alone: a mixture is neither.
+        """Return the same rate from bounds alone and from forecasts alone, never mixed.
 
-        Of a model that does not decode: passes each second, times the batch.
+        For a model that does not decode: passes a second, times the batch.
         """
         done = self.batch * (output if self.prefill is not None else 1)
         pair = (self.step, self.prefill or self.step)
@@ -130,13 +133,14 @@ class PlannedMemory:
     """Memory on the target, at the context of the workload.
 
     Args:
-        parts: name -> bytes, of one device: `weights`, `embeddings`, `cache`, `activations`, `runtime`, ...
-        batch: that they are of: the largest of the workload that fits, else the smallest.
-        capacity: bytes of one device that the runtime uses; None where the target does not say.
-        cache_per_token: bytes of keys and values that one more token takes, all layers together.
-        largest_batch: sequences at the context; None where nothing bounds it.
-        largest_context: tokens at that batch, as far as the model goes.
-        needed: devices that one sequence at the context needs; None where no number up to 64 does.
+        parts: name -> bytes on one device: `weights`, `embeddings`, `cache`, `activations`, `runtime`, ...
+        batch: batch of these bytes: the largest of the workload that fits, else the smallest.
+        capacity: usable bytes of one device; None if the target has no figure.
+        cache_per_token: bytes of keys and values per additional token, over all layers.
+        largest_batch: largest batch at the context; None without a limit.
+        largest_context: longest context at that batch, up to the model's own.
+        devices: number of devices.
+        needed: devices for one sequence at the context; None if 64 do not suffice.
     """
 
     parts: Mapping[str, float]
@@ -151,13 +155,13 @@ class PlannedMemory:
 
     @property
     def total(self) -> float:
-        """Bytes of one device."""
+        """Bytes on one device."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """What the target's runtime makes of something that the recipe stores: a cell of the matrix."""
+    """Support of one stored format by the target's runtime: a cell of the matrix."""
 
     format: str
     what: str
@@ -167,18 +171,24 @@ class PlannedCell:
 
 @dataclass(frozen=True)
 class PlannedRecipe:
-    """A recipe, planned.
+    """A plan of one recipe.
 
     Args:
-        label: as it was asked for: `int4-best`, `bf16`; `recipe` is what it stands for.
-        bits: of a quantized weight, on average; None where none is quantized.
-        bytes: of all weights as they are stored.
-        served: what times any other step.
-        load: simulated at the workload's rate; None without one.
-        cost: of a million tokens, and energy, at the batch where a request takes least, and under the load where there
-            is one; None where no time is known.
-        problem: why it cannot run there; nothing else is reckoned then.
-        code: whether a pass of it stands in a file of the user's, which has to be allowed.
+        label: name under which it was requested: `int4-best`, `bf16`.
+        recipe: name of the recipe.
+        runtime: name of the runtime.
+        cells: support of each stored format.
+        bits: mean bits of a quantized weight; None without any.
+        bytes: bytes of all stored weights.
+        memory: memory on the target.
+        rows: times at each batch.
+        served: source of the time of any other step.
+        load: simulation at the workload's rate; None without one.
+        cost: cost of a million tokens, and energy, at the batch with the least time per request, and under the load if
+            there is one; None without times.
+        compiling: resources of the compile.
+        problem: reason why it cannot run there; nothing else is computed then.
+        code: True if one of its passes is in a file of the user's, which must be allowed.
     """
 
     label: str
@@ -199,18 +209,18 @@ class PlannedRecipe:
 
     @property
     def forecast(self) -> bool:
-        """Whether every time is a forecast, and not a bound alone."""
+        """True if every time is a forecast, not only a bound."""
         times = [timed for row in self.rows for timed in (row.step, row.prefill) if timed is not None]
         return bool(times) and all(timed.forecast is not None for timed in times)
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Choice of a candidate.
+    """Recommended candidate.
 
     Args:
-        label: None where none fits or runs.
-        because: the reasons, the first one decided.
+        label: its label; None if none fits or runs.
+        because: reasons, the decisive one first.
     """
 
     label: str | None
@@ -222,9 +232,9 @@ class Outlook:
     """The whole plan.
 
     Args:
-        candidates: in the order in which they were asked for.
-        notes: what holds for all of them.
-        reference: how the model was named: `./my-model`; "" where that is not known.
+        candidates: plans, in the order of the request.
+        notes: remarks on all of them.
+        reference: name by which the model was requested: `./my-model`; "" if unknown.
     """
 
     architecture: Architecture
@@ -238,12 +248,13 @@ class Outlook:
 
 @dataclass(frozen=True)
 class PerRequest:
-    """A request on a candidate.
+    """Time of a request on a candidate.
 
     Args:
-        batch: at which it takes least.
-        seconds: of one device for a request; of all that share the model, added up.
-        low, high: of the interval; `seconds` for a bound.
+        batch: batch with the least time.
+        seconds: device seconds of a request, summed over the devices.
+        low: lower end of the interval; `seconds` for a bound.
+        high: upper end, likewise.
     """
 
     candidate: PlannedRecipe
@@ -254,12 +265,12 @@ class PerRequest:
 
     @property
     def words(self) -> str:
-        """Seconds for people."""
+        """Seconds in words."""
         return f"{self.seconds:.3g} s" if self.seconds >= 1 else f"{1e3 * self.seconds:.3g} ms"
 
 
 def recommend(candidates: Sequence[PlannedRecipe], workload: Workload) -> Recommendation:
-    """Choose the one to take; pure, so that two candidates whose times are swapped swap the answer."""
+    """Choose the recommended candidate; a pure function of the plans."""
     runs = [one for one in candidates if one.problem is None]
     if not runs:
         return Recommendation(None, [f"{one.label}: {one.problem}" for one in candidates])
@@ -269,12 +280,12 @@ def recommend(candidates: Sequence[PlannedRecipe], workload: Workload) -> Recomm
     keeps = [one for one in fitting if one.load is None or one.load.stable]
     because = []
     if not keeps:
-        because.append(f"none keeps up with {workload.rate:g} requests a second: the fastest is named")
+        because.append(f"none sustains {workload.rate:g} requests a second: this is the fastest")
         keeps = fitting
     forecasts = all(one.forecast for one in keeps)
     served = [request for one in keeps if (request := serve(one, workload, forecasts=forecasts)) is not None]
     if not served:
-        reason = "no time is known: the target lacks figures; of those that fit, the one that stores the most bits"
+        reason = "no time is known, since the target lacks figures: of those that fit, this stores the most bits"
         return Recommendation(max(keeps, key=_bits).label, [*because, reason])
     best = min(served, key=lambda request: request.seconds)
     tied = [one for one in served if (one.low <= best.high if forecasts else one.seconds <= best.seconds * _TIED)]
@@ -284,14 +295,14 @@ def recommend(candidates: Sequence[PlannedRecipe], workload: Workload) -> Recomm
     because += [f"{', '.join(left)} {'does' if len(left) == 1 else 'do'} not fit"] if left else []
     late = [one.label for one in fitting if one not in keeps]
     if late:
-        because.append(f"{', '.join(late)} would not keep up with {workload.rate:g} requests a second")
+        because.append(f"{', '.join(late)} would not sustain {workload.rate:g} requests a second")
     if not forecasts:
-        because.append("by bounds alone, since not all were measured: unpacking is not in it; `quantkit tax` tells")
+        because.append("by bounds alone, since not all were measured: they exclude unpacking; see `quantkit tax`")
     return Recommendation(choice.candidate.label, because)
 
 
 def serve(candidate: PlannedRecipe, workload: Workload, *, forecasts: bool) -> PerRequest | None:
-    """Find the least time of a request over the batches that fit; None where no time is known."""
+    """Return the least time of a request over the batches that fit; None without times."""
     devices, requests = _devices(candidate), []
     for row in candidate.rows:
         if row.fits is False:
@@ -334,7 +345,7 @@ def _reasons(
     shared = [one for one in tied if _devices(one.candidate) > devices]
     if shared:
         named = ", ".join(f"{one.candidate.label}: {_devices(one.candidate)}" for one in shared)
-        reasons.append(f"others take about as long, on more devices ({named}), whose talk is not counted")
+        reasons.append(f"others take about as long on more devices ({named}), without counting communication")
     if choice is not best and best not in shared:
         reasons.append(
             f"{best.candidate.label} may take less ({mark}{best.words}), but not surely, and stores fewer bits "

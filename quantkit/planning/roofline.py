@@ -1,20 +1,21 @@
-"""Bounds of steps: each operation by what it must move and compute, on a target's own figures.
+"""Bounds of steps: each operation by its bytes and arithmetic, on a target's own figures.
 
     R = max(bytes / β, operations / π)        of one operation; a step's bound is the sum over its operations
-    bytes of a linear        weights with scales and zeros once, its input and output for each row
-    bytes of an attention    keys and values of every token that is looked at, once for each sequence
-    experts                  a step of M rows reaches E (1 − (1 − k/E)^M) of E experts where each row goes to k of them
-                             and none is preferred
 
-Norms, activations, sampling, the host and what devices tell each other are not in it, so that no runtime is faster than
-the bound. What runtimes take beyond it is `efficiency.py`.
+    bytes of a linear        weights with scales and zero points once, input and output of each row
+    bytes of an attention    keys and values of every token in the context, once per sequence
+    experts                  a step of M rows reaches E (1 − (1 − k/E)^M) of E experts if each row goes to k of them at
+                             random
 
-A model's linears as a runtime reads them: which bytes, multiplied in what.
+Norms, activations, sampling, the host and communication are left out, so that no runtime is faster than the bound. The
+time beyond it is modelled in `efficiency.py`.
 
-native      the stored form is read: codes, scales, zeros
-emulated    the weights are expanded to the target's floats when they are loaded, and read so
-inputs too  where the recipe quantizes the inputs as well and the target computes in that format, products are done
-            in it; else in the target's floats, whatever the weights are stored in
+Linears as a runtime reads them: their bytes, and the type of their multiplications.
+
+native      the stored form is read: codes, scales, zero points
+emulated    the weights are expanded to the target's floats on loading, and read so
+inputs too  if the recipe quantizes inputs too and the target computes in that format, products use it; else they use
+            the target's floats, in whatever format the weights are stored
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import ComputeType, Stored, Target
 
 Limit = Literal["memory", "compute"]
-# name, format, bytes, those of them that are stored, operations, what in
+# name, format, bytes, stored bytes, operations, compute type
 _Work = tuple[str, str, float, float, float, ComputeType]
 # bytes of an element of the target's own floats, and their format
 WIDTH: Mapping[str, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 FLOATS: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# what products of such inputs are done in
+# format of inputs -> compute type of their products
 _COMPUTE: Mapping[str, ComputeType] = {
     "int8": "int8",
     "int7": "int8",
@@ -56,9 +57,11 @@ class RooflineProduct:
     """A linear as a runtime reads it.
 
     Args:
-        bytes: read for one of its `count`, scales and zeros included.
-        compute: what its multiplications are done in; `fp16` for weights that are expanded on the way.
-        width: bytes of an element that goes in or out.
+        matrix: its shape and count.
+        bytes: bytes of one of its `count`, with scales and zero points.
+        format: format of the weight.
+        compute: type of its multiplications; `fp16` for weights that are expanded on the way.
+        width: bytes of an element of input and output.
     """
 
     matrix: Matrix
@@ -73,8 +76,9 @@ class ModelStep:
     """A step of a model.
 
     Args:
-        tokens: new ones of each sequence: 1 in decoding, the prompt in prefill.
-        context: tokens of each that are in the cache already.
+        batch: number of sequences.
+        tokens: new tokens of each sequence: 1 in decoding, the prompt in prefill.
+        context: tokens of each sequence that are already in the cache.
     """
 
     batch: int
@@ -83,7 +87,7 @@ class ModelStep:
 
     @property
     def phase(self) -> Literal["prefill", "decode"]:
-        """`decode` with one new token after others, else `prefill`."""
+        """`decode` for one new token after others, else `prefill`."""
         return "decode" if self.tokens == 1 and self.context else "prefill"
 
     @property
@@ -94,16 +98,18 @@ class ModelStep:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of a step, with those of other blocks that equal it.
+    """One operation of a step, counted over equal blocks.
 
     Args:
         name: last word: `q_proj`, `attention`, `lm_head`.
-        format: of its weights; the cache's for attention.
-        bytes: moved by each.
-        stored: bytes of weights, or of keys and values: without what goes in and out.
-        operations: of each; a multiplication with its addition counts two.
-        seconds: bound of each; None where the target has no such figure.
-        limit: the roof that it lies under.
+        format: format of its weights, or of the cache for attention.
+        times: number of equal operations.
+        bytes: bytes that each moves.
+        stored: bytes of weights, or of keys and values, without input and output.
+        operations: operations of each; a multiply-add counts two.
+        compute: type of the multiplications.
+        seconds: bound of each; None if the target has no such figure.
+        limit: roof that sets the bound.
     """
 
     name: str
@@ -126,7 +132,7 @@ class Bound:
 
     @property
     def seconds(self) -> float | None:
-        """Sum over the operations; None as soon as one has no bound."""
+        """Sum over the operations; None if one has no bound."""
         if any(op.seconds is None for op in self.ops):
             return None
         return sum((op.seconds or 0.0) * op.times for op in self.ops)
@@ -142,9 +148,9 @@ class Bound:
         return sum(op.operations * op.times for op in self.ops)
 
     def together(self, target: Target) -> float:
-        """Bound the step as one piece, `max(bytes / β, operations / π)`: what measurements are set against.
+        """Return the bound of the step as one piece, `max(bytes / β, operations / π)`, as for measurements.
 
-        Never above `seconds`, in which no operation hides behind another.
+        It is never above `seconds`, in which operations do not overlap.
         """
         computing = sum(seconds for _, _, seconds in self._parts(target))
         return max(self.bytes / (target.memory.read_bandwidth.number or float("inf")), computing)
@@ -169,13 +175,13 @@ class Bound:
 
     @property
     def memory_bound(self) -> bool:
-        """Whether most of its time goes under the roof of the memory."""
+        """True if memory sets most of the time."""
         under = sum((op.seconds or 0.0) * op.times for op in self.ops if op.limit == "memory")
         return under >= 0.5 * (self.seconds or 0.0)
 
     @property
     def missing(self) -> list[str]:
-        """Figures that the target lacks: `compute.fp16`."""
+        """Missing figures of the target, without which there is no bound: `compute.fp16`."""
         return sorted({f"compute.{op.compute}" for op in self.ops if op.seconds is None})
 
 
@@ -184,7 +190,8 @@ class Cache:
     """Form of keys and values.
 
     Args:
-        bytes: of one token in one layer, by its attention.
+        format: their format.
+        bytes: function from an attention to the bytes of one token in one layer.
     """
 
     format: str
@@ -201,19 +208,19 @@ def bound(
     devices: int = 1,
     attention: ComputeType = "fp16",
 ) -> Bound:
-    """Bound a step.
+    """Compute the bound of a step.
 
     Args:
-        architecture: for its attention; linears that are not among `products` are left out.
-        products: all linears that run, the head's too, as `alike` counts them.
-        target: its `auto` figures count as missing.
-        devices: that share the work evenly; nothing is counted for what they tell each other.
-        attention: what attention multiplies in.
+        architecture: source of the attention layers; only linears in `products` count.
+        products: all linears that run, including the head, as `alike` counts them.
+        target: source of the figures; `auto` figures count as missing.
+        devices: devices that share the work evenly; communication is not counted.
+        attention: type of attention's multiplications.
     """
     works: Counter[_Work] = Counter()
     head = architecture.head.name.rpartition(".")[2] if architecture.head is not None else None
     for product, times in products.items():
-        # logits are wanted of the last token of each sequence alone
+        # logits are needed for the last token of each sequence only
         rows = step.batch if product.matrix.name == head else step.rows
         works[_linear(product, rows, devices)] += times
     for layer in architecture.layers:
@@ -227,7 +234,7 @@ def bound(
 
 
 def alike(products: Iterable[RooflineProduct]) -> dict[RooflineProduct, int]:
-    """Count linears that differ in nothing but their block, by the last word of their name: there are a handful."""
+    """Count equal linears of different blocks, by the last word of their name."""
     counts: Counter[RooflineProduct] = Counter()
     for product in products:
         matrix = replace(product.matrix, name=product.matrix.name.rpartition(".")[2])
@@ -236,7 +243,7 @@ def alike(products: Iterable[RooflineProduct]) -> dict[RooflineProduct, int]:
 
 
 def reached(matrix: Matrix, rows: int) -> float:
-    """Count how many of a linear's `count` a step of that many rows reads, on average over even routing."""
+    """Return the expected number of a linear's `count` that a step of so many rows reads, for even routing."""
     if matrix.count == matrix.active:
         return float(matrix.count)
     return float(matrix.count * (1 - (1 - matrix.active / matrix.count) ** rows))
@@ -249,7 +256,7 @@ def looked_at(attention: Attention, step: ModelStep) -> float:
         return float(tokens * (tokens + context))
     if window is None or tokens + context <= window:
         return tokens * context + tokens * (tokens + 1) / 2
-    # the first queries see all before them, the others a window
+    # the first queries attend to all earlier tokens, the others to a window
     growing = min(max(0, window - context), tokens)
     return growing * context + growing * (growing + 1) / 2 + (tokens - growing) * window
 
@@ -271,7 +278,7 @@ def _linear(product: RooflineProduct, rows: int, devices: int) -> _Work:
 
 def _attention(attention: Attention, cache: Cache, step: ModelStep, devices: int, kind: ComputeType) -> _Work:
     if attention.kind == "latent" and step.phase == "decode":
-        # queries are carried into the compressed space, where one vector serves all heads (arXiv:2405.04434, 2.1)
+        # queries are projected into the latent space, where one vector serves all heads (arXiv:2405.04434, 2.1)
         features = 2 * (attention.latent or 0) + (attention.rope_dim or 0)
     else:
         features = attention.head_dim + attention.value_dim
@@ -300,12 +307,12 @@ def products(
     *,
     accuracy_level: int | None = None,
 ) -> list[RooflineProduct]:
-    """List all linears that run, the head's last.
+    """List all running linears, the head last.
 
     Args:
-        weights: name -> scheme, of those that are quantized.
-        activations: name -> scheme, of those whose input is.
-        accuracy_level: of ONNX Runtime's products with integer weights; None of other runtimes.
+        weights: name of a quantized linear -> scheme.
+        activations: name of a linear with quantized input -> scheme.
+        accuracy_level: setting of ONNX Runtime's products with integer weights; None for other runtimes.
     """
     width, base = WIDTH[target.baseline], cast(ComputeType, target.baseline)
     read = []
@@ -328,7 +335,7 @@ def compute_type(
     runtime: str,
     accuracy_level: int | None = None,
 ) -> ComputeType:
-    """Choose what products with such weights and inputs are done in."""
+    """Return the compute type of products with these weights and inputs."""
     base = cast(ComputeType, target.baseline)
     if weights is None:
         return base

@@ -1,9 +1,9 @@
-"""Support: what a recipe can have on a target. `ask` is the one question, `Support` its answer.
+"""Support of a recipe on a target. `ask` is the question, `Support` its answer.
 
-A cell of a target's table (`target.py`) says what a runtime makes of a format, an exporter (`holds`) what of that it
-leaves: so it is known which runtime reads each export, and whether it computes in what is stored. What a recipe asks
-for and its target cannot, or only emulates, is answered with the nearest recipe, export or target that can, among those
-that ship: the same kind of model, computed in as it is stored, the nearest bits. No model is opened.
+A cell of a target's table (`target.py`) says how a runtime handles a format; an exporter (`holds`) may limit that.
+Together they tell which runtime reads each export, and whether it computes in the stored form. If the target cannot run
+the recipe, or only emulates it, the answer names the nearest shipped recipe, export or target that can: for the same
+kind of model, native, with the nearest bits. No model is opened.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from quantkit.recipe import ADDED, ExportStep, Recipe
 from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import State, Stored, Target
 
-# code of the decision that nothing on the target computes in what is stored
+# code of the decision that no runtime of the target computes in the stored form
 EMULATED = "emulated"
 ORDER: tuple[State, ...] = ("native", "emulated", "absent")
-# what takes most models: no graph is traced, and experts can be packed without zero points
+# recipe for most models: no graph is traced, and experts can be packed without zero points
 _PLAIN = "int4-symmetric"
 
 
 @dataclass(frozen=True)
 class StoredUse:
-    """Something that a recipe stores, what the runtime makes of it, and how that is known."""
+    """A stored part, its state in the runtime, and the source of that."""
 
     stored: Stored
     state: State
@@ -51,8 +51,9 @@ class Reader:
     """An export and the runtime that reads it.
 
     Args:
-        runtime: the first of the target's that computes in most of what is stored.
-        taken: everything that is stored.
+        export: name of the exporter.
+        runtime: the first of the target's runtimes that computes in most of the stored parts.
+        taken: all stored parts.
     """
 
     export: str
@@ -61,28 +62,29 @@ class Reader:
 
     @property
     def state(self) -> State:
-        """State of the worst part; `native` where nothing is quantized."""
+        """State of the worst part; `native` if nothing is quantized."""
         return max((use.state for use in self.taken), key=ORDER.index, default="native")
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The lower, the more of it is computed in as it is stored."""
+        """Sort key; lower if more parts are computed in their stored form."""
         return ORDER.index(self.state), len(self.emulated)
 
     @property
     def emulated(self) -> list[StoredUse]:
-        """Parts that are stored so, and computed in floats."""
+        """Parts computed in floats."""
         return [use for use in self.taken if use.state == "emulated"]
 
 
 @dataclass(frozen=True)
 class Support:
-    """What a recipe can have on a target.
+    """Support of a recipe on a target.
 
     Args:
-        recipe: with the exports that a runtime of the target reads, each with the target's settings.
-        left_out: the other exports.
-        readers: who reads each export; of a graph, what it becomes.
+        recipe: recipe with the exports that a runtime of the target reads, each with the target's settings.
+        target: the target.
+        left_out: names of the other exports.
+        readers: reader of each export; for a graph, of the result.
     """
 
     recipe: Recipe
@@ -92,15 +94,15 @@ class Support:
 
     @property
     def best(self) -> Reader:
-        """The reader that computes in most of what is stored."""
+        """Reader with the most native parts."""
         return best(self.readers)
 
     def slower(self, kind: Kind | None = None, experts: bool = False) -> str:
-        """Say what is only emulated, and what to do about it; "" where a runtime computes in all of it.
+        """Describe emulated parts and a remedy; "" if a runtime computes in all of them.
 
         Args:
-            kind: of the model; None: the first of the recipe's.
-            experts: whether it has some, for which no other export is known to do.
+            kind: kind of the model; None for the first of the recipe's.
+            experts: True for a model with experts, for which no other export is suggested.
         """
         chosen = self.best
         if chosen.state != "emulated":
@@ -111,7 +113,7 @@ class Support:
         return f"{reason}; {remedy}" if remedy else reason
 
     def decisions(self, kind: Kind, experts: bool = False) -> list[Decision]:
-        """Make a decision of the same, for a model of that kind."""
+        """Return the same as a decision, for a model of this kind."""
         words, scheme = self.slower(kind, experts), self.recipe.scheme
         stored = scheme.weights or scheme.kv_cache
         if not words or stored is None:
@@ -120,16 +122,16 @@ class Support:
 
 
 def ask(recipe: Recipe, target: Target, kind: Kind | None = None) -> Support:
-    """Find what a recipe can have on a target.
+    """Determine the support of a recipe on a target.
 
     Args:
-        recipe: as it is asked for; exports for which the target has no runtime are left out, if others are left, and
-            those that cannot have what an add-on brings.
-        kind: of the model; None where it is not known yet: not a graph.
+        recipe: recipe as requested. Exports without a runtime on the target are left out if others remain, and so are
+            those that cannot store what an add-on adds.
+        kind: kind of the model; None if unknown, and then not a graph.
 
     Raises:
-        InputError: `target-cannot-run`, `layout-unsupported`, `scheme-unsupported`: an export that none of the target's
-            runtimes can read, or no export for any of them; with the nearest recipe, or target, that can.
+        InputError: `target-cannot-run`, `layout-unsupported`, `scheme-unsupported` if no runtime of the target can read
+            an export, or any export; with the nearest recipe or target that can.
     """
     recipe, unheld = _without_unheld(recipe, target, kind)
     try:
@@ -141,8 +143,7 @@ def ask(recipe: Recipe, target: Target, kind: Kind | None = None) -> Support:
 
 
 def _without_unheld(recipe: Recipe, target: Target, kind: Kind | None) -> tuple[Recipe, tuple[str, ...]]:
-    """A recipe without the exports that cannot have what an add-on brings, and their names, if others can: whoever lays
-    one over a recipe asks for what it adds, and did not write those exports."""
+    """Drop exports without a place for an add-on's part, if others have one; return their names too."""
     if ADDED not in recipe.name or kind == "network":
         return recipe, ()
     kept = []
@@ -155,31 +156,32 @@ def _without_unheld(recipe: Recipe, target: Target, kind: Kind | None) -> tuple[
     return recipe.model_copy(update={"export": kept}), tuple(step.name for step in recipe.export if step not in kept)
 
 
-def demand_kind(recipe: Recipe, target: Target, kinds: Sequence[Kind], where: str, said: str = "") -> None:
-    """Refuse a model that a recipe is not for.
+def demand_kind(recipe: Recipe, target: Target, kinds: Sequence[Kind], where: str, shown: str = "") -> None:
+    """Refuse a model of a kind that a recipe does not support.
 
     Args:
-        kinds: that the model may be; of an ONNX file two, of which the second is what it is compiled as.
+        kinds: kinds that the model may have; for an ONNX file two, of which the second is the kind for compiling.
         where: the model.
-        said: what it is, if its kind does not say all.
+        shown: description of the model, if its kind does not suffice.
 
     Raises:
         InputError: `model-kind`, with the nearest recipe for that kind.
     """
     if set(kinds) & set(recipe.models):
         return
-    value, rule = said or one(kinds[0]), f"recipe {recipe.name} is for {', '.join(recipe.models)}"
+    value, rule = shown or one(kinds[0]), f"recipe {recipe.name} is for {', '.join(recipe.models)}"
     raise InputError("model-kind", where, value, rule, _instead(recipe, target, kinds[-1]) or "--recipe float")
 
 
 def fitted(recipe: Recipe, target: Target, read_by: Mapping[str, str] | None = None) -> tuple[Recipe, tuple[str, ...]]:
-    """Keep the exports that a runtime of the target reads; returns the names of the others, too.
+    """Keep the exports with a runtime on the target; return the names of the others too.
 
-    An option of an export that is left out takes what the target says: `accuracy_level` of `onnx` in its `build`, its
-    `profiles`, the compute capability of its GPU. A recipe none of whose exports can be read is returned whole.
+    Unset options of an export take the target's values: `accuracy_level` of `onnx` from its `build`, its `profiles`,
+    the
+    compute capability of its GPU. If no export can be read, the recipe is returned whole.
 
     Args:
-        read_by: export -> who reads it; of others the first runtime that the target has.
+        read_by: export -> its runtime; by default the first one of the target.
     """
     kept, left_out = [], []
     for step in recipe.export:
@@ -202,7 +204,7 @@ def fitted(recipe: Recipe, target: Target, read_by: Mapping[str, str] | None = N
 
 
 def _refusal(error: InputError, recipe: Recipe, target: Target, kind: Kind) -> InputError:
-    """A refusal that names the nearest recipe or target that can, and the settings that it named itself."""
+    """Return a refusal with the nearest recipe or target as a remedy, and its own `--set` remedy."""
     remedy = _either(_instead(recipe, target, kind), _elsewhere(recipe, target, kind))
     if not remedy:
         alike = sorted(_alike(recipe, kind), key=lambda other: (*_differ(recipe, other), other.name))
@@ -213,7 +215,7 @@ def _refusal(error: InputError, recipe: Recipe, target: Target, kind: Kind) -> I
 
 
 def with_remedy(error: InputError, remedy: str) -> InputError:
-    """Copy an error, with another remedy."""
+    """Copy an error with another remedy."""
     return InputError(error.code, where=error.where, value=error.value, rule=error.rule, remedy=remedy)
 
 
@@ -222,10 +224,9 @@ def _either(*remedies: str) -> str:
 
 
 def _instead(recipe: Recipe, target: Target, kind: Kind, *, native: bool = False) -> str:
-    """What to ask for instead: the nearest shipped recipe, or another export; "" without either.
+    """Return the nearest shipped recipe, or another export, as a remedy; "" without either.
 
-    Args:
-        native: only what is computed in as it is stored.
+    `native` admits only those that compute in the stored form.
     """
     parts, asked = [], {step.name for step in recipe.export}
     others = []
@@ -241,7 +242,7 @@ def _instead(recipe: Recipe, target: Target, kind: Kind, *, native: bool = False
         (*_, name), reader = nearest
         how = "native" if reader.state == "native" else "computed in floats"
         parts.append(f"--recipe {name} ({how} in {reader.runtime})")
-    # the first export that the recipe could have, and that is computed in as it is stored
+    # the first other export that the recipe could have natively
     for name in sorted({*plugins.EXPORTERS.shipped()} - asked):
         with suppress(InputError):
             reader = best(_readers(recipe.model_copy(update={"export": [ExportStep(name=name)]}), target, kind))
@@ -252,11 +253,11 @@ def _instead(recipe: Recipe, target: Target, kind: Kind, *, native: bool = False
 
 
 def _elsewhere(recipe: Recipe, target: Target, kind: Kind) -> str:
-    """The nearest target that computes in all that a recipe stores."""
+    """Return the nearest target with native support of all stored parts."""
     wanted = {runtime for step in _exports(recipe, kind) for runtime in load_exporter(step.name).runtimes}
     for name in sorted(content.names("export"), key=lambda name: _apart(_outline(name), target)):
         if not wanted & set(_outline(name)["runtimes"]):
-            continue  # to parse all of them would take a second
+            continue  # parsing all of them would take a second
         with suppress(InputError):
             reader = best(_readers(recipe, Target.load(name), kind))
             if reader.state == "native":
@@ -266,7 +267,7 @@ def _elsewhere(recipe: Recipe, target: Target, kind: Kind) -> str:
 
 @cache
 def _outline(name: str) -> dict[str, Any]:
-    """A few lines of a shipped target."""
+    """Read a few lines of a shipped target."""
     lines = content.find("export", name).read_text(encoding="utf-8").splitlines()
     keys = ("kind: ", "arch: ", "runtimes: ")
     outline = yaml.safe_load("\n".join(line for line in lines if line.startswith(keys)))
@@ -274,28 +275,30 @@ def _outline(name: str) -> dict[str, Any]:
 
 
 def _apart(other: dict[str, Any], target: Target) -> tuple[Any, ...]:
-    """How unlike a target another one is, by its outline."""
+    """Return the distance between targets by their outline."""
     sm = abs(float(other["arch"].get("sm") or 0) - float(target.arch.sm or 0))
     return other["kind"] != target.kind, other["arch"]["vendor"] != target.arch.vendor, sm, other["name"]
 
 
 @cache
 def shipped(name: str) -> Recipe:
-    """Load a recipe that ships, once: several candidates and their stand-ins look at the same."""
+    """Load a shipped recipe once."""
     return Recipe.load(name)
 
 
 def _alike(recipe: Recipe, kind: Kind) -> list[Recipe]:
-    """The other shipped recipes for that kind of model."""
+    """Return the other shipped recipes for this kind of model."""
     others = [shipped(name) for name in content.names("recipes") if name != recipe.name]
-    # an add-on is no recipe by itself, and a graph is quantized or left alone
+    # an add-on is no recipe by itself, and a graph is either quantized or not
     quantized = [other for other in others if other.scheme.weights or not (other.scheme.kv_cache or kind == "network")]
     return [other for other in quantized if kind in other.models]
 
 
 def _differ(recipe: Recipe, other: Recipe) -> tuple[float | bool, ...]:
-    """How unlike two recipes are, what matters most first: for another program, bits, inputs, exports, kind of format,
-    whether scales are fixed, zero points, passes."""
+    """Return the distance between recipes, most important first.
+
+    The order: single files, bits, inputs, exports, kind of format, fixed scales, zero points, passes.
+    """
     ours, theirs = recipe.scheme, other.scheme
     bits = [float(load_format(x.weights.format).bits) if x.weights else 16.0 for x in (ours, theirs)]
     kinds = [x.weights.format[:2] if x.weights else "" for x in (ours, theirs)]
@@ -319,7 +322,7 @@ def _differ(recipe: Recipe, other: Recipe) -> tuple[float | bool, ...]:
 
 
 def _readers(recipe: Recipe, target: Target, kind: Kind | None) -> list[Reader]:
-    """Who reads each export. Raises InputError, that of the first that none of the target's runtimes can read."""
+    """Return the reader of each export. Raises the InputError of the first export without a reader."""
     steps = _exports(recipe, kind)
     read = [step for step in steps if set(load_exporter(step.name).runtimes) & set(target.runtimes)]
     readers: list[Reader] = []
@@ -341,7 +344,7 @@ def _readers(recipe: Recipe, target: Target, kind: Kind | None) -> list[Reader]:
 
 
 def spelt_out(error: InputError, recipe: Recipe) -> InputError:
-    """Copy an error; where an export is to be left out, with the change that leaves it out, as a shell reads it."""
+    """Copy an error; a remedy that leaves out an export becomes the `--set` that does so, quoted for a shell."""
 
     def change(asked: re.Match[str]) -> str:
         others = [{step.name: step.options} for step in recipe.export if step.name != asked[1]]
@@ -354,12 +357,12 @@ def spelt_out(error: InputError, recipe: Recipe) -> InputError:
 
 
 def best(readers: Sequence[Reader]) -> Reader:
-    """Choose the reader that computes in most of what is stored."""
+    """Return the best reader: the one with the most native parts."""
     return min(readers, key=lambda reader: reader.rank)
 
 
 def stored_formats(recipe: Recipe) -> list[Stored]:
-    """List everything that a recipe stores: weights, inputs, keys and values; each once."""
+    """List all stored parts of a recipe once: weights, inputs, keys and values."""
     stored: dict[Stored, None] = {}
     for _, weights, inputs in _schemes(recipe):
         stored[Stored(weights.format, weights.symmetric)] = None
@@ -372,10 +375,10 @@ def stored_formats(recipe: Recipe) -> list[Stored]:
 
 
 def caveats(recipe: Recipe, target: Target, runtimes: Sequence[str] | None = None) -> list[str]:
-    """List what runtimes need beside themselves to read the exports of a recipe, or do otherwise than is stored.
+    """List extra requirements and deviations of runtimes that read the exports of a recipe.
 
     Args:
-        runtimes: of these; None: of all that the target has.
+        runtimes: runtimes to ask about; None for all of the target.
     """
     lines = []
     for step in recipe.export:
@@ -390,7 +393,7 @@ def caveats(recipe: Recipe, target: Target, runtimes: Sequence[str] | None = Non
 
 
 def graph_schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
-    """Return what a float graph is quantized to for ONNX Runtime. Raises InputError `scheme-unsupported`."""
+    """Return the schemes of a float graph for ONNX Runtime. Raises InputError `scheme-unsupported`."""
     weights, inputs = recipe.scheme.weights, recipe.scheme.activations
     if weights is not None and inputs is not None:
         able = weights.format in ("int8", "int7") and weights.symmetric and weights.granularity in ("channel", "tensor")
@@ -402,14 +405,14 @@ def graph_schemes(recipe: Recipe) -> tuple[WeightScheme, ActivationScheme]:
 
 
 def _exports(recipe: Recipe, kind: Kind | None) -> list[ExportStep]:
-    """The exports of a recipe; of a float graph the engine that it becomes if the recipe has one, else a graph."""
+    """Return the exports of a recipe; for a float graph its engine if the recipe has one, else a graph."""
     if kind != "network":
         return recipe.export
     return [step for step in recipe.export if load_exporter(step.name).stores == "engine"] or [_graph()]
 
 
 def _reader(recipe: Recipe, step: ExportStep, target: Target) -> Reader:
-    """The best of the target's runtimes for one export. Raises InputError, that of the first one."""
+    """Return the best runtime of the target for one export. Raises the InputError of the first one."""
     exporter = load_exporter(step.name)
     if step is not _graph():
         _demand_place_for_moved(recipe, step, exporter)
@@ -422,16 +425,16 @@ def _reader(recipe: Recipe, step: ExportStep, target: Target) -> Reader:
             except InputError as problem:
                 problems.append(problem)
     if readers:
-        # of those that are as good, the one that the target lists first
+        # ties go to the target's order
         return min(readers, key=lambda reader: (*reader.rank, target.runtimes.index(reader.runtime)))
     if problems:
         raise problems[0]
     target.check([], exporter.runtimes[0])
-    raise AssertionError("a runtime that the target does not list is refused")
+    raise AssertionError("`check` refuses a runtime that the target does not list")
 
 
 def _schemes(recipe: Recipe) -> Iterator[tuple[str, WeightScheme, ActivationScheme | None]]:
-    """Where a recipe says so, how weights are stored there, and how their inputs are; not what stays in floats."""
+    """Yield each place of a recipe with a weight scheme: the place, the scheme, the scheme of inputs."""
     weights, inputs = recipe.scheme.weights, recipe.scheme.activations
     if weights is not None:
         yield "scheme", weights, inputs
@@ -444,15 +447,15 @@ def _schemes(recipe: Recipe) -> Iterator[tuple[str, WeightScheme, ActivationSche
 
 @cache
 def _graph() -> ExportStep:
-    """What a float graph becomes where its recipe builds no engine of it."""
+    """Return the export of a float graph if its recipe builds no engine."""
     return ExportStep(name=next(name for name in plugins.EXPORTERS.shipped() if load_exporter(name).stores == "graph"))
 
 
 def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: Exporter) -> None:
-    """Refuse an export that has no place for what a pass makes of inputs. Raises InputError `layout-unsupported`."""
+    """Refuse an export without a place for moved channels. Raises InputError `layout-unsupported`."""
     moving = [change.name for change in recipe.passes if "moved" in pass_of(change).ensures]
     if moving and not exporter.moves:
-        rule = "it has no place for what becomes of an input before it is quantized"
+        rule = "this export cannot store a transform of an input before it is quantized"
         remedy = f"--set 'export=[{{onnx: {{}}}}]' or [{{tensorrt: {{}}}}], or leave {moving[0]} out of `passes`"
         raise InputError("layout-unsupported", f"export: {step.name}", f"channels that {moving[0]} moves", rule, remedy)
 
@@ -463,13 +466,13 @@ def _read_by(recipe: Recipe, step: ExportStep, exporter: Exporter, target: Targe
     weights = {place: scheme for place, scheme, _ in _schemes(recipe)}
     inputs = {place: scheme for place, _, scheme in _schemes(recipe) if scheme is not None}
     left: State = "native"
-    if step is not _graph():  # whose own rules are `graph_schemes`
+    if step is not _graph():  # a graph has rules of its own: `graph_schemes`
         asked = LayerSpec(schemes=weights, activations=inputs, cache=recipe.scheme.kv_cache)
         left = exporter.holds(step.settings, runtime, asked)
     uses = []
     for part in stored:
         use = target.use(part, runtime)
         floats = left == "emulated" and part.part != "kv_cache"
-        source = f"the {step.name} holds the values that codes stand for" if floats else use.source
+        source = f"the {step.name} stores dequantized values" if floats else use.source
         uses.append(StoredUse(part, "emulated" if floats else use.state, source))
     return Reader(step.name, runtime, uses)

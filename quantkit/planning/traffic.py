@@ -1,4 +1,4 @@
-"""Traffic: how long prompts and outputs are, how many requests come, which batches occur.
+"""Traffic: lengths of prompts and outputs, rate of requests, batches.
 
 A lognormal length with mean m and coefficient of variation v has σ² = ln(1 + v²) and median m exp(−σ²/2).
 """
@@ -15,19 +15,20 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError
 
-# taken where nothing is said, and shown as such: prompts are usually several times as long as what is answered
+# defaults, shown as assumed: prompts are usually several times as long as answers
 PROMPT, OUTPUT = 1024, 256
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class RequestKind:
-    """Requests that are alike.
+    """Requests of one kind.
 
     Args:
-        prompt, output: tokens on average.
-        share: of all requests.
-        variation: coefficient of variation of both lengths, lognormal; 0: each is as long as the average.
+        prompt: mean tokens of a prompt.
+        output: mean tokens of an output.
+        share: share of all requests.
+        variation: coefficient of variation of both lengths, lognormal; 0 for equal lengths.
     """
 
     prompt: int
@@ -41,9 +42,9 @@ class Traffic:
     """All requests.
 
     Args:
-        kinds: their shares add up to 1.
-        rate: requests a second; None where nobody said.
-        assumed: what was taken because nobody said, in words.
+        kinds: kinds of requests; their shares add up to 1.
+        rate: requests a second; None if not given.
+        assumed: assumptions, in words.
     """
 
     kinds: Sequence[RequestKind]
@@ -52,17 +53,17 @@ class Traffic:
 
     @property
     def prompt(self) -> float:
-        """Tokens of a prompt on average."""
+        """Mean tokens of a prompt."""
         return sum(kind.share * kind.prompt for kind in self.kinds)
 
     @property
     def output(self) -> float:
-        """Tokens of an output on average."""
+        """Mean tokens of an output."""
         return sum(kind.share * kind.output for kind in self.kinds)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, but for one in a thousand of lognormal lengths: 3.09 deviations."""
+        """Tokens of the longest request; for lognormal lengths the 99.9th percentile, 3.09 deviations."""
         lengths = []
         for kind in self.kinds:
             sigma = math.sqrt(math.log1p(kind.variation**2))
@@ -72,14 +73,14 @@ class Traffic:
     def draw(
         self, count: int, generator: np.random.Generator, limit: int | None = None
     ) -> tuple[NDArray[Any], NDArray[Any], int]:
-        """Draw the lengths of some requests.
+        """Draw the lengths of requests.
 
         Args:
-            limit: tokens that prompt and output together may have: the model's longest context. A longer prompt is cut
-                to it less one, then the output to what is left, as servers do.
+            limit: most tokens of prompt and output together: the model's longest context. A longer prompt is cut to one
+                less, then the output to the rest, as servers do.
 
         Returns:
-            Prompts [count], outputs [count], each from 1 up, and how many requests were cut.
+            Prompts [count], outputs [count], each from 1 up, and the number of requests that were cut.
         """
         which = generator.choice(len(self.kinds), size=count, p=[kind.share for kind in self.kinds])
         normal = generator.standard_normal((2, count))
@@ -96,7 +97,7 @@ class Traffic:
         return prompts, np.minimum(outputs, np.maximum(1, limit - prompts)), cut
 
     def line(self) -> str:
-        """`prompts of 1,024 and outputs of 256 tokens, assumed`."""
+        """Describe it: `prompts of 1,024 and outputs of 256 tokens, assumed`."""
         shown = "; ".join(
             f"{f'{kind.share:.0%}: ' if len(self.kinds) > 1 else ''}prompts of {kind.prompt:,} and outputs of "
             f"{kind.output:,} tokens{f', lognormal with variation {kind.variation:g}' if kind.variation else ''}"
@@ -114,13 +115,13 @@ def traffic(
     variation: float = 0.0,
     rate: float | None = None,
 ) -> Traffic:
-    """Read `--prompt`, `--output`, `--requests`, `--variation` and `--rate`; the rest is assumed, and listed.
+    """Read `--prompt`, `--output`, `--requests`, `--variation` and `--rate`; list the defaults that were assumed.
 
     Raises:
         InputError: `traffic-invalid`.
     """
     if mix is not None and (prompt is not None or output is not None):
-        raise _invalid("--requests", "and --prompt or --output", "one of them says the lengths")
+        raise _invalid("--requests", "and --prompt or --output", "only one of them gives the lengths")
     for name, value in (("--prompt", prompt), ("--output", output)):
         if value is not None and value < 1:
             raise _invalid(name, value, "tokens, from 1 up")
@@ -161,7 +162,7 @@ def traffic_of(text: str) -> dict[int, float]:
     """Read `--traffic`: `1:0.7,8:0.2,64:0.1`, batch and share of the steps.
 
     Raises:
-        InputError: `traffic-invalid`; shares that do not add up to 1 are not guessed at.
+        InputError: `traffic-invalid`, also if shares do not add up to 1.
     """
 
     def batch(key: str) -> int | None:
@@ -172,7 +173,7 @@ def traffic_of(text: str) -> dict[int, float]:
 
 
 def _shares(text: str, where: str, form: str, what: str, read: Callable[[str], _Key | None]) -> dict[_Key, float]:
-    """Read `key:share,…`: each key once, shares from 0 up that add up to 1."""
+    """Read `key:share,…`: each key once, shares from 0 up with a sum of 1."""
     shares: dict[_Key, float] = {}
     for part in text.split(","):
         name, _, number = part.strip().rpartition(":")

@@ -54,7 +54,7 @@ def test_devices_cost_their_share_of_an_offer() -> None:
     work = RequestTime.of(prefill=2.0, step=0.02, batch=4, prompt=500, output=100, devices=2)
     cost = rented(work, prices().rented("h100")[1], "EUR")
     assert cost.per_hour == pytest.approx(9.0)
-    assert cost.notes == ["rented 8 devices at a time, of which 2 are reckoned"]
+    assert cost.notes == ["rented 8 devices at a time, of which 2 are counted"]
 
 
 def test_an_own_machine_by_hand() -> None:
@@ -136,7 +136,7 @@ def test_what_is_missing_or_old_is_said() -> None:
     assert nothing.warnings == ["mine.yaml has no price for l4: add one under cloud or owned"]
     some = bill(WORK, prices(electricity=None), "h100", today=TODAY)
     assert some.owned is None
-    assert "but not electricity, watts: no cost of owning is reckoned" in some.warnings[0]
+    assert "but no electricity, watts: no cost of owning is computed" in some.warnings[0]
     old = bill(WORK, prices(), "h100", watts=500, model="m", today=datetime.date(2026, 12, 1))
     assert len(old.warnings) == 5, "two offers, an API, a purchase, electricity"
     assert all("333 days old" in each for each in old.warnings)

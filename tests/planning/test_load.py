@@ -127,7 +127,7 @@ def test_a_queue_that_grows_is_seen_even_where_the_capacity_is_thought_higher() 
     found = simulate(on, asked, 1.2 * most, most=2 * most)
     assert not found.stable
     assert found.growth == pytest.approx(0.2 * most, rel=0.3)
-    assert "more come than go" in found.notes[1]
+    assert "arriving requests stay" in found.notes[1]
 
 
 @pytest.mark.parametrize("policy", ["chunked", "prefill-first"])

@@ -89,7 +89,7 @@ def test_what_does_not_keep_up_is_not_taken() -> None:
     one, two = candidate("int4", 4.3, timed(1.0), load=late), candidate("fp8", 8.0, timed(2.0), load=stable)
     found = recommend([one, two], WORK)
     assert found.label == "fp8"
-    assert any("would not keep up with 2 requests" in line for line in found.because)
+    assert any("would not sustain 2 requests" in line for line in found.because)
     none = recommend([one], WORK)
     assert none.label == "int4"
     assert "none keeps up" in none.because[0]

@@ -184,5 +184,5 @@ def test_blocks_of_matmulnbits_are_those_of_the_exporter() -> None:
 
 @pytest.mark.parametrize(("model", "said"), [("phi-4", "Phi3ForCausalLM"), ("mixtral-8x7b", "MixtralForCausalLM")])
 def test_a_class_that_no_file_is_written_of_is_refused(model: str, said: str) -> None:
-    with pytest.raises(InputError, match=rf"layout-unsupported.*{said}; `gguf` is written of LlamaForCausalLM"):
+    with pytest.raises(InputError, match=rf"layout-unsupported.*{said}; `gguf` supports LlamaForCausalLM"):
         storage(configs.read(model), Recipe.load("gguf-q4_0"))

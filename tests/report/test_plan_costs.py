@@ -70,7 +70,7 @@ def loaded(found: Outlook) -> Outlook:
         return Load(
             *(4.0, 10.0 if stable else 3.0, stable, 0.0 if stable else 1.0, *waits, 900.0, 3600.0, 17.0),
             *(21.0 if stable else None, 0.4, 0.0, 0.0, "chunked", 8000, 0),
-            notes=[] if stable else ["unstable: the queue grows by 1 requests/s, so that no percentile exists"],
+            notes=[] if stable else ["unstable: the queue grows by 1 requests/s, so no percentile exists"],
         )
 
     work = replace(found.workload, traffic=replace(found.workload.traffic, rate=4.0))
