@@ -1,1 +1,1 @@
-"""Calibration sets to token ids, images or pairs of texts, and those to statistics."""
+"""Calibration: from sets to token ids, images or pairs of texts, and from those to statistics."""

@@ -1,5 +1,4 @@
-"""From a reference to blocks in memory: opening a model (`source`), streaming its layers, tracing their structure.
+"""Models: opening them (`source`), streaming their blocks, tracing their structure, their sizes, and storage layouts.
 
-And its sizes without weights, and how quantized linears lie in files (`layouts`). Nothing here unpickles a file, but
-for the tensors of one, and a model's own code runs only where the user said so.
+Nothing here unpickles a file, except the tensors of one format, and a model's own code runs only if the user allows it.
 """

@@ -1,19 +1,20 @@
-"""Convolutional networks for images, built from a description alone.
+"""Convolutional networks for images, built from a description.
 
     stem        convolution k x k, norm, activation
     stages      blocks, each repeated; the first of a stage has its stride:
-                  expand     1 x 1 to `expansion` times the channels, norm, activation; not where expansion is 1
+                  expand     1 x 1 to `expansion` times the channels, norm, activation; absent for expansion 1
                   depthwise  k x k on each channel alone, norm, activation
                   project    1 x 1 to the stage's channels, norm; an activation unless `linear`
-                  + its input, where the shapes agree and `residual`
+                  + its input, if the shapes agree and `residual`
     head        1 x 1 convolution, norm, activation
     pooling     mean over height and width
     classifier  a linear layer, with bias
 
-An inverted residual of MobileNetV2 (Sandler et al. 2018) and of EfficientNet (Tan and Le 2019) is a linear block; a
-separable convolution of MobileNet (Howard et al. 2017) is one of expansion 1 that is not linear. Padding is SAME, as in
-TensorFlow: an output of ceil(size / stride), what is odd goes to the right and below, e.g. 224 pixels, kernel 3,
-stride 2: one row below, none above. Norms are batch norms, and stay apart from their convolutions.
+A linear block is an inverted residual of MobileNetV2 (Sandler et al. 2018) or EfficientNet (Tan and Le 2019). A block
+of
+expansion 1 that is not linear is a separable convolution of MobileNet (Howard et al. 2017). Padding is SAME, as in
+TensorFlow: the output has ceil(size / stride), and odd padding goes to the right and bottom, e.g. for 224 pixels,
+kernel 3, stride 2: one row below, none above. Batch norms are separate from their convolutions.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from quantkit.errors import InputError
 from quantkit.model.source.weights import SINGLE, Weights, dtype_name, strict_json, write_safetensors
 
 CONFIG = "config.json"
-# how often a norm was trained: nothing computes with it
+# counter of a norm's training steps, unused in inference
 _COUNTER = "num_batches_tracked"
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "relu6": nn.ReLU6}
 
 
 class Stem(Closed):
-    """The first convolution."""
+    """First convolution."""
 
     channels: int = Field(gt=0)
     kernel: int = Field(default=3, gt=0)
@@ -46,7 +47,7 @@ class Stem(Closed):
 
 
 class ConvStage(Closed):
-    """`repeats` blocks to `channels` channels; see the module."""
+    """A stage of `repeats` blocks with `channels` output channels; see the module."""
 
     channels: int = Field(gt=0)
     repeats: int = Field(default=1, gt=0)
@@ -58,9 +59,9 @@ class ConvStage(Closed):
 
 
 class CnnConfig(Closed):
-    """A network of images [channels, size, size], before activations of relu or relu6 = min(max(x, 0), 6).
+    """Description of a network for images [channels, size, size], with relu or relu6 = min(max(x, 0), 6).
 
-    `head`: its channels; None leaves it out. `dropout`: before the classifier, while training.
+    `head` is the number of its channels; None leaves it out. `dropout` applies before the classifier, in training.
     """
 
     channels: int = Field(gt=0)
@@ -94,7 +95,9 @@ class CnnConfig(Closed):
 
 
 class Convolution(nn.Module):
-    """Convolution without bias, a norm, and an activation if any; `groups`: 1, or as many as channels (depthwise)."""
+    """Convolution without bias, a norm, and an optional activation; `groups` is 1, or the number of channels
+    (depthwise).
+    """
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class ConvBlock(nn.Module):
 
 
 class Cnn(nn.Module):
-    """A network of a description: images [n, channels, size, size], normalised, to logits [n, classes]."""
+    """Network of a description, from normalised images [n, channels, size, size] to logits [n, classes]."""
 
     def __init__(self, config: CnnConfig) -> None:
         super().__init__()
@@ -167,17 +170,17 @@ class Cnn(nn.Module):
         return logits
 
     def example(self) -> Tensor:
-        """Make zeros of the shape of two images."""
+        """Return zeros in the shape of two images."""
         return torch.zeros(2, self.config.channels, self.config.size, self.config.size)
 
 
 def tensors(network: nn.Module) -> dict[str, Tensor]:
-    """List everything that the network computes with, by name, in the order of its layers."""
+    """Return all tensors of the network's computation, by name, in the order of its layers."""
     return {name: value for name, value in network.state_dict().items() if not name.endswith(_COUNTER)}
 
 
 def fill(network: Cnn, values: Mapping[str, Tensor], *, where: str) -> None:
-    """Give a network its tensors. Raises InputError (`weights-names`, `weights-shape`)."""
+    """Load tensors into a network. Raises InputError (`weights-names`, `weights-shape`)."""
     wanted, remedy = tensors(network), "use the weights that belong to it"
     if odd := sorted(wanted.keys() ^ values.keys()):
         problem = f"{odd[0]} is {'missing' if odd[0] in wanted else 'not of this network'}"

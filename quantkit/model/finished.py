@@ -1,7 +1,7 @@
-"""What the passes have decided, block by block on disk: codes of quantized linears, and whatever a fold changed.
+"""Results of the passes, block by block on disk: codes of quantized linears, and parameters that a fold changed.
 
-What is not here is as in the source. Exporters read from this and from the source, one tensor at a time: `DenseWeights`
-shows both as one, and a packed checkpoint likewise.
+Everything else is as in the source. Exporters read from both, one tensor at a time; `DenseWeights` shows both, or a
+packed checkpoint, as one set of tensors.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from quantkit.model.layouts import Layout
 from quantkit.model.source.weights import TensorEntry, Weights
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
-# a linear's tensors are stored as NAME::FIELD; what has no field is a parameter
+# a linear's tensors are stored as NAME::FIELD; a name without field is a parameter
 _MARK, _CODES = "::", "codes"
 _FIELDS = ("codes", "scale", "zero", "codebook", "global_scale", "offset")
-# how scales are stored that are quantized themselves: `nested.codes`, `super_blocks.d`, ...
+# nested scales are stored in parts: `nested.codes`, `super_blocks.d`, ...
 _PARTS: dict[str, type[Nested] | type[SuperBlocks]] = {"nested": Nested, "super_blocks": SuperBlocks}
 _SHIFT, _CHANNELS = "moved.shift", "moved.scale"
 _INPUT, _KEYS, _VALUES = "input.", "keys.", "values."
@@ -44,9 +44,9 @@ def save(
     """Write one block's results, all by full names.
 
     Args:
-        changed: parameters' new values, in the dtype that they will be stored in.
-        inputs: the fixed scales of linears' inputs.
-        cache: the block's name, the fixed scales of its keys and of its values.
+        changed: parameter -> new value, in its stored dtype.
+        inputs: linear -> fixed scale of its input.
+        cache: name of the block, fixed scales of its keys and of its values.
     """
     flat: dict[str, Tensor | None] = dict(changed)
     for name, tensor in tensors.items():
@@ -54,7 +54,7 @@ def save(
         for part, kind in _PARTS.items():
             if (stored := getattr(tensor, part)) is not None:
                 parts |= {f"{part}.{field.name}": getattr(stored, field.name) for field in fields(kind)}
-        # linears may have a scale in common, and safetensors wants memory of its own for each; codes are the large ones
+        # linears may share a scale, but safetensors requires separate memory; codes are large and never shared
         for field, value in parts.items():
             flat[name + _MARK + field] = value if field == _CODES or value is None else value.clone()
     fixed = {name + _MARK + _INPUT: scale for name, scale in (inputs or {}).items()}
@@ -68,7 +68,7 @@ def save(
 
 
 class Finished:
-    """All blocks' results, read lazily; `files` are what `save` wrote, linears go by their full names."""
+    """Results of all blocks, read lazily; `files` were written by `save`, linears have their full names."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Finished:
         self.changed = [key for key in self._places if _MARK not in key]
 
     def tensor(self, key: str, *, shape_alone: bool = False) -> Tensor:
-        """Read what is stored under a name: a parameter in `changed`, by its full name."""
+        """Read one stored tensor, such as a parameter in `changed`, by its full name."""
         with safe_open(self._places[key], framework="pt") as stored:
             if shape_alone:
                 return torch.empty(stored.get_slice(key).get_shape(), device="meta")
@@ -98,7 +98,7 @@ class Finished:
         return self.tensor(key) if key in self._places else None
 
     def quantized(self, linear: str, *, codes: bool = True) -> QuantTensor:
-        """Read the codes of a linear in `schemes`, by its full name; without `codes`, their shape and all else."""
+        """Read a linear in `schemes`, by its full name; without `codes`, only their shape."""
         prefix = linear + _MARK
         parts: dict[str, Any] = {field: self._maybe(prefix + field) for field in _FIELDS if field != _CODES}
         for part, kind in _PARTS.items():
@@ -109,11 +109,11 @@ class Finished:
         return QuantTensor(codes=held, **parts, scheme=self.schemes[linear])
 
     def input_scale(self, linear: str) -> InputScale | None:
-        """Read the fixed scale of a linear's input; None where there is none."""
+        """Read the fixed scale of a linear's input, or None."""
         return self._fixed(linear + _MARK + _INPUT)
 
     def cache_scales(self, block: str) -> tuple[InputScale, InputScale] | None:
-        """Read the fixed scales of a block's keys and values; None where there are none."""
+        """Read the fixed scales of a block's keys and values, or None."""
         keys, values = self._fixed(block + _MARK + _KEYS), self._fixed(block + _MARK + _VALUES)
         return None if keys is None or values is None else (keys, values)
 
@@ -125,7 +125,7 @@ class Finished:
         return InputScale(scale, self._maybe(prefix + "zero"), moved)
 
     def dense(self, linear: str, shape: tuple[int, ...], *, transposed: bool) -> Tensor:
-        """Compute what a linear's codes stand for, float32, as its weight lies in the source: without padding."""
+        """Return the dequantized weight of a linear, float32, in the source's layout and without padding."""
         tensor = self.quantized(linear)
         values: Tensor = load_format(tensor.scheme.format).dequantize(tensor)
         return (values[:, : shape[0]].T if transposed else values[:, : shape[1]]).contiguous()
@@ -133,14 +133,14 @@ class Finished:
 
 @dataclass(frozen=True)
 class DenseWeights(Weights):
-    """Tensors of a model with the values that its codes stand for, wherever the codes are.
+    """Tensors of a model with dequantized values, for a compile or a packed checkpoint.
 
     Args:
-        stored: what has no codes; of a packed checkpoint, all that is in its files.
-        packed: tensor -> the linear whose codes it stands for.
-        expand: (linear, shape of its weight) -> its values.
-        changed: tensor -> what reads it, of those that passes changed.
-        layout: of a packed checkpoint; None of a compile.
+        stored: tensors without codes; for a packed checkpoint, all tensors of its files.
+        packed: tensor -> linear with its codes.
+        expand: function of (linear, shape of its weight) to its values.
+        changed: tensor that a pass changed -> function that reads it.
+        layout: layout of a packed checkpoint; None for a compile.
     """
 
     stored: Weights
@@ -158,18 +158,18 @@ class DenseWeights(Weights):
         results: Finished,
         transposed: Mapping[str, bool],
     ) -> DenseWeights:
-        """Show a compile: the source's tensors with what the passes made of them, float32 where they are quantized.
+        """Show a compile: the source's tensors with the results of the passes, float32 where they are quantized.
 
         Args:
-            stored: parameter -> tensor of the source's files.
-            files: parameter -> tensor here: a quantized linear has one to itself.
-            transposed: quantized linear -> whether its weight is stored [K, N].
+            stored: parameter -> tensor in the source's files.
+            files: parameter -> tensor here; a quantized linear has one of its own.
+            transposed: quantized linear -> True if its weight is stored [K, N].
         """
 
         def expand(linear: str, shape: tuple[int, ...]) -> Tensor:
             return results.dense(linear, shape, transposed=transposed[linear])
 
-        # a tensor that only a quantized linear has is as large as the one it was shared with
+        # a quantized linear's own tensor has the shape of the shared one
         own = {files[name]: source.entries[file] for name, file in stored.items()}
         packed = {files[f"{name}.weight"]: name for name in results.schemes}
         changed = {files[name]: partial(results.tensor, name) for name in results.changed}
@@ -177,7 +177,7 @@ class DenseWeights(Weights):
 
     @classmethod
     def of_checkpoint(cls, stored: Weights, config: Mapping[str, Any], dtype: str) -> DenseWeights:
-        """Show packed weights by the `quantization_config` in `config`, expanded by their library's own code."""
+        """Show packed weights under the `quantization_config` in `config`, expanded by their library's own code."""
         layout = layouts.of(config)
         packed = {f"{prefix}.weight": prefix for prefix in layout.prefixes(stored.entries)}
         parts = {prefix + part for prefix in packed.values() for part in layout.parts}

@@ -1,10 +1,10 @@
-"""What a checkpoint says of the moment it runs: how inputs of linears, and keys and values, are quantized there.
+"""Quantization of linears' inputs, and of keys and values, in a checkpoint's configuration.
 
-compressed-tensors' `quantization_config` has an `input_activations` in each config group and a `kv_cache_scheme`; the
-fixed scales lie beside the weights, as `LINEAR.input_scale` and `ATTENTION.k_scale`, `ATTENTION.v_scale`. Written and
-read here, whatever layout the weights have; `transforms` puts the same into a model that is streamed.
+compressed-tensors' `quantization_config` has an `input_activations` in each config group and a `kv_cache_scheme`. Fixed
+scales are stored beside the weights, as `LINEAR.input_scale` and `ATTENTION.k_scale`, `ATTENTION.v_scale`. They are
+written and read here for every layout of the weights; `transforms` applies the same to a streamed model.
 
-    cache     tensor [1]   head [H, 1, 1]       others have no words there
+    cache     tensor [1]   head [H, 1, 1]       no other granularity exists there
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ _STRATEGIES = {"tensor": "tensor", "token": "token", "group": "group", "head": "
 
 @dataclass(frozen=True)
 class RunTime:
-    """How a model's inputs and cache are quantized when it runs: linears by their full names, blocks by number."""
+    """Quantization of inputs and cache at run time.
+
+    Args:
+        activations: full name of a linear -> scheme of its input.
+        scales: full name of a linear -> fixed scale of its input.
+        cache: scheme of keys and values.
+        cache_scales: number of a block -> fixed scales of keys and of values.
+    """
 
     activations: Mapping[str, ActivationScheme] = field(default_factory=dict)
     scales: Mapping[str, InputScale] = field(default_factory=dict)
@@ -48,7 +55,7 @@ class RunTime:
     cache_scales: Mapping[int, tuple[InputScale, InputScale]] = field(default_factory=dict)
 
     def transforms(self, block_names: Sequence[str], dtype: torch.dtype) -> list[Transform]:
-        """Put it into the blocks of a model whose stored dtype is `dtype`."""
+        """Return the transforms of blocks for a model with this stored dtype."""
         from quantkit.model.streaming.transforms import QuantizedCaches, QuantizedInputs
 
         transforms: list[Transform] = []
@@ -60,7 +67,7 @@ class RunTime:
 
 
 def of_results(finished: Finished, blocks: Sequence[str] = ()) -> RunTime:
-    """Take what the passes decided; of the cache, for the blocks that are named."""
+    """Read the results of the passes; scales of the cache for these blocks."""
     scales = {name: finished.input_scale(name) for name in finished.activations}
     cache = {index: finished.cache_scales(name) for index, name in enumerate(blocks)}
     return RunTime(
@@ -74,13 +81,13 @@ def of_results(finished: Finished, blocks: Sequence[str] = ()) -> RunTime:
 def refuse(
     activations: Mapping[str, ActivationScheme], cache: CacheScheme | None, layout: str, symmetric: bool
 ) -> None:
-    """Refuse what a checkpoint whose weights have a layout cannot say. Raises InputError (`layout-unsupported`)."""
+    """Refuse schemes without a form in a checkpoint of this layout. Raises InputError (`layout-unsupported`)."""
     packed = layout.endswith("quantized")
-    zeros = "transformers expands packed weights with zero points as it loads them, and forgets the activations"
+    zeros = "transformers expands packed weights with zero points on loading, and drops the activations"
     for linear, scheme in activations.items():
         problem = "" if scheme.format in _KINDS else f"compressed-tensors has no {scheme.format} activations"
         if not packed:
-            problem = f"layout {layout} says nothing of activations, and who loads it would leave them alone"
+            problem = f"layout {layout} does not store activations, so a reader would not quantize them"
         elif layout == "pack-quantized" and not symmetric:
             problem = zeros
         if problem:
@@ -90,11 +97,11 @@ def refuse(
         return
     problem = ""
     if cache.granularity not in ("tensor", "head"):
-        problem = f"compressed-tensors has no words for a scale by {cache.granularity}"
+        problem = f"compressed-tensors has no scale by {cache.granularity}"
     elif not cache.symmetric:
-        problem = "vLLM reads symmetric caches alone"
+        problem = "vLLM reads only symmetric caches"
     elif not packed and layout != "dense":
-        problem = f"layout {layout} has no place for the cache's scales"
+        problem = f"layout {layout} cannot store the cache's scales"
     if problem:
         remedy = "--set scheme.kv_cache.granularity=tensor --set scheme.kv_cache.symmetric=true, or another layout"
         value = f"{cache.format} by {cache.granularity}{'' if cache.symmetric else ', asymmetric'}"
@@ -107,7 +114,7 @@ def described(
     activations: Mapping[str, ActivationScheme],
     cache: CacheScheme | None,
 ) -> dict[str, Any] | None:
-    """Add to `config`, None for dense weights, how activations and the cache are quantized."""
+    """Add the quantization of activations and cache to `config`, which is None for dense weights."""
     if not activations and cache is None:
         return None if config is None else dict(config)
     from compressed_tensors.quantization import QuantizationConfig
@@ -115,14 +122,14 @@ def described(
     if config is None:
         empty = QuantizationConfig(config_groups={}, format=_DENSE, quantization_status="frozen", ignore=[])
         config = empty.model_dump(mode="json")
-    found = dict(config)
+    extended = dict(config)
     if activations:
-        # transformers' other way in expands weights as they are read, and leaves inputs alone
-        found.pop("dequantize", None)
-        found["config_groups"] = _split(config, linears, activations)
+        # expansion on loading would leave inputs unquantized
+        extended.pop("dequantize", None)
+        extended["config_groups"] = _split(config, linears, activations)
     if cache is not None:
-        found["kv_cache_scheme"] = _written(cache)
-    return found
+        extended["kv_cache_scheme"] = _written(cache)
+    return extended
 
 
 def _split(
@@ -143,7 +150,7 @@ def _split(
 
 
 def _written(scheme: ActivationScheme | CacheScheme) -> dict[str, Any]:
-    """Write a scheme as the library's `QuantizationArgs` are."""
+    """Convert a scheme to the library's `QuantizationArgs`."""
     from compressed_tensors.quantization import QuantizationArgs
 
     arguments = QuantizationArgs(
@@ -164,7 +171,7 @@ def read(
     entries: Iterable[str],
     tensor: Callable[[str], torch.Tensor],
 ) -> RunTime:
-    """Read what a checkpoint's `quantization_config` says of the linears in its blocks, by their full names."""
+    """Read the run-time quantization of the linears in its blocks from a checkpoint's config, by full names."""
     from quantkit.formats.base.activation import InputScale
 
     if not config or config.get("quant_method") != "compressed-tensors":
@@ -192,38 +199,38 @@ def read(
 
 
 def weights_are_dense(config: Mapping[str, Any]) -> bool:
-    """Tell whether a `quantization_config` is about inputs or the cache alone."""
+    """Tell whether a `quantization_config` only concerns inputs or the cache."""
     return config.get("format") == _DENSE
 
 
 def expands_at_load(folder: Path) -> bool:
-    """Tell whether transformers expands weights as it loads a checkpoint, and then knows no more of its scheme."""
+    """Tell whether transformers expands the weights of a checkpoint on loading, and then drops their scheme."""
     config = strict_json(limits.read(folder / "config.json"), "config.json", "config-invalid")
     return bool((config.get("quantization_config") or {}).get("dequantize"))
 
 
 def is_named(config: Mapping[str, Any] | None) -> bool:
-    """Tell whether a `quantization_config` says that inputs or the cache are quantized."""
+    """Tell whether inputs or the cache are quantized under a `quantization_config`."""
     groups = ((config or {}).get("config_groups") or {}).values()
     return bool((config or {}).get("kv_cache_scheme")) or any(group.get("input_activations") for group in groups)
 
 
 def _inputs_of(config: Mapping[str, Any], linear: str) -> ActivationScheme | None:
-    """Read the scheme of a linear's input: of the group that names it, else of the one for its class."""
+    """Read the scheme of a linear's input from the group with its name, else from the one for its class."""
     if any(same(linear, name) for name in config.get("ignore") or ()):
         return None
     groups = list(config["config_groups"].values())
     named = [group for group in groups if any(same(linear, target) for target in group["targets"])]
     chosen = (named or [group for group in groups if group["targets"] == ["Linear"]] or [{}])[0]
-    found = chosen.get("input_activations")
-    if not found:
+    inputs = chosen.get("input_activations")
+    if not inputs:
         return None
-    more = {"dynamic": bool(found["dynamic"]), "group": found.get("group_size")}
-    return ActivationScheme.model_validate({**_fields(found), **more})
+    more = {"dynamic": bool(inputs["dynamic"]), "group": inputs.get("group_size")}
+    return ActivationScheme.model_validate({**_fields(inputs), **more})
 
 
 def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what both kinds of scheme have, from the library's arguments."""
+    """Convert the library's arguments to the fields of both kinds of scheme."""
     formats = {kind: name for name, kind in _KINDS.items()}
     granularities = {strategy: name for name, strategy in _STRATEGIES.items()}
     return {
@@ -234,12 +241,12 @@ def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attention_of(block: nn.Module) -> str:
-    """Find the module of a block that the library gives its cache's scales to; `layout-unsupported`."""
+    """Return the module of a block with the scales of its cache in the library; `layout-unsupported`."""
     from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
 
-    found: list[str] = [name for name, module in block.named_modules() if is_cached_attention_module(module)]
-    if len(found) != 1:
-        rule = "compressed-tensors quantizes the cache of attentions that it knows by these names"
-        value = f"{len(found)} attentions with k_proj and v_proj"
+    attentions: list[str] = [name for name, module in block.named_modules() if is_cached_attention_module(module)]
+    if len(attentions) != 1:
+        rule = "compressed-tensors finds the attention of a cache by these names"
+        value = f"{len(attentions)} attentions with k_proj and v_proj"
         raise unsupported(type(block).__name__, value, rule, "--set scheme.kv_cache=null")
-    return found[0]
+    return attentions[0]

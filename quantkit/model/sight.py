@@ -1,7 +1,7 @@
-"""Refusals of a model before torch is imported: by its name, its config.json, and transformers' source text.
+"""Refusal of a model before torch is imported: by its name, its config.json, and transformers' source text.
 
-A class is looked up in `transformers/models/<type>/modeling_<type>.py`, which is parsed and not imported: what its
-forward takes, and what it claims to. Where that says nothing, the model is opened, and `structure/kinds.py` judges.
+A class is looked up in `transformers/models/<type>/modeling_<type>.py`, which is parsed and not imported: the arguments
+of its forward, and its declared inputs. If that does not decide, the model is opened, and `structure/kinds.py` judges.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from quantkit.errors import InputError, absent
 from quantkit.model.source.weights import INDEX, SINGLE, no_weights
 from quantkit.model.structure.kinds import by_python, judge, model_graph, takes
 
-# models below a folder that an error names
+# most models below a folder that an error names
 _LISTED = 5
-# suffix -> (what such a file is, what to do)
+# suffix -> (kind of file, remedy)
 _GRAPH = "export it to ONNX there, and compile that file"
 _PICKLED = ("holds a pickle, which may run anything", f"load it where you trust it; then {by_python('module')}")
 _FILES = {
@@ -37,11 +37,11 @@ _FILES = {
 
 
 def demand_possible(ref: str) -> None:
-    """Refuse what cannot be compiled, as far as it can be seen.
+    """Refuse a model early, if its files show that it cannot be compiled.
 
     Raises:
         InputError: `file-missing`, `not-a-folder`, `config-missing`, `architecture-unsupported`, `model-graph`,
-            `weights-absent`, `weights-pickle`; all else is left to the opening of the model.
+            `weights-absent`, `weights-pickle`; other errors come from opening the model.
     """
     if not is_path(ref):
         return
@@ -69,7 +69,7 @@ def demand_possible(ref: str) -> None:
 
 
 def not_a_folder(path: Path, ref: str) -> InputError:
-    """Make the error for a file that is no model, by what its suffix says of it."""
+    """Make the error for a file that is no model, from its suffix."""
     value, remedy = _FILES.get(path.suffix.lower(), ("is a file", ""))
     if (path.parent / "config.json").is_file():
         remedy = f"give its folder: {_as_typed(path.parent)}"
@@ -78,7 +78,7 @@ def not_a_folder(path: Path, ref: str) -> InputError:
 
 
 def no_config(path: Path, ref: str) -> InputError:
-    """Make the error for a folder that is no model; other files in it that can be compiled are named."""
+    """Make the error for a folder without config.json; the remedy names a model file in it, or models below it."""
     others = [file for suffix in (".gguf", ".onnx") for file in sorted(path.glob(f"*{suffix}"))]
     rule = "a model folder has config.json, safetensors and tokenizer files"
     remedy = f"give the file: {_as_typed(others[0])}" if others else "model.save_pretrained(folder) writes all of it"
@@ -100,7 +100,7 @@ def _models_below(path: Path) -> list[Path]:
 
 
 def _as_typed(path: Path) -> str:
-    """Return a path as a user may type it, from where they are."""
+    """Return a path as a user would type it in the current folder."""
     return f"./{path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -122,12 +122,12 @@ def _demand_kind(config: Mapping[str, Any], where: str) -> None:
 
 
 def _classes(model_type: str) -> dict[str, ast.ClassDef]:
-    """Parse the classes in the source text of a type of model; none where it is not there."""
-    found = importlib.util.find_spec("transformers")
+    """Parse the classes in the source text of a model type; none if there is no such file."""
+    spec = importlib.util.find_spec("transformers")
     folder = model_type.replace("-", "_")
-    if found is None or found.origin is None or not folder.isidentifier():
+    if spec is None or spec.origin is None or not folder.isidentifier():
         return {}
-    file = Path(found.origin).parent / "models" / folder / f"modeling_{folder}.py"
+    file = Path(spec.origin).parent / "models" / folder / f"modeling_{folder}.py"
     if not file.is_file():
         return {}
     tree = ast.parse(limits.read(file))
@@ -135,16 +135,16 @@ def _classes(model_type: str) -> dict[str, ast.ClassDef]:
 
 
 def _bases(name: str, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]:
-    """List a class and those that it inherits from, as far as they stand in the same file, nearest first."""
+    """List a class and its base classes in the same file, nearest first."""
     if name not in classes:
         return []
     own = classes[name]
     inherited = [_bases(base.id, classes) for base in own.bases if isinstance(base, ast.Name)]
-    return [own, *(each for some in inherited for each in some)]
+    return [own, *(base for bases in inherited for base in bases)]
 
 
 def _forward(name: str, classes: Mapping[str, ast.ClassDef]) -> list[str] | None:
-    """List the arguments of a class's forward; None: it stands elsewhere."""
+    """List the arguments of a class's forward; None if it is not in this file."""
     for node in _bases(name, classes):
         for item in node.body:
             if isinstance(item, ast.FunctionDef) and item.name == "forward":
@@ -153,7 +153,7 @@ def _forward(name: str, classes: Mapping[str, ast.ClassDef]) -> list[str] | None
 
 
 def _claimed(name: str, classes: Mapping[str, ast.ClassDef]) -> set[str]:
-    """Return what a class says it takes; text is what all of them say by default."""
+    """Return a class's declared inputs; the default is text."""
     for node in _bases(name, classes):
         for item in node.body:
             target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
@@ -165,18 +165,18 @@ def _claimed(name: str, classes: Mapping[str, ast.ClassDef]) -> set[str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Read an object; empty where it is none, which the opening of the model says."""
+    """Read a JSON object; {} on any error, which the opening of the model reports."""
     try:
-        found = json.loads(limits.read(path)) if path.is_file() else {}
+        parsed = json.loads(limits.read(path)) if path.is_file() else {}
     except (InputError, ValueError, RecursionError, OSError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 # --- adapters -----------------------------------------------------------------------------------------------------
 
 ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model*"
-# peft's kinds that are tokens or keys in front of a text, and no change of a weight
+# kinds of peft that add tokens or keys in front of a text, and change no weight
 _PROMPTS = ("PROMPT", "PREFIX", "P_TUNING", "CPT", "ADAPTION")
 _AUTO = {
     **{"SEQ_CLS": "SequenceClassification", "TOKEN_CLS": "TokenClassification"},
@@ -185,14 +185,16 @@ _AUTO = {
 
 
 def demand_no_adapter(folder: Path, ref: str) -> None:
-    """Refuse a folder with an adapter in it: `adapter-unmerged`. Looks at names, and reads the adapter's config alone.
+    """Refuse a folder with an adapter in it: `adapter-unmerged`. Only file names and the adapter's config are read.
 
-    A folder that holds one (LoRA and its kin) beside a model may be the base and what was trained on it, or what both
-    make together and the adapter that is left over: the files do not tell. Where peft is installed, transformers goes
-    by `adapter_config.json` alone and loads the base that it names, whatever weights lie beside it.
+    A folder with an adapter (LoRA and similar) beside a model may hold the base and its adapter, or the merged model
+    and a
+    leftover adapter: the files do not tell. If peft is installed, transformers follows `adapter_config.json` and loads
+    the
+    base that it names, whatever weights are beside it.
 
     Args:
-        ref: the model as the user gave it.
+        ref: the model as the user named it.
     """
     if not (folder / ADAPTER).is_file():
         return
@@ -208,7 +210,7 @@ def demand_no_adapter(folder: Path, ref: str) -> None:
         place = f"./{name.rpartition('/')[2]}"
         chosen = f"{name!r}, revision={revision or 'main'!r}, ignore_patterns='adapter_*', local_dir={place!r}"
         left_out = f"huggingface_hub.snapshot_download({chosen}), and compile {place}"
-    ways = [] if alone else [f"without it, where the weights hold it already: {left_out}"]
+    ways = [] if alone else [f"without it, if the weights are merged already: {left_out}"]
     if weights and not any(word in kind for word in _PROMPTS):
         tokens = where if any(folder.glob("tokenizer*")) else base or "BASE"
         model = f"peft.AutoPeftModelFor{_AUTO.get(task, 'CausalLM')}.from_pretrained({where!r})"
@@ -216,8 +218,8 @@ def demand_no_adapter(folder: Path, ref: str) -> None:
         merged = f"{model}.merge_and_unload().save_pretrained('./merged'); {tokenizer}.save_pretrained('./merged')"
         ways.append(f"merged, in Python: import peft, transformers; {merged}")
     elif alone:
-        ways.append(f"the model that it belongs to: {base or 'see its card'}")
+        ways.append(f"compile its base model: {base or 'see its card'}")
     beside = "alone" if alone else f"beside a model{'' if weights else ', without its weights'}"
     value = f"an adapter ({kind}{f' of {base}' if base else ''}) {beside}"
-    rule = "weights are quantized as they lie there, of which an adapter is no part"
+    rule = "weights are quantized as they are stored, without an adapter"
     raise InputError("adapter-unmerged", f"{ref}: {ADAPTER}", value, rule, "; or ".join(ways))

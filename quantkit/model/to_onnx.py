@@ -1,7 +1,7 @@
-"""A torch module as a float ONNX graph, its batch free.
+"""Export of a torch module as a float ONNX graph, with a free batch.
 
-What the exporter leaves of shapes and casts that are known is folded; convolutions and their norms stay apart, for what
-is fused is to be proved, and said.
+Known shapes and casts that the exporter leaves are folded; convolutions and their norms stay separate, since every
+fusion must be proved and recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 OPSET = 21
 BATCH = "batch"
-# where torch keeps the lines that a node comes from
+# metadata key of torch with the source lines of a node
 _TRACE = "pkg.torch.onnx.stack_trace"
 
 
@@ -33,13 +33,13 @@ def write_onnx(
     inputs: Sequence[str] | None = None,
     outputs: Sequence[str] | None = None,
 ) -> None:
-    """Write the module in evaluation mode, as one file, in operator set 21; raises whatever torch's exporter does.
+    """Write the module in evaluation mode, as one file, in operator set 21; raises the errors of torch's exporter.
 
     Args:
-        examples: what it is called with, by position or by name: [n, ...] each, n at least 2; all but n is fixed in
-            the graph.
-        inputs: names of the graph's inputs; None: those of the arguments.
-        outputs: names of the graph's outputs; None: those by which it returns them, else `output`, or `output_0`, ...
+        examples: its arguments, by position or by name: [n, ...] each, n at least 2; all sizes but n are fixed in the
+            graph.
+        inputs: names of the graph's inputs; None for those of the arguments.
+        outputs: names of the graph's outputs; None for the keys of its result, else `output`, or `output_0`, ...
     """
     import onnx_ir
     from onnx_ir.passes import common
@@ -78,14 +78,14 @@ def write_onnx(
         common.NameFixPass(),
     ):
         step(graph)
-    for node in graph.graph.all_nodes():  # the file's hash is the model's identity: no folder, line or code of ours
+    for node in graph.graph.all_nodes():  # the file's hash is the model's identity: drop folders and source lines
         node.metadata_props.pop(_TRACE, None)
     onnx_ir.save(graph, path)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the exporter's remarks about packages that it does not find."""
+    """Suppress the exporter's warnings about missing packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -98,14 +98,15 @@ def quiet() -> Iterator[None]:
 
 
 def _parameters(module: nn.Module, count: int) -> list[str]:
-    """What `forward` calls its first arguments."""
+    """Return the names of the first arguments of `forward`."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [each.name for each in inspect.signature(module.forward).parameters.values() if each.kind in kinds]
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
     return names[:count] if len(names) >= count else [f"input_{number}" for number in range(count)]
 
 
 def _returned(result: Any) -> list[str]:
-    """Names for what a module gives."""
+    """Return names for a module's outputs."""
     from torch.utils import _pytree
 
     if isinstance(result, Mapping):

@@ -48,7 +48,7 @@ class Loss(Closed):
 
     @property
     def name(self) -> str:
-        """The class: `none`, `tiny`, `small`, `moderate`, `large`."""
+        """Class of the loss: `none`, `tiny`, `small`, `moderate`, `large`."""
         return next(name for name, most in _CLASSES.items() if self.kl <= most)
 
 
@@ -62,7 +62,7 @@ class Losses(Closed):
     @classmethod
     @cache
     def shipped(cls) -> Losses:
-        """Read the file that ships."""
+        """Read the shipped file."""
         return cls.model_validate(read_yaml(Path(__file__).with_name("losses.yaml")))
 
 

@@ -77,7 +77,7 @@ def test_what_was_written_is_read(tmp_path: Path, found: imatrix.ImportanceMatri
 def test_one_of_another_model_is_refused(found: imatrix.ImportanceMatrix) -> None:
     with pytest.raises(InputError, match=r"imatrix-foreign.*64 inputs of blk.0.attn_q.weight, which has 96"):
         found.of_linears({"model.layers.0.self_attn.q_proj": 96}, "i.gguf")
-    with pytest.raises(InputError, match=r"imatrix-foreign.*nothing on blk.9.attn_q"):
+    with pytest.raises(InputError, match=r"imatrix-foreign.*no values for blk.9.attn_q"):
         found.of_linears({"model.layers.9.self_attn.q_proj": 64}, "i.gguf")
 
 
@@ -89,11 +89,11 @@ def test_one_of_a_larger_model_is_refused(found: imatrix.ImportanceMatrix) -> No
     widths = {linear: layers[imatrix.tensor_name(linear)] for linear in ours}
     found.demand_of(widths, "i.gguf")
     fewer = {linear: width for linear, width in widths.items() if ".2." not in linear}
-    with pytest.raises(InputError, match=r"imatrix-foreign.*blk.2.*which the model has not"):
+    with pytest.raises(InputError, match=r"imatrix-foreign.*blk.2.*which is not in the model"):
         found.demand_of(fewer, "i.gguf")
     # and one of a smaller model, which a block of this one would wait for in vain
     smaller = replace(found, squares={name: each for name, each in found.squares.items() if ".2." not in name})
-    with pytest.raises(InputError, match=r"imatrix-foreign.*nothing on blk.2.*in model.layers.2;"):
+    with pytest.raises(InputError, match=r"imatrix-foreign.*no values for blk.2.*the rest of model.layers.2;"):
         smaller.demand_of(widths, "i.gguf")
 
 

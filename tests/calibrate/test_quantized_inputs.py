@@ -114,7 +114,7 @@ def reference_attention(module: Any, hidden: Tensor, calls: Any, change: Any) ->
             return super().update(change(keys), change(values), *args, **kwargs)  # type: ignore[no-any-return]
 
     call = calls.call(0)
-    bound = inspect.signature(module.forward).bind(hidden, *call.given.args, **call.given.kwargs)
+    bound = inspect.signature(module.forward).bind(hidden, *call.rest.args, **call.rest.kwargs)
     bound.arguments["past_key_values"] = Changed()
     output = module(*bound.args, **bound.kwargs)
     return output[0] if isinstance(output, tuple) else output

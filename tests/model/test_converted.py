@@ -173,7 +173,7 @@ def test_what_was_written_has_no_rule_left(tmp_path: Path) -> None:
 
 # class -> (what is in the way, why)
 OBSTACLES = {
-    "Llama4TextModel": ("layers.0.feed_forward.experts", "another class"),
+    "Llama4TextModel": ("layers.0.feed_forward.experts", "replaces its class"),
     "Molmo2TextModel": ("Molmo2TextModel", "mlp.ff_proj.weight"),
     "Inkling2ForCausalLM": ("model.layers.3.self_attn.k_sconv.weight_proj", "nothing packed under that name"),
     "Qwen4ExpForCausalLM": ("model.layers.0.attn_hyper_connection.block_inject_weight", "ends in `weight`"),

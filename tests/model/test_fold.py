@@ -217,7 +217,7 @@ def test_blocks_compute_the_same_only_if_every_operator_and_number_is_the_same()
     def computed(change: Callable[[nn.Module], object], index: int = 1) -> list[object]:
         block, _, call = block_of("llama", index)
         change(block)
-        seen = Computed(dict(block.named_parameters()), (call.hidden, *call.given.leaves()))
+        seen = Computed(dict(block.named_parameters()), (call.hidden, *call.rest.leaves()))
         with torch.no_grad(), seen:
             seen.gives(call(block))
         return seen.steps
@@ -365,11 +365,11 @@ def test_the_call_in_double_keeps_what_is_not_a_float() -> None:
     )
     twice = call.double()
     assert twice.hidden.dtype == torch.float64
-    assert twice.given.args[0].dtype == torch.long
-    assert twice.given.args[1][0].dtype == torch.float64
-    assert twice.given.kwargs["a"][0] is None
-    assert twice.given.kwargs["a"][1].dtype == torch.float64
-    assert twice.given.kwargs["b"] == 3
+    assert twice.rest.args[0].dtype == torch.long
+    assert twice.rest.args[1][0].dtype == torch.float64
+    assert twice.rest.kwargs["a"][0] is None
+    assert twice.rest.kwargs["a"][1].dtype == torch.float64
+    assert twice.rest.kwargs["b"] == 3
 
 
 def test_norms_that_compute_in_float32_are_run_in_float64() -> None:
@@ -390,4 +390,4 @@ def test_folds_hold_on_a_streamed_block_too(tmp_path: Path) -> None:
     folds, declined = fold.find(block, traced(block, call), call)
     assert len(folds) == 4
     assert not declined
-    assert torch.equal(call(block), primary(block(call.hidden, *call.given.args, **call.given.kwargs)))
+    assert torch.equal(call(block), primary(block(call.hidden, *call.rest.args, **call.rest.kwargs)))

@@ -122,7 +122,7 @@ def test_every_type_opens(tmp_path: Path, merging_tokenizer: Any, floats: str) -
     results = Finished([tmp_path / "block.safetensors"], schemes)
     write_as(EXPORT, tmp_path, source, StreamedModel(source), results, {"floats": floats})
     back = open_model(str((tmp_path / "gguf" / "model.gguf").rename(tmp_path / "file.gguf")))
-    assert set(types.values()) == set(TYPES) and "requantizing" in back.notes[0]
+    assert set(types.values()) == set(TYPES) and "quantizing them again" in back.notes[0]
     for name, tensor in tensors.items():
         wanted = load_format(tensor.scheme.format).dequantize(tensor)
         assert torch.equal(back.weights.read(f"{name}.weight"), wanted), types[name]
@@ -150,7 +150,7 @@ def test_what_a_file_says_of_its_types_is_believed_where_it_is_so(
     meta = {} if stated is None else {"general.file_type": int(gguf.LlamaFileType[stated])}
     found = stored_as(meta, Counter(matrices))
     assert found == was
-    assert ("requantizing" in note_on("x", f"gguf {found}")) == any(kind[0] not in "FB" for kind in matrices)
+    assert ("quantizing them again" in note_on("x", f"gguf {found}")) == any(kind[0] not in "FB" for kind in matrices)
 
 
 SIZES = {

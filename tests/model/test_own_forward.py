@@ -99,7 +99,7 @@ def test_what_follows_the_blocks_is_compared(tmp_path: Path, blocks: int) -> Non
     zoo.tiny("llama").save_pretrained(tmp_path / "llama")  # type: ignore[operator]
     with pytest.raises(InputError) as caught:
         own_forward.demand_equal(WrongHead(open_model(str(tmp_path / "llama"))), zoo.ids(5, 24), blocks)
-    assert "what follows the last block" in str(caught.value)
+    assert "the part behind the last block" in str(caught.value)
 
 
 def test_sequences_that_begin_alike_are_compared_where_they_differ() -> None:

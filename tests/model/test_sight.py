@@ -84,7 +84,7 @@ def test_torch_is_not_imported_for_what_is_refused(tmp_path: Path) -> None:
 
 
 LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "somebody/base"}
-BESIDE, MERGED = "without it, where the weights hold it already", "merged, in Python"
+BESIDE, MERGED = "without it, if the weights are merged already", "merged, in Python"
 
 
 def with_adapter(tmp_path: Path, stated: object, weights: str, *, model: bool) -> Path:
@@ -107,8 +107,8 @@ def with_adapter(tmp_path: Path, stated: object, weights: str, *, model: bool) -
         ({**LORA, "peft_type": "IA3"}, "adapter_model.safetensors", False, [MERGED]),
         (LORA, "", True, [BESIDE]),
         ({**LORA, "peft_type": "PREFIX_TUNING"}, "adapter_model.safetensors", True, [BESIDE]),
-        ({**LORA, "peft_type": "PROMPT_TUNING"}, "adapter_model.bin", False, ["belongs to: somebody/base"]),
-        (LORA, "", False, ["belongs to: somebody/base"]),
+        ({**LORA, "peft_type": "PROMPT_TUNING"}, "adapter_model.bin", False, ["compile its base model: somebody/base"]),
+        (LORA, "", False, ["compile its base model: somebody/base"]),
         ("{", "adapter_model.safetensors", True, [BESIDE, MERGED]),
         ([1], "adapter_model.safetensors", False, [MERGED]),
     ],
@@ -120,7 +120,7 @@ def test_an_adapter_is_refused_with_what_to_do(
     with pytest.raises(InputError, match="adapter-unmerged") as refused:
         open_model(str(folder))
     remedy = refused.value.remedy
-    assert [way for way in (BESIDE, MERGED, "belongs to: somebody/base") if way in remedy] == ways
+    assert [way for way in (BESIDE, MERGED, "compile its base model: somebody/base") if way in remedy] == ways
     if BESIDE in ways:
         for name in re.findall(r"adapter_\w+\.\w+", remedy.partition(";")[0]):
             (folder / name).unlink()

@@ -204,14 +204,14 @@ def test_the_text_part_of_several_modalities() -> None:
         text.pop(key)
     small = configs.from_config({**whole, "text_config": {**text, "hidden_size": 2560}}, "x")
     assert small.vocabulary == 262208
-    assert "num_attention_heads 8, as transformers takes it" in " ".join(small.assumed)
+    assert "num_attention_heads 8, the default of transformers" in " ".join(small.assumed)
 
 
 def test_an_unknown_type_with_the_keys_of_a_llama_is_taken_for_one() -> None:
     unknown = {**LLAMA, "model_type": "my-model", "architectures": ["MyModelForCausalLM"], "rms_norm_eps": 1e-5}
     found = configs.from_config(unknown, "x")
     assert found.parameters == configs.from_config(LLAMA, "x").parameters
-    assert found.assumed == ("blocks like Llama's: my-model is not known",)
+    assert found.assumed == ("blocks like Llama's: my-model is unknown",)
     for foreign in ({"num_experts": 8}, {"kv_lora_rank": 16}, {"mamba_d_ssm": 4}, {"rms_norm_eps": None}):
         config = {k: v for k, v in {**unknown, **foreign}.items() if v is not None}
         with pytest.raises(InputError, match="config-unknown"):
@@ -224,10 +224,10 @@ def test_what_a_config_leaves_open_is_said() -> None:
     head = configs.from_config({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "x")
     assert head.assumed == ("a language model: LlamaForSequenceClassification is not",)
     quantized = configs.from_config({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "x")
-    assert "quantized already" in quantized.assumed[0]
+    assert "already quantized" in quantized.assumed[0]
     bert = {**configs.shipped("bert-base").config, "architectures": ["BertForSomething"]}
     assert configs.from_config(bert, "x").assumed == (
-        "BertForSomething counted as BertModel: what it has after its blocks is not known",
+        "BertForSomething counted as BertModel: its parameters after the blocks are unknown",
     )
 
 

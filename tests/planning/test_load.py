@@ -140,7 +140,7 @@ def test_more_load_is_more_waiting(policy: Any) -> None:
             values = [getattr(each, metric)[name].value for each in several]
             assert values == sorted(values), (metric, name)
     assert [each.batch for each in several] == sorted(each.batch for each in several)
-    assert "single rushes" in several[-1].notes[0]
+    assert "single bursts" in several[-1].notes[0]
 
 
 def test_the_same_seed_gives_the_same_answer_and_another_another() -> None:

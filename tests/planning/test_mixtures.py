@@ -62,7 +62,7 @@ def test_a_fallback_says_what_it_costs() -> None:
     whole = next(each for each in found.decisions if each.code == "mixture-bits")
     assert isinstance(whole.to, float) and isinstance(whole.from_, float)
     assert 5.9 < whole.to < 6.2 and 4.9 < whole.from_ < 5.4
-    assert "q4_k_m takes" in whole.reason
+    assert "this q4_k_m has" in whole.reason
     assert not [each for each in assigned("smollm2-135m", "q8_0").decisions if "fallback" in each.code]
 
 
@@ -81,7 +81,7 @@ def test_a_mixture_and_a_scheme_exclude_each_other() -> None:
     }
     again = Recipe.from_dict(recipe("q3_k_m").as_dict(), name="x")
     assert again.scheme == recipe("q3_k_m").scheme
-    with pytest.raises(InputError, match="leave `weights` out, or `mixture`"):
+    with pytest.raises(InputError, match="leave out `weights`, or `mixture`"):
         recipe("q4_k_m", scheme={"mixture": "q4_k_m", "weights": {"format": "int4"}})
     with pytest.raises(InputError, match="mixture"):
         recipe("q4_k_xl")

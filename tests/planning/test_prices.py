@@ -92,7 +92,7 @@ def test_other_things_that_cannot_be() -> None:
     assert "three capital letters" in refused(currency="usd")
     assert "pue.value" in refused(pue={"value": 0.9, **DATED})
     assert "residual is below the purchase price" in refused(owned=[BOUGHT | {"residual": 100}])
-    assert "stands there twice" in refused(owned=[BOUGHT, BOUGHT])
+    assert "listed twice" in refused(owned=[BOUGHT, BOUGHT])
     assert "owned.0.years" in refused(owned=[BOUGHT | {"years": 0}])
     assert "cloud.0.devices" in refused(cloud=[OFFER | {"devices": 0}])
     assert "schema" in refused(schema=2)

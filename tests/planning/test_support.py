@@ -186,7 +186,7 @@ def test_a_dense_checkpoint_holds_floats_whatever_was_rounded() -> None:
     dense = changed("gptq-int4", "export=[{checkpoint: {layout: dense}}]")
     found = ask(dense, target("h100")).best
     assert found.state == "emulated"
-    assert "values that codes stand for" in found.taken[0].source
+    assert "dequantized values" in found.taken[0].source
 
 
 def test_vllm_reads_a_layout_only_where_it_has_a_kernel() -> None:

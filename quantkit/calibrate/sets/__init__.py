@@ -1,1 +1,1 @@
-"""A calibration set's name or path: its card, its splits, its images, arrays and pairs."""
+"""Calibration sets by name or path: cards, splits, images, arrays and pairs."""

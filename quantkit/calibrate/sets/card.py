@@ -1,10 +1,12 @@
-"""The card of a calibration set: where the data is from, under which licence, which file is which split.
+"""Card of a calibration set: source of the data, licence, and the file of each split.
 
     calibration/prose-en/card.yaml + calib.txt, tune.txt, eval.txt
 
-Passes see `calib`; `tune` alone may guide a choice; `eval` is for scoring and nothing else. A file is read only if its
-bytes have the length and the sha256 that the card states. A set of kind `random` has no files: its tokens are drawn
-from the model's vocabulary. A user's own file has no card: its last 10 % are for `eval`, the 5 % before for `tune`.
+Passes see `calib`; only `tune` may guide a choice; `eval` is for scoring only. A file is read only if its bytes have
+the
+length and the sha256 of the card. A set of kind `random` has no files: its tokens are drawn from the model's
+vocabulary.
+A user's own file has no card: its last 10 % are for `eval`, the 5 % before for `tune`.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 Split = Literal["calib", "tune", "eval"]
-# from here on a sample of a set without splits belongs to tune, to eval
+# shares at which `tune` and `eval` begin in a set without splits
 _TUNE, _EVAL = 0.85, 0.90
 
 
 class DataSource(Closed):
-    """Where the data is from. `retrieved`: a date. `cut`: what was taken of it, and how the splits were parted."""
+    """Source of the data. `retrieved` is a date; `cut` says which part was used, and how it was split."""
 
     title: str = Field(min_length=1)
     retrieved: datetime.date | str
@@ -43,7 +45,7 @@ class DataSource(Closed):
 
 
 class SplitFile(Closed):
-    """One file of one split; `path` lies inside the card's folder."""
+    """One file of one split; `path` is inside of the card's folder."""
 
     split: Split
     path: str
@@ -60,13 +62,13 @@ class SplitFile(Closed):
 
 
 class SetSampling(Closed):
-    """How documents become sequences: joined, chopped into equal lengths, the rest dropped, shuffled.
+    """Conversion of documents to sequences: joined, cut into equal lengths, the remainder dropped, shuffled.
 
     Args:
-        special_tokens: let the tokenizer put its own tokens around every document, wherever in a sequence that stands;
-            else a sequence has them once, where it begins (`calibrate.sets`).
-        shuffle: draw the sequences from all over the text rather than from its beginning.
-        seed: of that draw; for `calib` the recipe's seed goes into it too.
+        special_tokens: True to put the tokenizer's own tokens around every document; else only a sequence begins with
+            them (`calibrate.sets`).
+        shuffle: True to draw sequences from the whole text, not from its beginning.
+        seed: seed of the draw; for `calib` combined with the recipe's seed.
     """
 
     pack: Literal["concatenate"] = "concatenate"
@@ -76,9 +78,9 @@ class SetSampling(Closed):
     seed: int = Field(default=0, ge=0)
 
     def generator(self, split: Split, seed: int) -> np.random.Generator | None:
-        """Draws the samples of a split, `seed` of the recipe; None takes them in their order.
+        """Return the generator of a split's samples; None to take them in order.
 
-        The recipe's seed moves what `calib` draws; `tune` and `eval` stay, or no two runs could be compared.
+        The recipe's `seed` only affects `calib`; `tune` and `eval` stay the same, so that runs can be compared.
         """
         import numpy as np
 
@@ -88,8 +90,9 @@ class SetSampling(Closed):
 class Card(Closed):
     """A calibration set's card.
 
-    `alike`: of image files, the part of a name (a regular expression) by which those of one photograph or scene are
-    known. They are no independent images: intervals count each photograph once. A .npz has an array `clusters` instead.
+    `alike` is, for image files, a regular expression for the part of a name that identifies the photograph or scene.
+    Images
+    of one photograph are not independent: intervals count it once. A .npz has an array `clusters` instead.
     """
 
     schema_: Annotated[Literal[1], Field(alias="schema")]
@@ -121,7 +124,7 @@ class Card(Closed):
         paths = [file.path for file in self.files]
         hashes = [file.sha256 for file in self.files]
         if len(set(paths)) < len(paths) or len(set(hashes)) < len(hashes):
-            raise ValueError("the same file stands in `files` twice; splits are disjoint")
+            raise ValueError("the same file is in `files` twice; splits are disjoint")
         return self
 
     @classmethod
@@ -140,31 +143,31 @@ class Card(Closed):
 
     @classmethod
     def at(cls, path: Path) -> Card | None:
-        """Return the card that a calibration set's path leads to; None where it is a user's own file or folder."""
+        """Return the card at a calibration set's path; None for a user's own file or folder."""
         there = path.name == "card.yaml" or (path.is_dir() and (path / "card.yaml").is_file())
         return cls.load(path) if there else None
 
     def demand_kind(self, *kinds: str, rule: str) -> None:
-        """Refuse a set of another kind; `rule`: what the model takes. Raises InputError `calibration-kind`."""
+        """Refuse a set of another kind; `rule` says what the model needs. Raises InputError `calibration-kind`."""
         if self.kind not in kinds:
             remedy = "use another set; see `quantkit list calibrations`"
             raise InputError("calibration-kind", self.where, f"the set is of kind {self.kind}", rule, remedy)
 
     @property
     def where(self) -> str:
-        """Its file, for errors."""
+        """Path of its file, for errors."""
         return str(self._folder / "card.yaml")
 
     @property
     def name(self) -> str:
-        """The name of the card's folder."""
+        """Name of the card's folder."""
         return self._folder.resolve().name
 
     def read(self, split: Split) -> list[tuple[Path, bytes]]:
         """Return the files of a split with their bytes, in the card's order, each checked against the card.
 
         Raises:
-            InputError: `calibration-split` (the card has no such split), `calibration-checksum`, `file-missing`,
+            InputError: `calibration-split` for a missing split, `calibration-checksum`, `file-missing`,
                 `file-unreadable`.
         """
         files = [file for file in self.files if file.split == split]
@@ -179,11 +182,11 @@ class Card(Closed):
         if not path.resolve().is_relative_to(self._folder.resolve()):
             raise InputError("card-invalid", where=str(path), value="a link that leads out of the card's folder")
         data = read_bytes(path)
-        found = hashlib.sha256(data).hexdigest()
-        if len(data) != file.bytes or found != file.sha256:
+        digest = hashlib.sha256(data).hexdigest()
+        if len(data) != file.bytes or digest != file.sha256:
             where, rule = str(path), f"the card says {file.bytes} bytes, sha256 {file.sha256[:12]}…"
             remedy = "restore the file, or write the new figures into the card"
-            raise InputError("calibration-checksum", where, f"{len(data)} bytes, sha256 {found[:12]}…", rule, remedy)
+            raise InputError("calibration-checksum", where, f"{len(data)} bytes, sha256 {digest[:12]}…", rule, remedy)
         return path, data
 
 
@@ -200,25 +203,25 @@ def read_bytes(path: Path) -> bytes:
 
 
 def bounds(split: Split, count: int, place: Callable[[float], int] | None = None) -> tuple[int, int]:
-    """Return the first sample of a split of a set without any, and the first behind it.
+    """Return the first sample of a split of a set without splits, and the end.
 
     Args:
-        count: of all samples.
-        place: share -> the first sample at or after it; None counts them.
+        count: number of all samples.
+        place: function from a share to the first sample at or after it; by default a share of the count.
     """
     tune, evaluation = (place(share) if place else int(count * share) for share in (_TUNE, _EVAL))
     return {"calib": (0, tune), "tune": (tune, evaluation), "eval": (evaluation, count)}[split]
 
 
 def short(where: str, value: str, of: str) -> InputError:
-    """Return the error where nothing is left for a split; `of`: what the set holds, in the plural."""
-    rule = f"of {of} without splits, the last 10 % are for eval and the 5 % before for tune"
+    """Make the error for an empty split; `of` names the samples, in the plural."""
+    rule = f"without splits, the last 10 % of {of} are for eval and the 5 % before for tune"
     remedy = f"more {of}, or a folder with a card.yaml that states the splits"
     return InputError("calibration-short", where, value, rule, remedy)
 
 
 def decoded(data: bytes, where: str, what: str = "text") -> str:
-    """UTF-8 as text. Raises InputError `calibration-not-text`."""
+    """Decode UTF-8. Raises InputError `calibration-not-text`."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -226,30 +229,30 @@ def decoded(data: bytes, where: str, what: str = "text") -> str:
 
 
 def not_text(where: str, value: str, what: str = "text") -> InputError:
-    """Return the error for what is no text."""
+    """Make the error for other data than text."""
     rule = f"{what} in UTF-8"
     return InputError("calibration-not-text", where, value, rule, "convert the file")
 
 
 def empty(where: str, value: str, rule: str = "") -> InputError:
-    """Return the error for a file with nothing in it."""
+    """Make the error for an empty file."""
     return InputError("calibration-empty", where, value, rule, "give another one")
 
 
-def suffix(where: str, found: str, rule: str) -> InputError:
-    """Return the error for a file of a kind that is not read; `found`: its suffix."""
-    value = f"cannot read {found or 'a file without a suffix'}"
+def suffix(where: str, ending: str, rule: str) -> InputError:
+    """Make the error for a file type that is not supported."""
+    value = f"cannot read {ending or 'a file without a suffix'}"
     return InputError("calibration-suffix", where, value, rule, "convert it")
 
 
-def unreadable(where: str, said: Exception | str) -> InputError:
-    """Return the error for what cannot be read, whoever says so."""
-    reason = str(said).split("\n", 1)[0][:200] or type(said).__name__
+def unreadable(where: str, problem: Exception | str) -> InputError:
+    """Make the error for a file that cannot be read."""
+    reason = str(problem).split("\n", 1)[0][:200] or type(problem).__name__
     return InputError("calibration-unreadable", where=where, value=reason, remedy="check the file, or write it anew")
 
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Raise `unreadable` for anything that a library raises over a damaged file within the block."""
-    with errors.reading(lambda said: unreadable(where, said)):
+    """Raise `unreadable` for any error of a library on a damaged file."""
+    with errors.reading(lambda reason: unreadable(where, reason)):
         yield

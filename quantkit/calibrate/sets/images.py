@@ -1,26 +1,24 @@
-"""A calibration set's name or path -> the images that a network's passes see and its measures score.
+"""Images of a calibration set, for a network's passes and measurements.
 
-    a shipped set, or a folder with card.yaml    has its splits, and says under `preprocess` what becomes of bytes
-    .npz                                         an array `images`, and `labels` and `clusters` where there are some
+    a shipped set, or a folder with card.yaml    has its splits, and the preprocessing of bytes under `preprocess`
+    .npz                                         an array `images`, and optional `labels` and `clusters`
     .npy                                         an array of images
     .jpg .png …, a folder or a .zip of them      bytes
-    a folder of such folders, one for each class bytes with labels
 
-An array is [n, height, width] or [n, height, width, channels] of uint8, or floats of the model's own shape that are
-preprocessed already. Images of one number in `clusters` are alike, such as crops of one photograph: they are parted
-together, and intervals count them together. Of bytes x, in this order:
+An array is [n, height, width] or [n, height, width, channels] of uint8, or preprocessed floats of the model's own
+shape.
+Images with the same number in `clusters` are alike, such as crops of one photograph: they go to one split, and
+intervals
+count them once. Bytes x are preprocessed in this order:
 
-    resize      the shorter side becomes `resize` pixels (bilinear, over all pixels that fall together)
+    resize      the shorter side becomes `resize` pixels (bilinear, antialiased)
     crop        `crop` x `crop` from the middle
     normalise   (x / 255 - mean) / std, channel by channel
 
-Folders of classes that are called by whole numbers are the classes of these numbers; others are numbered from 0 in the
-order of their names, as torchvision's `ImageFolder` does.
-
-A user's own files have no splits: the last 10 % are kept for `eval` and the 5 % before for `tune`, class by class where
-there are labels, else by their order. What becomes of a user's own bytes is said by a `preprocess.yaml` beside them, or
-known of the model. An image of exactly crop x crop needs nothing but numpy. Nothing is ever unpickled, an archive is
-never unpacked to disk, and an image is decoded when it is drawn.
+A user's own files have no splits: the last 10 % are for `eval` and the 5 % before for `tune`, class by class if there
+are labels, else in order. Preprocessing of a user's own bytes comes from a `preprocess.yaml` beside them, or from the
+model. An image of exactly crop x crop needs only numpy. Nothing is unpickled, no archive is unpacked to disk, and an
+image is decoded when it is drawn.
 """
 
 from __future__ import annotations
@@ -47,24 +45,26 @@ ARRAYS = (".npz", ".npy")
 PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 SUFFIXES = (*ARRAYS, ".zip", *PICTURES)
 PREPROCESS = "preprocess.yaml"
-# what a picture inside an archive may claim to unpack to
+# most bytes of an unpacked picture in an archive
 _PICTURE_LIMIT = 1 << 28
-# by the content, not the name: Pillow would open PostScript too, and hand it to Ghostscript
+# formats by content, not by name: Pillow would also pass PostScript to Ghostscript
 _FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP")
 _FLOATS = ("float16", "float32", "float64", "bfloat16")
-# how far beyond what bytes can become a float may lie: the rounding of another program
+# tolerance of floats beyond the range of preprocessed bytes, for rounding in another program
 _SLACK = 0.05
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """What a network is calibrated or scored on.
+    """Images for calibrating or scoring a network.
 
     Args:
-        images: [n, C, H, W] or [n, H, W, C], as the model takes them, float32, preprocessed.
-        labels: [n], the class of each; None where the set has none.
-        notes: what was decided on the way, one sentence each; for the manifest.
-        clusters: [n], images of one number are alike; None: each was drawn alone.
+        images: [n, C, H, W] or [n, H, W, C], as for the model, float32, preprocessed.
+        labels: [n], class of each image; None without labels.
+        name: name of the set.
+        split: its split.
+        notes: decisions, one sentence each, for the manifest.
+        clusters: [n]; images with the same number are alike; None if all are independent.
     """
 
     images: NDArray[np.float32]
@@ -77,13 +77,16 @@ class ImageSet:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images of one file or folder, none of them decoded.
+    """Images of one file or folder, not decoded.
 
     Args:
-        labels, clusters: [count], as of `ImageSet`.
-        bytes_: whether they are bytes that need preprocessing, rather than floats that had it.
-        read: number -> the image: uint8 [height, width] or [height, width, channels], or float32 as the model takes it.
-        names: [count], of their files; None where they are of arrays.
+        count: number of images.
+        labels, clusters: [count], as for `ImageSet`.
+        bytes_: True for bytes to preprocess, False for preprocessed floats.
+        read: function from a number to the image: uint8 [height, width] or [height, width, channels], or float32 for
+            the model.
+        where: place for errors.
+        names: [count], names of their files; None for arrays.
     """
 
     count: int
@@ -97,7 +100,7 @@ class Images:
 
 @dataclass(frozen=True)
 class _Part:
-    """The images of one split, and which of them belong to it."""
+    """Images of one split, and the numbers of its members."""
 
     images: Images
     members: NDArray[np.int64]
@@ -121,19 +124,21 @@ def load_images(
     """Read, draw, preprocess and check images for a model's input.
 
     Args:
-        reference: a shipped name, or a path; see the module.
-        split: which part; only `tune` may guide a choice, `eval` is for scoring.
-        samples: at most so many, drawn from all over the split; None takes all, in their order.
-        seed: of the recipe. It moves what `calib` draws; `tune` and `eval` stay, or no two runs could be compared.
-        shape: of the model's input with the batch first; None where a size is free.
-        dtype: of the model's input, numpy's name.
-        preprocess: what becomes of bytes where the set does not say; known of shipped models.
+        reference: shipped name, or path; see the module.
+        split: part of the set; only `tune` may guide a choice, `eval` is for scoring.
+        samples: most images, drawn from the whole split; None for all, in order.
+        seed: seed of the recipe. It only affects `calib`; `tune` and `eval` stay the same, so that runs can be
+            compared.
+        shape: shape of the model's input with the batch first; None for a free size.
+        dtype: numpy's name of the input's type.
+        where: name of the input, for errors.
+        preprocess: preprocessing of bytes, unless the set has its own.
 
     Raises:
         InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,
             `split`, `kind`, `suffix`, `empty`, `short`, `mixed`, `unreadable`, `pickle`, `fields`, `labels`,
             `clusters`, `dtype`, `shape`, `preprocess`, `nonfinite`, `range`, `constant`.
-        MissingDependency: Pillow, where images must be decoded or resized.
+        MissingDependency: without Pillow, if images must be decoded or resized.
     """
     if dtype not in _FLOATS:
         rule = f"{where} takes {dtype}, and images are floats when they reach a model"
@@ -207,11 +212,11 @@ def _from_card(card: Card, split: Split) -> _Part:
 
 
 def _alike(parts: Sequence[Images], pattern: str, where: str) -> list[Images]:
-    """Files of images, which of them are alike told by their names; arrays say it themselves. See `Card.alike`."""
+    """Set the clusters of image files from their names; arrays must have them. See `Card.alike`."""
 
     def unlike(value: str) -> InputError:
         rule = f"every image file has {pattern} in its name, and every .npz an array `clusters`"
-        remedy = "mend `alike`, or leave it out"
+        remedy = "correct `alike`, or leave it out"
         return InputError("card-invalid", f"{where}: alike", value, rule, remedy)
 
     numbers: dict[str, int] = {}
@@ -230,7 +235,7 @@ def _alike(parts: Sequence[Images], pattern: str, where: str) -> list[Images]:
 
 
 def _together(parts: Sequence[Images], where: str) -> Images:
-    """Return several files as one; of labels, and of clusters, all have some or none has."""
+    """Join several files; all must have labels, and clusters, or none."""
     if len(parts) == 1:
         return parts[0]
     if len({(part.bytes_, part.labels is None, part.clusters is None) for part in parts}) > 1:
@@ -256,13 +261,13 @@ def _together(parts: Sequence[Images], where: str) -> Images:
 def own_split(
     count: int, labels: NDArray[Any] | None, split: Split, clusters: NDArray[np.int64] | None = None
 ) -> tuple[NDArray[np.int64], str]:
-    """Return the numbers of the samples of a split of what has none, ascending, and by what they were parted.
+    """Return the numbers of a split's samples in a set without splits, ascending, and the way of splitting in words.
 
-    Of samples that are alike (`clusters`) the first decides for all: none is scored on what its like was calibrated on.
+    The first of alike samples (`clusters`) decides for all: no sample is scored if a similar one calibrated.
     """
     if clusters is not None:
         _, firsts, place = np.unique(clusters, return_index=True, return_inverse=True)
-        # in the order in which they come, not in that of their numbers
+        # clusters in the order of their first samples
         order = np.argsort(firsts)
         kept, parted = own_split(firsts.size, None if labels is None else labels[firsts[order]], split)
         return np.flatnonzero(np.isin(place, order[kept])), f"{parted}, those that are alike together"
@@ -276,11 +281,11 @@ def own_split(
 def drawn(
     members: NDArray[np.int64], sampling: SetSampling, split: Split, samples: int | None, seed: int
 ) -> NDArray[np.int64]:
-    """Return at most so many of a split's members; see `load_images`."""
+    """Draw members of a split; see `load_images`."""
     generator = sampling.generator(split, seed)
     if samples is None or generator is None:
         return members[:samples]
-    # one permutation, so that asking for 8 gives the first 8 of what 16 would be
+    # one permutation, so that 8 samples are the first 8 of 16
     return members[generator.permutation(len(members))[:samples]]
 
 
@@ -292,9 +297,9 @@ def _read(
             "calibration-preprocess",
             where=images.where,
             value="images of bytes",
-            rule="a model takes them as it was trained: normalised, and resized and cropped if it wants that",
+            rule="a model needs images preprocessed as in its training: normalised, and maybe resized and cropped",
             remedy=f"write {PREPROCESS} beside them: {{mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225]}}, with "
-            "`resize: 256`, `crop: 224`, `layout: NHWC` where it wants them, or give floats",
+            "`resize: 256`, `crop: 224`, `layout: NHWC` as needed, or give floats",
         )
     taken: NDArray[np.float32] | None = None
     for place, number in enumerate(chosen):
@@ -312,14 +317,16 @@ def _read(
     return taken
 
 
-def _check_shape(found: tuple[int, ...], shape: tuple[int | None, ...], images: str, where: str) -> None:
-    if len(found) == len(shape) - 1 and all(want in (None, have) for have, want in zip(found, shape[1:], strict=True)):
+def _check_shape(actual: tuple[int, ...], shape: tuple[int | None, ...], images: str, where: str) -> None:
+    if len(actual) == len(shape) - 1 and all(
+        want in (None, have) for have, want in zip(actual, shape[1:], strict=True)
+    ):
         return
     wanted = ", ".join("any" if size is None else str(size) for size in shape[1:])
-    turned = sorted(found) == sorted(size for size in shape[1:] if size is not None)
+    turned = sorted(actual) == sorted(size for size in shape[1:] if size is not None)
     rule = f"{where} takes [batch, {wanted}]"
     remedy = "transpose them" if turned else "cut and resize them to that shape, or use another set"
-    raise InputError("calibration-shape", images, f"images of [{', '.join(map(str, found))}]", rule, remedy)
+    raise InputError("calibration-shape", images, f"images of [{', '.join(map(str, actual))}]", rule, remedy)
 
 
 def _check_values(images: NDArray[np.float32], how: Preprocess | None, where: str) -> None:
@@ -330,7 +337,7 @@ def _check_values(images: NDArray[np.float32], how: Preprocess | None, where: st
         remedy = "leave those images out, or find what made them so"
         raise InputError("calibration-nonfinite", where, value, "values are finite", remedy)
     if (flat == flat[:, :1]).all():
-        value, rule = f"all {len(images)} images have one value everywhere", "ranges come from what images differ in"
+        value, rule = f"all {len(images)} images have one value everywhere", "images must vary"
         remedy = "check how they were read and preprocessed"
         raise InputError("calibration-constant", where, value, rule, remedy)
     if how is None:
@@ -346,15 +353,15 @@ def _check_values(images: NDArray[np.float32], how: Preprocess | None, where: st
 
 
 def check_range(images: NDArray[Any], where: str) -> None:
-    """Refuse floats that look like bytes: of others nothing is known. Raises InputError `calibration-range`."""
+    """Refuse floats with the values of bytes. Raises InputError `calibration-range`."""
     low, high = float(images.min()), float(images.max())
     if high > 1 and low >= 0 and high <= 255 and bool((images == np.rint(images)).all()):
         raise InputError(
             "calibration-range",
             where=where,
             value=f"floats that are whole numbers from {low:g} to {high:g}",
-            rule="floats are taken as preprocessed, and these are bytes still",
-            remedy=f"normalise them, or store uint8 with a {PREPROCESS}; where the model takes bytes, with "
+            rule="floats must be preprocessed, and these look like bytes",
+            remedy=f"normalise them, or store uint8 with a {PREPROCESS}; if the model takes bytes, with "
             "mean 0 and std 1/255",
         )
 
@@ -363,8 +370,9 @@ def parse(file: Path | bytes, *, suffix: str, where: str) -> Images:
     """Return the images of one file.
 
     Args:
-        file: its path, or its bytes where they were read to be checked.
-        suffix: lower case.
+        file: its path, or its bytes if they were read already.
+        suffix: its suffix, lower case.
+        where: place for errors.
 
     Raises:
         InputError: `calibration-` followed by `suffix`, `unreadable`, `pickle`, `fields`, `dtype`, `shape`, `empty`,
@@ -380,7 +388,7 @@ def parse(file: Path | bytes, *, suffix: str, where: str) -> Images:
 
 
 def _is_picture(name: str) -> bool:
-    """Tell whether a file is an image by its name; the hidden ones that file managers leave behind are not."""
+    """Tell whether a file is an image by its name; hidden files of file managers are not."""
     path = Path(name)
     return path.suffix.lower() in PICTURES and not path.name.startswith(".")
 
@@ -394,18 +402,18 @@ def _pictures(names: Sequence[str], read: Callable[[str], bytes], *, where: str)
 
 @contextmanager
 def opened_arrays(file: Path | bytes, where: str) -> Iterator[Any]:
-    """Return what numpy makes of a .npy, an array that is mapped so that only what is drawn is read, or of a .npz.
+    """Yield the contents of a .npy, mapped so that only drawn images are read, or of a .npz.
 
     Raises:
-        InputError: `calibration-pickle`, `calibration-unreadable`, also of what is read from it meanwhile.
+        InputError: `calibration-pickle`, `calibration-unreadable`, also for reads from it in the block.
     """
 
     def source() -> Any:
         return io.BytesIO(file) if isinstance(file, bytes) else file
 
-    def damaged(said: str) -> InputError:
-        if "allow_pickle" not in said:
-            return cards.unreadable(where, said)
+    def damaged(reason: str) -> InputError:
+        if "allow_pickle" not in reason:
+            return cards.unreadable(where, reason)
         value = "it holds Python objects, or is no file of arrays"
         rule = "a file of objects runs code when it is read, so none is read"
         remedy = "save plain arrays: numpy.savez_compressed(path, images=..., labels=...)"
@@ -419,12 +427,12 @@ def opened_arrays(file: Path | bytes, where: str) -> Iterator[Any]:
             loaded = np.load(source(), mmap_mode=None if isinstance(file, bytes) else "r", allow_pickle=False)
             with nullcontext(loaded) if isinstance(loaded, np.ndarray) else loaded:
                 yield loaded
-    except MemoryError as error:  # a header that claims more than there is
+    except MemoryError as error:  # a header that claims more than the memory
         raise cards.unreadable(where, error) from None
 
 
 def demand_arrays(members: Iterable[Any], where: str) -> None:
-    """Members of an archive that are not numpy's come back as their bytes: `calibration-unreadable`."""
+    """Refuse members of an archive other than numpy's arrays: `calibration-unreadable`."""
     if not all(isinstance(member, np.ndarray) for member in members):
         raise cards.unreadable(where, "a member that is no array")
 
@@ -454,7 +462,7 @@ def _arrays(file: Path | bytes, where: str) -> Images:
         raise InputError("calibration-shape", where, f"uint8 {list(images.shape)}", rule, remedy)
 
     def read(number: int) -> NDArray[Any]:
-        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinity, and is refused
+        with np.errstate(over="ignore"):  # values beyond float32 become infinity, and are refused
             return np.asarray(images[number], dtype=np.uint8 if bytes_ else np.float32)
 
     numbers = None if labels is None else class_numbers(labels, len(images), where)
@@ -463,16 +471,16 @@ def _arrays(file: Path | bytes, where: str) -> Images:
 
 
 def cluster_numbers(clusters: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
-    """Return an array `clusters`, checked. Raises InputError (`calibration-clusters`)."""
+    """Check an array `clusters`, and return it. Raises InputError (`calibration-clusters`)."""
     if clusters.dtype.kind not in "iu" or clusters.shape != (count,):
         value = f"clusters {list(clusters.shape)} of {clusters.dtype} for {count} samples"
         rule = "one whole number a sample; samples of one number are alike, such as crops of one photograph"
-        raise InputError("calibration-clusters", where, value, rule, "mend `clusters`, or leave them out")
+        raise InputError("calibration-clusters", where, value, rule, "correct `clusters`, or leave them out")
     return clusters.astype(np.int64)
 
 
 def class_numbers(labels: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
-    """Return an array `labels`, checked. Raises InputError (`calibration-labels`)."""
+    """Check an array `labels`, and return it. Raises InputError (`calibration-labels`)."""
     wrong = ""
     if labels.dtype.kind not in "iu":
         wrong = f"labels of {labels.dtype}"
@@ -482,7 +490,7 @@ def class_numbers(labels: NDArray[Any], count: int, where: str) -> NDArray[np.in
         wrong = f"a label {int(labels.min())}"
     if wrong:
         rule = "one whole number a sample, the index of its class in the model's output, from 0"
-        raise InputError("calibration-labels", where, wrong, rule, "mend `labels`, or leave them out")
+        raise InputError("calibration-labels", where, wrong, rule, "correct `labels`, or leave them out")
     return labels.astype(np.int64)
 
 
@@ -497,14 +505,14 @@ def _archive(file: Path | bytes, where: str) -> Images:
     def read(name: str) -> bytes:
         try:
             return archive.read(name)
-        except Exception as error:  # zlib's, RuntimeError where it is encrypted, …: one remedy
+        except Exception as error:  # errors of zlib, RuntimeError for encryption, …
             raise cards.unreadable(f"{where}: {name}", error) from None
 
     return _pictures(sorted(entry.filename for entry in entries), read, where=where)
 
 
 def _decode(data: bytes, where: str) -> NDArray[np.uint8]:
-    """Return an image file as [height, width, 3], upright."""
+    """Decode an image file to [height, width, 3], upright."""
     image, ops = _pillow()
     try:
         with image.open(io.BytesIO(data), formats=_FORMATS) as opened:
@@ -514,16 +522,16 @@ def _decode(data: bytes, where: str) -> NDArray[np.uint8]:
         raise
     except image.DecompressionBombError:  # Pillow has a limit of its own
         raise limits.PIXELS.exceeded(where) from None
-    except Exception as error:  # Pillow's plugins raise what they like
+    except Exception as error:  # Pillow's plugins may raise anything
         raise cards.unreadable(where, error) from None
 
 
 def preprocess(image: NDArray[np.uint8], how: Preprocess, *, where: str) -> NDArray[np.float32]:
-    """One image, uint8 [height, width] or [height, width, channels], as the network takes it: float32 [C, H, W] or
-    [H, W, C]; see the module.
+    """Preprocess one image, uint8 [height, width] or [height, width, channels], to float32 [C, H, W] or [H, W, C].
 
     Raises:
-        InputError: `calibration-shape` where the channels are not those of `mean`; MissingDependency: Pillow.
+        InputError: `calibration-shape` if the channels do not match `mean`.
+        MissingDependency: without Pillow.
     """
     if image.ndim == 2:
         image = image[:, :, None]
@@ -542,7 +550,7 @@ def preprocess(image: NDArray[np.uint8], how: Preprocess, *, where: str) -> NDAr
 
 
 def _converted(image: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
-    """Grey, colour or colour with transparency to grey or colour."""
+    """Convert grey, colour or colour with transparency to grey or colour."""
     if image.shape[2] == 1:
         return np.repeat(image, 3, axis=2)
     if channels == 3:

@@ -1,12 +1,12 @@
-"""A calibration set's name or path -> what every input of a graph is fed, sample by sample.
+"""Inputs of a graph from a calibration set, sample by sample.
 
-    one input of floats      images, however they come; see `images.py`
-    any other graph          a .npz with an array [n, ...] for each input, by the input's name, `labels` where there are
-                             some, and `clusters` where samples are alike; a .npy where there is one input
+    one input of floats      images, in any form; see `images.py`
+    any other graph          a .npz with an array [n, ...] for each input, by the input's name, and optional `labels`,
+    and
+                             `clusters` if samples are alike; a .npy for a single input
 
-Floats are taken as preprocessed; what is no float (token ids, masks, positions) stays as it is. Arrays are parted as a
-user's own images are. A graph whose batch is fixed is fed that many samples at a time, and what is left over is not
-used.
+Floats must be preprocessed; other types (token ids, masks, positions) stay as they are. Arrays are split like a user's
+own images. A graph with a fixed batch gets that many samples at a time, and the remainder is dropped.
 """
 
 from __future__ import annotations
@@ -40,40 +40,43 @@ from quantkit.model.source.packaged import Preprocess
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
 LABELS, CLUSTERS, _IMAGES = "labels", "clusters", "images"
-# of an image's sides, how far a view is moved at most
+# largest shift of a view: one part in so many of the image's sides
 _REACH = 8
 
 
 class GraphInput(Protocol):
-    """An input of a graph: numpy's name of its type, and its sizes, samples first, None where one is free."""
+    """Interface of a graph's input: numpy's name of its type, and its sizes, samples first, None for a free one."""
 
     @property
     def name(self) -> str:
-        """By which it is fed."""
+        """Name in a feed."""
         ...
 
     @property
     def dtype(self) -> str:
-        """Numpy's name."""
+        """Numpy's name of its type."""
         ...
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """Samples first."""
+        """Sizes, samples first."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class InputSet:
-    """What a graph is calibrated or scored on.
+    """Samples for calibrating or scoring a graph.
 
     Args:
-        arrays: input's name -> [n, ...], in the input's type.
-        labels: [n], the class of each sample; None where the set has none.
-        sha256: over names, types, shapes and little-endian bytes.
-        batch: samples of a feed, where the graph takes no other number.
-        clusters: [n], samples of one number are alike: crops of one photograph, `views` of one image; None: each was
-            drawn alone.
+        arrays: name of an input -> [n, ...], in the input's type.
+        labels: [n], class of each sample; None without labels.
+        name: name of the set.
+        split: its split.
+        sha256: hash over names, types, shapes and little-endian bytes.
+        batch: samples of a feed, if the graph has a fixed batch.
+        notes: decisions, one sentence each.
+        clusters: [n]; samples with the same number are alike: crops of one photograph, `views` of one image; None if
+            all are independent.
     """
 
     arrays: Feed
@@ -86,21 +89,21 @@ class InputSet:
     clusters: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
         return len(next(iter(self.arrays.values())))
 
     def feeds(self, size: int) -> Iterator[Feed]:
-        """Yield all samples in feeds of `size` at most, or of the graph's own batch."""
+        """Yield all samples in feeds of at most `size`, or of the graph's own batch."""
         step = self.batch or size
         for first in range(0, len(self), step):
             yield {name: np.ascontiguousarray(array[first : first + step]) for name, array in self.arrays.items()}
 
     def first(self, size: int) -> Feed:
-        """Return the first feed of these."""
+        """Return the first feed of this size."""
         return next(self.feeds(size))
 
     def first_of(self, count: int) -> InputSet:
-        """So many samples; whole feeds of them, where a graph takes no others."""
+        """Return the first samples; whole feeds for a fixed batch."""
         step = self.batch or 1
         return self._kept(max(step, count - count % step))
 
@@ -111,13 +114,13 @@ class InputSet:
 
     @property
     def channels(self) -> int | None:
-        """Which axis of the samples has the channels, one or three, where they are images; else None."""
+        """Axis of one or three channels, if the samples are images; else None."""
         first, *others = self.arrays.values()
         axis = next((axis for axis in (1, 3) if first.ndim == 4 and first.shape[axis] in (1, 3)), None)
         return None if others else axis
 
     def views(self, count: int, seed: int) -> InputSet:
-        """Return the samples and views of them (`views`), where they are images."""
+        """Return the samples with views of them (`views`), if they are images."""
         (name, images), *_ = self.arrays.items()
         channels = self.channels
         if count == 1 or channels is None or self.batch is not None:
@@ -129,13 +132,15 @@ class InputSet:
 
 
 def views(images: Array, count: int, seed: int) -> tuple[Array, Array]:
-    """`count` views of each image [n, C, H, W], as it is and moved a little, every other one mirrored: [n · count, C,
-    H, W], and of each view the number of its image.
+    """Return `count` views of each image [n, C, H, W], [n · count, C, H, W], and the number of each view's image.
 
-    Two models can be held against each other on any image of their kind. What moves in at an edge is reflected there,
-    and nothing is resized: enlarged parts of photographs are smoother than photographs, and EfficientNet-Lite0 in 8
-    bits differs from itself five times as much on them (a KL of 0.019; 0.003 as the images are, 0.004 moved). Views of
-    one image are alike, so intervals count by image.
+    The first view is the image itself; others are shifted a little, every second one mirrored. Two models can be
+    compared on
+    any images of their kind. Shifts reflect at the edge, and nothing is resized: enlarged parts of photographs are
+    smoother
+    than photographs, and on them EfficientNet-Lite0 in 8 bits differs five times as much from the original (a KL of
+    0.019;
+    0.003 on the images, 0.004 on shifted ones). Views of one image are alike, so intervals count images.
     """
     generator = np.random.default_rng(seed)
     height, width = images.shape[2:]
@@ -159,13 +164,15 @@ def load_inputs(
     preprocess: Preprocess | None = None,
     where: str = "the graph",
 ) -> InputSet:
-    """Read, draw and check what a graph's inputs are fed.
+    """Read, draw and check samples for a graph's inputs.
 
     Args:
-        reference, split, samples, seed, preprocess: as of `load_images`.
+        reference, split, samples, seed, preprocess: as for `load_images`.
+        inputs: inputs of the graph.
+        where: name of the graph, for errors.
 
     Raises:
-        InputError: those of `load_images`; `onnx-inputs`, a graph that takes no samples.
+        InputError: as `load_images`; `onnx-inputs` for a graph without samples.
     """
     batch = _batch(inputs, where)
     path = content.find("calibration", reference)
@@ -176,7 +183,7 @@ def load_inputs(
         arrays = {only.name: images.images.astype(only.dtype, copy=False)}
         return _whole(InputSet(arrays, images.labels, images.name, split, "", batch, images.notes, images.clusters))
     everything = _read(path, inputs)
-    named = {given.name for given in inputs}
+    named = {own.name for own in inputs}
     labels, clusters = (None if name in named else everything.pop(name, None) for name in (LABELS, CLUSTERS))
     count = _count(everything, reference)
     labels = None if labels is None else class_numbers(labels, count, reference)
@@ -185,7 +192,7 @@ def load_inputs(
     chosen = drawn(members, SetSampling(), split, samples, seed)
     if not len(chosen):
         raise cards.short(reference, f"{count} samples, none of them left for {split}", "samples")
-    arrays = {given.name: _fitting(everything[given.name][chosen], given, reference) for given in inputs}
+    arrays = {own.name: _fitting(everything[own.name][chosen], own, reference) for own in inputs}
     _check_constant([array for array in arrays.values() if array.dtype.kind == "f"], reference)
     name = path.resolve().name
     notes = [f"{name} has no splits: {split} is {len(members)} of its {count} samples, parted {parted}"]
@@ -196,14 +203,14 @@ def load_inputs(
 
 
 def _batch(inputs: Sequence[GraphInput], where: str) -> int | None:
-    """Return the one number of samples that a graph takes; None where it is free. Raises InputError `onnx-inputs`."""
+    """Return a graph's fixed number of samples; None if it is free. Raises InputError `onnx-inputs`."""
     wrong = "" if inputs else "no inputs"
-    for given in inputs:
-        if not given.shape:
-            wrong = f"{given.name} is one number"
-        elif np.dtype(given.dtype).kind not in "fiub":
-            wrong = f"{given.name} takes {'text' if given.dtype == 'object' else given.dtype}"
-    fixed = {given.shape[0]: given.name for given in inputs if given.shape and given.shape[0] is not None}
+    for own in inputs:
+        if not own.shape:
+            wrong = f"{own.name} is one number"
+        elif np.dtype(own.dtype).kind not in "fiub":
+            wrong = f"{own.name} takes {'text' if own.dtype == 'object' else own.dtype}"
+    fixed = {own.shape[0]: own.name for own in inputs if own.shape and own.shape[0] is not None}
     if len(fixed) > 1:
         wrong = ", ".join(f"{name} takes {size} samples" for size, name in fixed.items())
     if wrong:
@@ -214,17 +221,17 @@ def _batch(inputs: Sequence[GraphInput], where: str) -> int | None:
 
 
 def _holds(path: Path, name: str) -> bool:
-    """Tell whether a .npz has an array of this name, and it is not `images` that are meant by it."""
+    """Tell whether a .npz has an array for this input, other than `images`."""
     if path.suffix.lower() != ".npz" or name == _IMAGES or not path.is_file():
         return False
     with suppress(InputError), opened_arrays(path, name) as loaded:
         return name in loaded.files
-    return False  # `load_images` says what is wrong with it
+    return False  # `load_images` reports the error
 
 
 def _read(path: Path, inputs: Sequence[GraphInput]) -> dict[str, Array]:
     where, suffix = path.name, path.suffix.lower()
-    names = [given.name for given in inputs]
+    names = [own.name for own in inputs]
     wanted = f"an array for each input ({', '.join(names)}), and `labels` and `clusters` where there are some"
     remedy = f"numpy.savez(path, {', '.join(f'{name}=...' for name in names)})"
     if suffix not in (".npz", ".npy") or not path.is_file() or (suffix == ".npy" and len(inputs) > 1):
@@ -241,7 +248,7 @@ def _read(path: Path, inputs: Sequence[GraphInput]) -> dict[str, Array]:
 
 
 def _count(arrays: Feed, where: str) -> int:
-    """Tell how many samples all arrays have. Raises InputError `calibration-shape`."""
+    """Return the common number of samples. Raises InputError `calibration-shape`."""
     counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
     if len(set(counts.values())) > 1 or not all(counts.values()):
         value = ", ".join(f"{name} of {count}" for name, count in counts.items())
@@ -250,31 +257,31 @@ def _count(arrays: Feed, where: str) -> int:
     return next(iter(counts.values()))
 
 
-def _fitting(array: Array, given: GraphInput, where: str) -> Array:
-    """Return an array in the type of its input. Raises InputError where it is another kind of thing."""
-    dtype = np.dtype(given.dtype)
+def _fitting(array: Array, own: GraphInput, where: str) -> Array:
+    """Convert an array to its input's type. Raises InputError for another kind of data."""
+    dtype = np.dtype(own.dtype)
 
     def refused(what: str, value: str, rule: str, remedy: str) -> InputError:
-        place = f"{where}: {given.name}"
+        place = f"{where}: {own.name}"
         return InputError(f"calibration-{what}", place, value, rule, remedy)
 
-    if len(array.shape) != len(given.shape) or any(
-        want not in (None, have) for have, want in zip(array.shape[1:], given.shape[1:], strict=True)
+    if len(array.shape) != len(own.shape) or any(
+        want not in (None, have) for have, want in zip(array.shape[1:], own.shape[1:], strict=True)
     ):
-        wanted = ", ".join("any" if size is None else str(size) for size in given.shape[1:])
+        wanted = ", ".join("any" if size is None else str(size) for size in own.shape[1:])
         value, rule = f"[{', '.join(map(str, ('n', *array.shape[1:])))}]", f"the graph takes [batch, {wanted}]"
         raise refused("shape", value, rule, "cut, pad or transpose it to that shape")
     if array.dtype.kind not in {"f": "f", "i": "iu", "u": "iu", "b": "b"}[dtype.kind]:
         rule = f"the graph takes {dtype}" + (", preprocessed" if dtype.kind == "f" else "")
-        raise refused("dtype", str(array.dtype), rule, f"{given.name}.astype('{dtype}'), if that is what it means")
+        raise refused("dtype", str(array.dtype), rule, f"{own.name}.astype('{dtype}'), if that is the meaning")
     if dtype.kind == "f":
-        with np.errstate(over="ignore"):  # what the type cannot hold becomes infinity, and is refused
+        with np.errstate(over="ignore"):  # values beyond the type become infinity, and are refused
             array = array.astype(dtype)
         if not np.isfinite(array).all():
             remedy = "leave those samples out, or find what made them so"
             raise refused("nonfinite", "NaN or infinity", "values are finite", remedy)
         if array.ndim == 4:
-            check_range(array, f"{where}: {given.name}")
+            check_range(array, f"{where}: {own.name}")
     elif dtype.kind in "iu":
         low, high, ends = int(array.min()), int(array.max()), np.iinfo(dtype)
         if low < ends.min or high > ends.max:
@@ -284,14 +291,14 @@ def _fitting(array: Array, given: GraphInput, where: str) -> Array:
 
 
 def _check_constant(floats: Sequence[Array], where: str) -> None:
-    """Refuse floats that are all constant, as a mask alone may well be."""
+    """Refuse floats if all of them are constant; a mask alone may be."""
     if floats and all((array == array.reshape(-1)[0]).all() for array in floats):
-        value, rule = "one value everywhere", "ranges come from what samples differ in"
+        value, rule = "one value everywhere", "samples must vary"
         raise InputError("calibration-constant", where, value, rule, "check how they were made")
 
 
 def _whole(whole: InputSet) -> InputSet:
-    """Keep the samples that fill feeds of a fixed batch."""
+    """Drop samples beyond whole feeds of a fixed batch."""
     count, batch, name = len(whole), whole.batch, whole.name
     if batch and count < batch:
         value = f"{count} samples to {whole.split}, and the graph takes {batch} at a time"

@@ -1,10 +1,12 @@
-"""A set of pairs -> texts that mean the same, side by side: what a sentence encoder is scored on.
+"""Pairs of texts with the same meaning, for scoring a sentence encoder.
 
     Hebrews 2:11 <tab> For both he that sanctifieth and they … <tab> For both he who sanctifies and those …
 
-One pair a line, UTF-8, three columns: a name, a text, a text. `left[i]` is to be found by `right[i]` among all of
-`right`; so no text may stand on a side twice, and a pair that repeats one is left out. A user's own file has no splits:
-its last 10 % of lines are kept for `eval`, the 5 % before for `tune`.
+One pair a line, UTF-8, three columns: a name, a text, a text. The encoder has to find `right[i]` for `left[i]` among
+all
+of `right`; so texts on a side must be distinct, and a pair that repeats one is dropped. A user's own file has no
+splits:
+its last 10 % of lines are for `eval`, the 5 % before for `tune`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Pairs = list[tuple[str, str]]
 
 @dataclass(frozen=True, eq=False)
 class PairSet:
-    """Texts of equal meaning: `left[i]` and `right[i]` belong together; `sha256` is over the texts in their order."""
+    """Texts of equal meaning: `left[i]` and `right[i]` are a pair; `sha256` is over the texts in order."""
 
     left: list[str]
     right: list[str]
@@ -54,7 +56,7 @@ def load_pairs(reference: str, split: Split, *, samples: int | None, seed: int) 
     else:
         name, sampling = path.resolve().name, SetSampling()
         lines = parse(read_bytes(path), where=reference)
-    kept = _distinct(lines)  # before they are parted: what calibrates must not score
+    kept = _distinct(lines)  # before the split: a text that calibrates must not score
     if dropped := len(lines) - len(kept):
         notes = (f"{dropped} pairs of {name} repeat a text of another and were left out",)
     if card is None:
@@ -80,7 +82,7 @@ def parse(data: bytes, *, where: str) -> Pairs:
         InputError: `calibration-not-text`, `calibration-columns`, `calibration-empty`.
     """
     pairs = []
-    # not splitlines(), which also parts at U+2028 and its like
+    # not splitlines(), which also splits at U+2028 and others
     lines = cards.decoded(data, where, "pairs").replace("\r\n", "\n").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -89,8 +91,8 @@ def parse(data: bytes, *, where: str) -> Pairs:
         if len(columns) != _COLUMNS or not columns[1] or not columns[2]:
             counted = f"{len(columns)} column{'' if len(columns) == 1 else 's'}"
             value = counted if len(columns) != _COLUMNS else "an empty text"
-            rule = "a line is: a name, a text, a text, parted by tabs"
-            raise InputError("calibration-columns", f"{where}:{number}", value, rule, "mend that line")
+            rule = "a line is: a name, a text, a text, separated by tabs"
+            raise InputError("calibration-columns", f"{where}:{number}", value, rule, "correct that line")
         pairs.append((columns[1], columns[2]))
     if not pairs:
         raise cards.empty(where, "no pair in it")
@@ -98,7 +100,7 @@ def parse(data: bytes, *, where: str) -> Pairs:
 
 
 def _distinct(lines: Pairs) -> Pairs:
-    """Without the pairs that repeat a text of another."""
+    """Drop pairs with a repeated text."""
     kept, seen_left, seen_right = [], set(), set()
     for left, right in lines:
         if left not in seen_left and right not in seen_right:

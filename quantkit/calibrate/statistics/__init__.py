@@ -1,1 +1,1 @@
-"""What passes see of real life: statistics of each shared input, ranges, fixed scales, routing."""
+"""Statistics of calibration: of each shared input, ranges, fixed scales, routing."""

@@ -1,17 +1,17 @@
-"""What the passes see of real life: the inputs of each shared input, while a block runs on the calibration set.
+"""Statistics of each shared input, collected while a block runs on the calibration set.
 
 A run is *staged*: when execution reaches the first linear of a shared input, its statistics are complete and the pass
-may change the linears before they run, so that what follows in the block already sees quantized linears. If all
-sequences fit into one forward, the forward simply pauses there, and one run serves all stages and yields the block's
-output as well. Else every stage replays the block up to its point, chunk by chunk, so that memory stays bounded.
+may change the linears before they run, so that later parts of the block already see quantized linears. If all sequences
+fit one forward, the forward pauses there, and one run serves all stages and also gives the block's output. Else every
+stage replays the block up to its point, chunk by chunk, so that memory stays bounded.
 
-The *original stream* is what the unquantized model would feed the block. If a pass asks for it, the block's original
-weights run on it in step, and the statistics also say how far the inputs have drifted from the original ones, and how
-far what a linear's output is added to lags behind; there, tokens count by how much an error of theirs matters to it.
+The *original stream* is the input of the block in the unquantized model. If a pass needs it, the block's original
+weights run on it in step, and the statistics also include the drift of the inputs from the original ones, and the lag
+of
+the tensor to which a linear's output is added; there, tokens are weighted by the effect of an error.
 
-Experts: one that calibration hardly ever routes to has no Hessian worth the name. It is *forced*, calibrated on all
-tokens that reach its layer with its output left out, or *kept* in high precision. Tokens are counted with the block's
-weights as they came.
+Experts: an expert with few calibration tokens has no useful Hessian. It is *forced*, calibrated on all tokens of its
+layer without adding its output, or *kept* in high precision. Tokens are counted with the block's original weights.
 """
 
 from __future__ import annotations
@@ -36,26 +36,28 @@ from quantkit.model.structure.traced import SharedInput, hooked
 
 
 class _Reached(Exception):
-    """Ends a replay at the shared input it was for."""
+    """Signal that ends a replay at its shared input."""
 
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 Visit = Callable[[SharedInput, InputStats], None]
 Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
 
 
 def _first(module: nn.Module, group: SharedInput, hook: Hook) -> RemovableHandle:
-    """Return a pre-hook of a group's first linear, before the one that quantizes its input."""
+    """Add a pre-hook to a group's first linear, before the one that quantizes its input."""
     return module.get_submodule(group.name).register_forward_pre_hook(hook, prepend=True)
 
 
 @dataclass
 class Original:
-    """A block as it came, with its original weights up to exact folds, on what the unquantized model feeds it.
+    """A block with its original weights, up to exact folds, on its input in the unquantized model.
 
     Args:
-        hidden: [samples, tokens, width], its input.
-        skips: linear -> the module whose input its output is added to (`model/structure/residual.py`).
+        module: the block.
+        hidden: its input, [samples, tokens, width].
+        calls: its calls.
+        skips: linear -> module whose input its output is added to (`model/structure/residual.py`).
         outputs: its output, once it has run.
     """
 
@@ -68,11 +70,12 @@ class Original:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Something that goes wrong hardly ever, on a device that is not waited for: looked at once a block.
+    """Check of a rare failure, on a device: read once per block, to avoid waiting for the device.
 
     Args:
-        values: on the device; one that is not finite says that it went wrong.
-        again: whether the block is done again with this shared input's damping raised; else it is an error.
+        values: values on the device; a non-finite one means failure.
+        group: name of the shared input.
+        again: True to redo the block with more damping of this input; False for an error.
     """
 
     values: Tensor
@@ -82,17 +85,19 @@ class Doubt:
 
 @dataclass
 class Stats:
-    """A block together with what it is run on.
+    """A block with its calibration inputs.
 
     Args:
-        groups: its shared inputs, in the order they run.
-        stage: which of the calls.
-        hidden: [samples, tokens, width], the block's input.
-        outputs: the block's output, once a staged run has ended; passes that change weights afterwards reset it.
-        original: the block in the original stream; None unless a pass asked for it.
-        few: the calls of the first so many sequences alone; None: there are no others than `calls`.
-        raised: shared input's name -> how often its damping was raised, where the block is done again.
-        doubts: what is to be looked at when the block is done; empty on a CPU.
+        module: the block.
+        groups: its shared inputs, in order.
+        calls: calls of the model.
+        stage: number of the call.
+        hidden: input of the block, [samples, tokens, width].
+        outputs: its output after a staged run; passes that change weights later reset it.
+        original: the block in the original stream, if a pass needs it.
+        scales: its fixed scales.
+        raised: name of a shared input -> times that its damping was raised, when the block is redone.
+        doubts: checks to read when the block is done; empty on a CPU.
     """
 
     module: nn.Module
@@ -109,7 +114,7 @@ class Stats:
     _unchecked: dict[str, Tensor] = field(default_factory=dict)
 
     def failed(self) -> list[Doubt]:
-        """Those of the doubts that hold: one look at the device, and none where there are no doubts."""
+        """Return the failed checks, with one read from the device if there are any checks."""
         for name, values in self.scales.checked.items():
             self.doubt(values, name, again=False)
         self.scales.checked.clear()
@@ -118,7 +123,7 @@ class Stats:
         return [doubt for doubt in self.doubts if not bool(torch.isfinite(doubt.values).all())]
 
     def doubt(self, values: Tensor, group: str, *, again: bool) -> None:
-        """To be looked at when the block is done; on a CPU it was looked at already."""
+        """Add a check of values on a device; on a CPU it was made already."""
         if values.is_cuda:
             self.doubts.append(Doubt(values, group, again))
 
@@ -126,9 +131,9 @@ class Stats:
         doubts = len(self.doubts)
         visit(group, sums)
         if self.calls.device.type != "cpu":
-            if group.name in self.raised:  # or was it the inputs, which no damping helps
+            if group.name in self.raised:  # damping does not help against non-finite inputs
                 self.doubt(sums.squares, group.name, again=False)
-            elif len(self.doubts) == doubts:  # else what was made of them is looked at
+            elif len(self.doubts) == doubts:  # else the visit has added a check of its results
                 self._unchecked[group.name] = sums.checked
 
     @torch.no_grad()
@@ -145,24 +150,22 @@ class Stats:
         """Run the block on everything; at each shared input call `visit(group, statistics)` before its linears run.
 
         Args:
-            visit: may change the linears of the group; None only runs the block.
-            products: whether the statistics are to hold a Hessian.
-            noise: whether they are to say how much of it is chance.
-            drift: whether they are to hold how far inputs, and what outputs are added to, are from the original ones.
-            quantized: the statistics are of the inputs as the group's kernels will see them, keys and values go through
-                the cache's format, and fixed scales that are missing are found on the way. It is for the pass that
-                assigns codes: others look at what they may still change.
-            whole: whether the block runs to its end; else to the last shared input, and leaves no output.
+            visit: callback that may change the linears of the group; None to only run the block.
+            products: True for statistics with a Hessian.
+            noise: True to measure the noise of the Hessian.
+            drift: True to measure the drift of inputs and the lag of sums against the original stream.
+            quantized: True for a pass that assigns codes: statistics are of inputs as the group's kernels see them,
+                keys and values go through the cache's format, and missing fixed scales are found on the way.
 
         Raises:
-            InputError: `activations-nonfinite`, naming the linear.
+            InputError: `activations-nonfinite`, with the linear.
         """
         self.outputs = None
         self.scales.use_cache(quantized)
         sums = partial(InputStats, products=products, noise=noise)
         run = self._pausing if self.hidden.shape[0] <= self.calls.chunk else self._replaying
         run(visit, sums, drift, quantized, whole)
-        if self._unchecked:  # of what was seen in one run, in one launch; a view would keep a Hessian until the end
+        if self._unchecked:  # checks of one run, in one launch; copied, since a view would keep a Hessian alive
             sizes = [len(values) for values in self._unchecked.values()]
             together = torch.cat(list(self._unchecked.values())).split(sizes)
             for name, values in zip(self._unchecked, together, strict=True):
@@ -170,14 +173,10 @@ class Stats:
             self._unchecked.clear()
 
     def each(
-        self, of: Callable[[InputStats], Found], *, products: bool = True, sequences: int | None = None
-    ) -> dict[str, Found]:
-        """Map shared inputs to what `of` takes of their statistics, by a staged run that changes nothing.
-
-        Args:
-            sequences: number of sequences to run, the first ones; None: all.
-        """
-        taken: dict[str, Found] = {}
+        self, of: Callable[[InputStats], T], *, products: bool = True, sequences: int | None = None
+    ) -> dict[str, T]:
+        """Return name of a shared input -> result of `of` on its statistics, from a staged run without changes."""
+        taken: dict[str, T] = {}
         stats = self
         if sequences is not None and sequences < len(self.hidden):
             few = self.calls if self.few is None else self.few(sequences)
@@ -191,12 +190,12 @@ class Stats:
         if self.scales.waits:
             self.staged(None, quantized=True)
         if self.scales.use_cache(True) or self.outputs is None or self.calls.live:
-            # a live model's next block is given what this very run leaves behind
+            # a live model's next block continues from this very run
             self.outputs = self.calls.run_all(self.module, self.stage, self.hidden)
         return self.outputs
 
     def original_outputs(self) -> Tensor:
-        """Return what the block puts out in the unquantized model, [samples, tokens, width]."""
+        """Return the block's output in the unquantized model, [samples, tokens, width]."""
         original = self._original()
         if original.outputs is None:
             original.outputs = original.calls.run_all(original.module, self.stage, original.hidden)
@@ -214,14 +213,14 @@ class Stats:
             def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
                 if waiting.pop(group.name, None) is None:
                     return
-                found = args[0]
+                inputs = args[0]
                 if quantized:
-                    self.scales.at_once(group, found)
-                    found = self.scales.seen(group, found)
+                    self.scales.at_once(group, inputs)
+                    inputs = self.scales.seen(group, inputs)
                 if visit is not None:
                     sums = empty(name=group.name)
-                    self._add(sums, group, self.hidden, {**seen, group.name: found}, before)
-                    if group.name not in sources:  # as soon as it is not needed
+                    self._add(sums, group, self.hidden, {**seen, group.name: inputs}, before)
+                    if group.name not in sources:  # free it early
                         before.pop(group.name, None)
                     self._visited(visit, group, sums)
                 if not (waiting or whole):
@@ -236,7 +235,7 @@ class Stats:
             self.outputs = self.calls.run(self.module, self.stage, self.hidden)
 
     def _originals(self) -> dict[str, Tensor]:
-        """What each shared input, and whatever outputs are added to, hold in the original stream: one forward."""
+        """Return the shared inputs, and the tensors of sums, in the original stream, from one forward."""
         original, kept = self._original(), dict[str, Tensor]()
         hooks = self._keeping(original.module, kept, (*(group.name for group in self.groups), *self._sources()))
         with hooked(hooks):
@@ -264,7 +263,7 @@ class Stats:
                         original = self._original()
                         others = self._reach(original.module, group, before, number, drift, original.calls)
                     self._add(sums, group, part, reached, others)
-            if sums.tokens:  # as when pausing: what nothing reaches is not visited
+            if sums.tokens:  # as when pausing: groups without tokens are not visited
                 self._visited(visit, group, sums)
         if quantized and self.scales.cache_waits:  # no linear comes after the cache
             with self.scales.watching_cache(whole=False):
@@ -273,7 +272,7 @@ class Stats:
             self.outputs = self.calls.run_all(self.module, self.stage, self.hidden)
 
     def _find_scales(self, group: SharedInput) -> None:
-        """The fixed scales that are missing up to a group, by replays: of the cache, then of the group's inputs."""
+        """Find missing fixed scales up to a group by replays: of the cache, then of the group's inputs."""
         if self.scales.cache_waits:
             with self.scales.watching_cache(whole=False):
                 for number, part in enumerate(self.calls.chunks(self.hidden)):
@@ -290,18 +289,18 @@ class Stats:
     def _reach(
         self, module: nn.Module, group: SharedInput, part: Tensor, number: int, drift: bool, calls: Calls | None = None
     ) -> dict[str, Tensor]:
-        """Return what a shared input, and what runs before it, hold when one chunk runs, up to there."""
-        found: dict[str, Tensor] = {}
+        """Return a shared input, and the inputs of earlier modules, from a run of one chunk up to there."""
+        reached: dict[str, Tensor] = {}
 
         def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            found[group.name] = args[0]
+            reached[group.name] = args[0]
             raise _Reached
 
-        hooks = self._keeping(module, found, self._sources() if drift else ())
+        hooks = self._keeping(module, reached, self._sources() if drift else ())
         hooks.append(_first(module, group, stop))
         with hooked(hooks), suppress(_Reached):
             (calls or self.calls).run(module, self.stage, part, number)
-        return found
+        return reached
 
     def _add(
         self,
@@ -311,9 +310,9 @@ class Stats:
         here: Mapping[str, Tensor],
         before: Mapping[str, Tensor],
     ) -> None:
-        """Add what a shared input holds in both streams; `part` is the block's input that led to it."""
+        """Add a shared input in both streams; `part` is the block's input."""
 
-        # an expert's tensors hold other tokens in each stream, so only those that hold every token are compared
+        # an expert has different tokens in each stream, so only tensors with all tokens are compared
         def whole(name: str) -> bool:
             both = name in here and name in before and here[name].shape == before[name].shape
             return both and here[name].numel() // here[name].shape[-1] == part.numel() // part.shape[-1]
@@ -329,7 +328,7 @@ class Stats:
         return tuple(dict.fromkeys(self._original().skips.values()))
 
     def _keeping(self, module: nn.Module, kept: dict[str, Tensor], names: Iterable[str]) -> list[RemovableHandle]:
-        """Hooks that keep what the modules are given first."""
+        """Add hooks for keeping the first inputs of modules."""
 
         def keep(name: str) -> Hook:
             def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -337,24 +336,24 @@ class Stats:
 
             return hook
 
-        # before what quantizes an input, or moves its channels: the residual stream is not quantized
+        # before hooks that quantize an input or move its channels: the residual stream is not quantized
         return [
             module.get_submodule(name).register_forward_pre_hook(keep(name), prepend=True)
             for name in dict.fromkeys(names)
         ]
 
     def _original(self) -> Original:
-        assert self.original is not None, "a pass that looks at the original stream says so in `needs`"
+        assert self.original is not None, "a pass that uses the original stream must list it in `needs`"
         return self.original
 
 
 class _Counted(Exception):
-    """Ends a run behind the last experts."""
+    """Signal that ends a run behind the last experts."""
 
 
 @torch.no_grad()
 def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[str, int]:
-    """Expert -> the calibration tokens [samples, tokens, width] that are routed to it; empty for a block without
+    """Return expert -> number of calibration tokens [samples, tokens, width] routed to it; empty for a block without
     experts.
     """
     layers = found_in(block)
@@ -380,14 +379,14 @@ def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[st
 
 
 def force(block: nn.Module, names: list[str]) -> None:
-    """From now on these experts of a block run on every token, for whoever watches their inputs."""
+    """Run these experts of a block on every token from now on, for observers of their inputs."""
     for path, experts in found_in(block).items():
         numbers = [name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")]
         experts.forced = frozenset(int(number) for number in numbers)
 
 
 def expert_of(linear: str, block: nn.Module) -> str | None:
-    """Return the expert that a linear of a block belongs to: `mlp.experts.3.up_proj` -> `mlp.experts.3`."""
+    """Return the expert of a linear: `mlp.experts.3` for `mlp.experts.3.up_proj`."""
     owner = linear.rpartition(".")[0]
     path = owner.rpartition(".")[0]
     return owner if path and isinstance(block.get_submodule(path), Experts) else None

@@ -1,11 +1,12 @@
-"""Importance matrices as llama.cpp has them: of every linear, how large each of its inputs is on the mean.
+"""Importance matrices in llama.cpp's form: the mean square of each input of every linear.
 
     importance[k] = sum over tokens of x[k]^2 / tokens
 
-That is the diagonal of the Hessian of a linear's squared error, up to a factor: what an error of a weight costs by the
-input that it multiplies. A file is a GGUF of type `imatrix`: of each tensor `NAME.in_sum2` [1, K] and `NAME.counts`
-[1, 1], float32 (`tools/imatrix/imatrix.cpp`); files of before, `.dat`, hold name, calls, and means times calls
-of each. Names are those of GGUF's tensors: `blk.0.attn_q.weight`.
+This is the diagonal of the Hessian of a linear's squared error, up to a factor: the cost of an error in a weight of
+that
+input. A file is a GGUF of type `imatrix`: for each tensor `NAME.in_sum2` [1, K] and `NAME.counts` [1, 1], float32
+(`tools/imatrix/imatrix.cpp`); older files, `.dat`, have name, calls, and means times calls of each. Names are those of
+GGUF's tensors: `blk.0.attn_q.weight`.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ if TYPE_CHECKING:
 
 _KIND, _SUMS, _COUNTS = "imatrix", ".in_sum2", ".counts"
 _LEGACY = ".dat"
-# a head; one that is tied to the table may be called as that is
+# names of the head; a tied one may have the table's name
 _HEADS = ("output.weight", "token_embd.weight")
 
 
 @dataclass(frozen=True)
 class ImportanceMatrix:
-    """What a file holds.
+    """Contents of a file.
 
     Args:
-        squares: tensor -> [K] float32, the mean square of each input.
-        tokens: that were seen.
-        length: of a sequence.
-        datasets: what they are from, for the reader.
+        squares: tensor -> mean square of each input, [K] float32.
+        tokens: number of tokens.
+        length: tokens of a sequence.
+        datasets: their source, for the reader.
     """
 
     squares: Mapping[str, Tensor]
@@ -51,14 +52,14 @@ class ImportanceMatrix:
     datasets: Sequence[str] = ()
 
     def of_linears(self, linears: Mapping[str, int], where: str) -> dict[str, Tensor]:
-        """Linear -> [K] float32, of those that the file speaks of.
+        """Return linear -> [K] float32, for linears in the file.
 
         Args:
             linears: full name -> K.
             where: the file, for errors.
 
         Raises:
-            InputError: `imatrix-foreign`: it is of no linear of the model, or of other widths.
+            InputError: `imatrix-foreign` if it has no linear of the model, or other widths.
         """
         stated = {}
         for linear, columns in linears.items():
@@ -67,7 +68,7 @@ class ImportanceMatrix:
                 stated[linear] = squares
         if linears and not stated:
             first, spoken = tensor_names(next(iter(linears)))[0], ", ".join(list(self.squares)[:2])
-            raise _foreign(where, f"nothing on {first}; it speaks of {spoken} …")
+            raise _foreign(where, f"no values for {first}; it has {spoken} …")
         return stated
 
     def _of(self, names: Sequence[str], columns: int, where: str) -> Tensor | None:
@@ -79,7 +80,7 @@ class ImportanceMatrix:
         return self.squares[name].float()
 
     def demand_of(self, linears: Mapping[str, int], where: str) -> None:
-        """It is of a model whose blocks have these linears: it speaks of each block, and of no other.
+        """Refuse a matrix of another model: it must have linears of every block, and of no other.
 
         Raises:
             InputError: `imatrix-foreign`.
@@ -87,32 +88,33 @@ class ImportanceMatrix:
         spoken = {_block(linear) for linear in self.of_linears(linears, where)}
         silent = next((linear for linear in linears if _block(linear) not in spoken), None)
         if silent is not None:
-            raise _foreign(where, f"nothing on {tensor_names(silent)[0]}, nor on what else is in {_block(silent)}")
+            raise _foreign(where, f"no values for {tensor_names(silent)[0]}, nor for the rest of {_block(silent)}")
         known = {name for linear in linears for name in tensor_names(linear)}
         other = next((name for name in self.squares if name.startswith("blk.") and name not in known), None)
         if other is not None:
-            raise _foreign(where, f"it speaks of {other}, which the model has not")
+            raise _foreign(where, f"it has {other}, which is not in the model")
 
     def of_head(self, columns: int, where: str) -> Tensor | None:
-        """[K = columns] float32 of the head's inputs; None where the file does not speak of it, as llama-imatrix's.
+        """Return [K = columns] float32 for the head's inputs; None if the file has none, as llama-imatrix's.
 
         Raises:
-            InputError: `imatrix-foreign`: it is of another width.
+            InputError: `imatrix-foreign` for another width.
         """
         return self._of(_HEADS, columns, where)
 
 
 def _foreign(where: str, value: str) -> InputError:
-    rule = "an importance matrix is of the model that it is used on"
-    remedy = "quantkit imatrix MODEL makes the model's own"
+    rule = "an importance matrix must come from the same model"
+    remedy = "make one with quantkit imatrix MODEL"
     return InputError("imatrix-foreign", where, value, rule, remedy)
 
 
 def tensor_name(linear: str, model_type: str = "llama") -> str:
-    """Return what GGUF calls the weight of a linear in a model of a type of transformers': `blk.0.attn_q.weight`.
+    """Return GGUF's name for the weight of a linear in a model of this type in transformers: `blk.0.attn_q.weight`.
 
     Raises:
-        InputError: `imatrix-unnamed`. MissingDependency: gguf.
+        InputError: `imatrix-unnamed`.
+        MissingDependency: without gguf.
     """
     kind = model_type.removesuffix("_text")
     names = _names(linear, _CALLED.get(kind, kind.replace("_", "")))
@@ -125,16 +127,16 @@ def tensor_name(linear: str, model_type: str = "llama") -> str:
 
 
 def tensor_names(linear: str) -> tuple[str, ...]:
-    """Return what GGUF may call the weight of a linear, in whatever model; its own name where it has no word for it."""
+    """Return GGUF's possible names for the weight of a linear, in any model; its own name if there is none."""
     return _names(linear, "") or (f"{linear}.weight",)
 
 
-# what transformers calls otherwise
+# model type in transformers -> architecture in llama.cpp, if they differ
 _CALLED = {"mistral": "llama", "mixtral": "llama", "gpt_bigcode": "starcoder"}
 
 
 def _names(linear: str, architecture: str) -> tuple[str, ...]:
-    """The tensors of an architecture, "" of any, that a linear's weight is: as many as architectures disagree on."""
+    """Return an architecture's tensors for a linear's weight; "" means any architecture, whose names may differ."""
     number = next((part for part in linear.split(".") if part.isdecimal()), "0")
     names = _names_in_first(re.sub(rf"\b{number}\b", "0", linear, count=1), architecture)
     return tuple(name.replace("blk.0.", f"blk.{number}.") for name in names)
@@ -150,13 +152,13 @@ def _names_in_first(linear: str, architecture: str) -> tuple[str, ...]:
 def _maps(architecture: str) -> tuple[Any, ...]:
     with MissingDependency.unless_found("gguf", extra="compile", purpose="an importance matrix"):
         import gguf
-    # Llama's first, which most are called like
-    known = sorted(gguf.MODEL_ARCH_NAMES.items(), key=lambda each: each[1] != "llama")
+    # Llama's first, the most common names
+    known = sorted(gguf.MODEL_ARCH_NAMES.items(), key=lambda item: item[1] != "llama")
     chosen = [arch for arch, name in known if architecture in ("", name)] or [gguf.MODEL_ARCH.LLAMA]
 
     class Names(gguf.TensorNameMap):  # type: ignore[misc, name-defined, unused-ignore]
         def __init__(self, arch: Any) -> None:
-            # gguf 0.19 writes an architecture's own names into the class's
+            # copied, since gguf 0.19 writes an architecture's own names into the class's table
             self.block_mappings_cfg = dict(gguf.TensorNameMap.block_mappings_cfg)
             super().__init__(arch, 1)
 
@@ -164,13 +166,13 @@ def _maps(architecture: str) -> tuple[Any, ...]:
 
 
 def _block(linear: str) -> str:
-    """`model.layers.0` of `model.layers.0.mlp.up_proj`."""
+    """Return the block of a linear: `model.layers.0` for `model.layers.0.mlp.up_proj`."""
     match = re.match(r".*?\.\d+(?=\.)", linear)
     return match[0] if match else linear
 
 
 def collected(stream: StreamedModel, ids: Tensor, datasets: Sequence[str] = ()) -> ImportanceMatrix:
-    """Return the importance matrix of a model on token ids [samples, tokens]: of its blocks' linears and its head.
+    """Return a model's importance matrix on token ids [samples, tokens], for its blocks' linears and its head.
 
     Raises:
         InputError: `imatrix-unnamed`, before any work.
@@ -198,7 +200,7 @@ def collected(stream: StreamedModel, ids: Tensor, datasets: Sequence[str] = ()) 
         calls = stream.begin(ids, 4)
         hidden, before = calls.hidden, -1
         for stage, index in enumerate(stream.visits):
-            if index != before:  # a block that is called again stays, and goes on being watched
+            if index != before:  # a block that is called again stays loaded, with its hooks
                 block = stream.load(index)
                 for inner, module in block.named_modules():
                     if is_linear(module):
@@ -214,10 +216,11 @@ def collected(stream: StreamedModel, ids: Tensor, datasets: Sequence[str] = ()) 
 
 
 def write(matrix: ImportanceMatrix, path: Path) -> None:
-    """Write a file that llama.cpp reads: a GGUF, or where the name ends so a `.dat`.
+    """Write a file for llama.cpp: a GGUF, or a `.dat` by its name.
 
     Raises:
-        InputError: `not-writable`. Stopped: `disk-full`.
+        InputError: `not-writable`.
+        Stopped: `disk-full`.
     """
     from quantkit.model.source.weights import write_atomic
 
@@ -232,7 +235,7 @@ def _gguf(matrix: ImportanceMatrix) -> bytes:
 
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "imatrix")
-        writer = gguf.GGUFWriter(path, "")  # it is of no architecture
+        writer = gguf.GGUFWriter(path, "")  # no architecture
         writer.add_type(_KIND)
         writer.add_array("imatrix.datasets", list(matrix.datasets) or ["unknown"])
         writer.add_uint32("imatrix.chunk_count", -(-matrix.tokens // matrix.length))
@@ -255,30 +258,31 @@ def _legacy(matrix: ImportanceMatrix) -> bytes:
         raw = name.encode()
         parts += [struct.pack("<i", len(raw)), raw, struct.pack("<ii", calls, len(squares))]
         parts.append((squares * calls).numpy().astype("<f4").tobytes())
-    said = (matrix.datasets[0] if matrix.datasets else "unknown").encode()
-    return b"".join([*parts, struct.pack("<ii", calls, len(said)), said])
+    dataset = (matrix.datasets[0] if matrix.datasets else "unknown").encode()
+    return b"".join([*parts, struct.pack("<ii", calls, len(dataset)), dataset])
 
 
 def read(path: Path) -> ImportanceMatrix:
-    """Return the importance matrix in a file, of either kind.
+    """Read an importance matrix of either form.
 
     Raises:
-        InputError: `imatrix-damaged`; `file-missing`. MissingDependency: gguf.
+        InputError: `imatrix-damaged`; `file-missing`.
+        MissingDependency: without gguf.
     """
     if not path.is_file():
         raise absent(path)
 
-    def damaged(said: str) -> InputError:
+    def damaged(reason: str) -> InputError:
         rule = "a file of llama.cpp's llama-imatrix, or of quantkit imatrix"
-        return InputError("imatrix-damaged", str(path), said, rule, "make it again: quantkit imatrix MODEL")
+        return InputError("imatrix-damaged", str(path), reason, rule, "make it again: quantkit imatrix MODEL")
 
     with reading(damaged):
         raw = limits.read(path, limits.DATA)
-        found = _read_gguf(path) if raw[:4] == b"GGUF" else _read_legacy(raw)
-        for name, squares in found.squares.items():
+        matrix = _read_gguf(path) if raw[:4] == b"GGUF" else _read_legacy(raw)
+        for name, squares in matrix.squares.items():
             if not bool(torch.isfinite(squares).all()) or bool((squares < 0).any()):
-                raise ValueError(f"{name}: not all of it is a mean of squares")
-        return found
+                raise ValueError(f"{name}: some values are no means of squares")
+        return matrix
 
 
 def _read_gguf(path: Path) -> ImportanceMatrix:
@@ -292,23 +296,23 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
     stated = {key: value.contents() for key, value in reader.fields.items()}
     if stated.get("general.type") != _KIND:
         raise ValueError(f"a GGUF of type {stated.get('general.type')}")
-    tensors = {each.name: np.array(each.data, np.float32) for each in reader.tensors}
+    tensors = {tensor.name: np.array(tensor.data, np.float32) for tensor in reader.tensors}
     squares, most = {}, 0.0
     for name, sums in tensors.items():
         if not name.endswith(_SUMS):
             continue
         own = name.removesuffix(_SUMS)
         counts = tensors[f"{own}{_COUNTS}"].reshape(-1)
-        if len(counts) != 1 or not (counts.any() or sums.any()):  # of experts, one by one; of what was never reached
+        if len(counts) != 1 or not (counts.any() or sums.any()):  # experts one by one; tensors without tokens
             continue
         if not 0 < counts[0] < math.inf:
             raise ValueError(f"{own}: sums of {counts[0]:g} tokens")
         squares[own] = torch.from_numpy(sums.reshape(-1) / counts[0])
         most = max(most, float(counts[0]))
     if not squares:
-        raise ValueError("it says nothing on any tensor")
+        raise ValueError("it has no values for any tensor")
     length = int(stated.get("imatrix.chunk_size", 0)) or 1
-    return ImportanceMatrix(squares, int(most), length, [str(each) for each in stated.get("imatrix.datasets", [])])
+    return ImportanceMatrix(squares, int(most), length, [str(name) for name in stated.get("imatrix.datasets", [])])
 
 
 def _read_legacy(raw: bytes) -> ImportanceMatrix:
@@ -318,9 +322,9 @@ def _read_legacy(raw: bytes) -> ImportanceMatrix:
 
     def number() -> int:
         nonlocal at
-        (found,) = struct.unpack_from("<i", raw, at)
+        (value,) = struct.unpack_from("<i", raw, at)
         at += 4
-        return int(found)
+        return int(value)
 
     def take(length: int) -> bytes:
         nonlocal at

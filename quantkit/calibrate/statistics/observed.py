@@ -1,30 +1,31 @@
-"""How far values reach, and how many lie where: what a fixed scale of an activation or of the KV cache is found from.
+"""Ranges and distribution of values, from which a fixed scale of an activation or of the KV cache is found.
 
     minmax          the grid spans the smallest to the largest value
     moving-average  it spans the average of the samples' smallest to that of their largest values (see below)
     percentile      it spans all but the outermost 0.01 %, counted from zero outwards if symmetric
-    entropy         of narrower grids, the one whose values are distributed most like those that came (below)
+    entropy         of narrower grids, the one whose values have the most similar distribution (below)
     mse             of grids that span a share of min-max, the one with the least sum of (x̂ - x)²
 
-Nothing that comes is kept. Counts are of values rounded to bfloat16: 65,536 bins, finer than a 256th of any value; so
-chunks can come in any number, and the result is the same.
+Values are not stored. They are counted after rounding to bfloat16: 65,536 bins, finer than a 256th of any value; so the
+result does not depend on the chunks.
 
 The moving average is that of torch's MovingAverageMinMaxObserver (Jacob et al. 2018, arXiv 1712.05877, section 3.1),
-m ← m + c (x - m), c = 0.01, of single samples whatever the batch, and with c = 1 / k until the hundredth: with 0.01
-from the start, the first of 128 samples counts for 28 %. Beyond a hundred, the order of samples matters.
+m ← m + c (x - m), c = 0.01, over single samples for any batch, and with c = 1 / k up to the hundredth: with 0.01 from
+the start, the first of 128 samples would have a weight of 28 %. Beyond a hundred, the order of samples matters.
 
-Entropy is the least KL divergence between a distribution and what a grid makes of it (Migacz, "8-bit Inference with
+Entropy is the least KL divergence between a distribution and its quantization by a grid (Migacz, "8-bit Inference with
 TensorRT", GTC 2017; the calibrators of TensorRT and ONNX Runtime). Values are counted in bins of one width. For each
-range that is tried, with P the bins inside of it,
+candidate range, with P the bins inside of it,
 
-    P gets what lies outside at its outermost bins, as it will saturate; Q does not
-    Q is P on the grid: the bins of one code share its mass evenly, as far as they are not empty
+    P gets the mass outside at its outermost bins, as it will saturate; Q does not
+    Q is P on the grid: the non-empty bins of one code share its mass evenly
     KL(P || Q) = Σ P log(P / Q),  both of sum 1
 
-There, a grid is symmetric and has one threshold. Here, codes are those of the scheme's own scale and zero point, so
-that a grid may have two ends: both are first shrunk alike, then each for itself while that helps. Zeros are not
-counted, since zero is always a code: half of what a ReLU makes is zeros, which would ask for ever narrower ranges.
-Where one value is a thousand times larger than nearly all others, these fall into a few bins, and `mse` does better.
+In these libraries a grid is symmetric and has one threshold. Here codes are those of the scheme's own scale and zero
+point, so a grid may have two ends: both are first shrunk alike, then each alone while that helps. Zeros are not
+counted,
+since zero always has a code: half of a ReLU's outputs are zeros, which would favour ever narrower ranges. If one value
+is a thousand times larger than nearly all others, these fall into a few bins, and `mse` is better.
 """
 
 from __future__ import annotations
@@ -42,24 +43,25 @@ from quantkit.formats.base.activation import InputScale
 from quantkit.formats.base.grid import load_grid
 from quantkit.scheme import ActivationScheme, CacheScheme
 
-# the share of values that `percentile` covers
+# share of values covered by `percentile`
 COVERED = 0.9999
-# the least weight of a sample in a moving average, torch's
+# least weight of a sample in a moving average, as in torch
 AVERAGING = 0.01
-# shares of min-max that `mse` tries
+# number of shares of min-max for `mse`
 _SHARES = 40
 _BINS = 1 << 16
-# values that a GPU counts at a time
+# values counted at a time on a GPU
 _PIECE = 1 << 24
-# ranges that a GPU finds without being waited for
+# ranges found on a GPU without waiting for it
 AT_ONCE = ("minmax", "moving-average", "mse")
 
 
 class Observed:
-    """Values of several rows, each of which will have a scale.
+    """Observer of several rows of values, each of which will have a scale.
 
     Args:
-        counted: whether to count values: for all ranges but `minmax`, since what lies beyond them is told.
+        counted: True to count values: for all ranges but `minmax`, since saturation is reported.
+        name: name of the values, for errors.
     """
 
     def __init__(self, *, counted: bool, name: str = "activations") -> None:
@@ -71,24 +73,24 @@ class Observed:
 
     @property
     def seen(self) -> bool:
-        """Whether there was anything."""
+        """True if there were any values."""
         return self._low.numel() > 0
 
     @property
     def device(self) -> torch.device:
-        """Where what came lay."""
+        """Device of the values."""
         return self._low.device
 
     @property
     def constant(self) -> bool:
-        """Whether all that came was one value a row."""
+        """True if each row had a single value."""
         return self.seen and bool((self._low == self._high).all())
 
     def add(self, values: Tensor, samples: int = 1) -> None:
-        """Add values [rows, n], each row's samples of one length behind each other; nothing, if n is 0.
+        """Add values [rows, n], with each row's samples of equal length one behind the other; n may be 0.
 
         Raises:
-            InputError: `activations-nonfinite`; of values on a GPU, which is not waited for, when they are settled.
+            InputError: `activations-nonfinite`; for values on a GPU, only when they are settled.
         """
         if values.shape[1] == 0:
             return
@@ -106,18 +108,19 @@ class Observed:
         self._ends.append(torch.stack([lows, highs], dim=2))
         if self._counted:
             bins = values.to(torch.bfloat16).view(torch.int16).int() & (_BINS - 1)
-            for row, found in enumerate(bins):
-                if found.is_cuda:  # `bincount` waits for the largest
-                    for piece in found.split(_PIECE):
+            for row, codes in enumerate(bins):
+                if codes.is_cuda:  # `bincount` would wait for the device
+                    for piece in codes.split(_PIECE):
                         self._counts[row].index_add_(0, piece, self._counts.new_ones(()).expand(len(piece)))
                 else:
-                    self._counts[row] += torch.bincount(found, minlength=_BINS)
+                    self._counts[row] += torch.bincount(codes, minlength=_BINS)
 
     def settle(self, scheme: ActivationScheme | CacheScheme, dtype: torch.dtype) -> tuple[InputScale, int, int]:
-        """Return the scale [rows] in `dtype`, how many values lie beyond it and will saturate, and of how many.
+        """Return the scale [rows] in `dtype`, the number of values beyond it, and the number of all values.
 
-        Values are known to bfloat16's precision; without counts, none lies beyond. All zeros have the smallest of
-        scales. What was seen on a GPU is looked at on the processor, and waited for (see `settle_at_once`).
+        Values beyond the scale will saturate. They are known to bfloat16's precision; without counts, there are none.
+        All zeros
+        get the smallest scale. Values on a GPU are copied to the processor (see `settle_at_once`).
         """
         device = self._low.device
         low, high, self._counts = self._low.cpu(), self._high.cpu(), self._counts.cpu()
@@ -136,7 +139,7 @@ class Observed:
                 values, counts = self._row(row)
                 shift = 0.0 if zero is None else float(zero[row])
                 scaled = values / float(scale[row]) + shift
-                # half a step beyond the last value is still nearest to it
+                # values up to half a step beyond still round to the last code
                 outside = (scaled > form.high + 0.5) | (scaled < form.low - 0.5)
                 beyond += int(counts[outside].sum())
                 total += int(counts.sum())
@@ -145,11 +148,11 @@ class Observed:
     def settle_at_once(
         self, scheme: ActivationScheme | CacheScheme, dtype: torch.dtype
     ) -> tuple[InputScale, Tensor, Tensor]:
-        """`settle` on a GPU, which is not waited for: of the ranges in `AT_ONCE`.
+        """Settle on a GPU without waiting for it, for the ranges in `AT_ONCE`.
 
         Returns:
-            the scale; how many values lie beyond it and of how many, [2] int64; what is finite if all values were,
-            [2 rows], for the caller to look at when the device is done.
+            The scale; the number of values beyond it and of all, [2] int64; values that are finite if all values were,
+            [2 rows], for the caller to check when the device is done.
         """
         low, high = self._low, self._high
         checked = torch.cat([low, high])
@@ -162,7 +165,8 @@ class Observed:
             shares = torch.from_numpy(weights).to(low.device, non_blocking=True)
             low, high = (ends * shares[None, :, None]).sum(dim=1).float().unbind(1)
         elif scheme.range == "mse":
-            pairs = [_least_squares(values, *each, scheme) for each in zip(low, high, self._counts, strict=True)]
+            rows = zip(low, high, self._counts, strict=True)
+            pairs = [_least_squares(values, *row, scheme) for row in rows]
             low = torch.maximum(low, torch.stack([pair[0] for pair in pairs]))
             high = torch.minimum(high, torch.stack([pair[1] for pair in pairs]))
         scale, zero = _stored(low, high, scheme, dtype)
@@ -177,7 +181,7 @@ class Observed:
         return InputScale(scale, zero), beyond, checked
 
     def _averaged(self) -> Tensor:
-        """[rows, 2] float64."""
+        """Return the moving averages of both ends, [rows, 2] float64."""
         average = torch.zeros(self._low.numel(), 2, dtype=torch.float64)
         samples = (ends for part in self._ends for ends in part.cpu().double().unbind(1))
         for number, ends in enumerate(samples, 1):
@@ -186,11 +190,11 @@ class Observed:
 
     def _demand_finite(self, low: Tensor, high: Tensor, value: str) -> None:
         if not _finite(low, high):
-            remedy = "look for what made them so, in the model or in what calibrates it"
+            remedy = "check the model and the calibration set"
             raise InputError("activations-nonfinite", self._name, value, "a range needs finite values", remedy)
 
     def _row(self, row: int) -> tuple[Tensor, Tensor]:
-        """Return the different values of a row, ascending, float32, and how often each came."""
+        """Return the distinct values of a row, ascending, float32, and their counts."""
         bins = self._counts[row].nonzero().squeeze(1)
         values = bins.to(torch.int32).to(torch.int16).view(torch.bfloat16).float()
         order = values.argsort()
@@ -200,16 +204,16 @@ class Observed:
 def _stored(
     low: Tensor, high: Tensor, scheme: ActivationScheme | CacheScheme, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale in `dtype` and zero point of a range."""
+    """Return the scale in `dtype` and the zero point of a range."""
     scale, zero = activation.parameters(low, high, scheme)
-    # a scale that half precision cannot hold would be zero there
+    # a scale below the range of half precision would become zero
     return scale.clamp(min=torch.finfo(dtype).tiny, max=torch.finfo(dtype).max).to(dtype), zero
 
 
 def _least_squares(
     values: Tensor, low: Tensor, high: Tensor, counts: Tensor, scheme: ActivationScheme | CacheScheme
 ) -> tuple[Tensor, Tensor]:
-    """`_reach` of `mse` with all shares at once; `values` are those of the bins, low and high []."""
+    """Find the range of `mse` with all shares at once; `values` are those of the bins, low and high []."""
     low, high = (end.to(torch.bfloat16).double() for end in (low.clamp(max=0), high.clamp(min=0)))
     if scheme.symmetric:
         high = torch.maximum(-low, high)
@@ -217,7 +221,7 @@ def _least_squares(
     shares = torch.arange(_SHARES, _SHARES // 5, -1, dtype=torch.float64, device=values.device) / _SHARES
     lows, highs = (low * shares).float().unsqueeze(1), (high * shares).float().unsqueeze(1)
     error = activation.apply(values, scheme, *activation.parameters(lows, highs, scheme)) - values
-    best = (error.double().square_() * counts).sum(dim=1).argmin().reshape(1)  # the first of equals
+    best = (error.double().square_() * counts).sum(dim=1).argmin().reshape(1)  # ties take the first
     return lows.squeeze(1)[best].squeeze(0), highs.squeeze(1)[best].squeeze(0)
 
 
@@ -226,7 +230,7 @@ def _finite(low: Tensor, high: Tensor) -> bool:
 
 
 def _reach(values: Tensor, counts: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[float, float]:
-    """From where to where the grid of one row goes; see the module."""
+    """Return the ends of one row's grid; see the module."""
     low, high = min(float(values[0]), 0.0), max(float(values[-1]), 0.0)
     if scheme.range == "percentile":
         if scheme.symmetric:
@@ -252,14 +256,14 @@ def _reach(values: Tensor, counts: Tensor, scheme: ActivationScheme | CacheSchem
 
 
 def _first_covering(counts: Tensor, share: float) -> int:
-    """Return the first place up to which at least that share of all counts lies."""
+    """Return the first index up to which the counts reach a share of all."""
     reached = counts.cumsum(0)
     return int(torch.searchsorted(reached, share * float(reached[-1])).clamp(max=counts.numel() - 1))
 
 
-# of the whole range: 16 a code, as TensorRT's 2,048 for 128
+# bins of the whole range: 16 per code, as TensorRT's 2,048 for 128
 _BUCKETS = 4096
-# tried are multiples of so many bins, down to where a bin is a code
+# candidate ranges: multiples of so many bins, down to one bin per code
 _STEP, _FEWEST = 128, 256
 _ROUNDS = 3
 
@@ -267,7 +271,7 @@ Array = NDArray[Any]
 
 
 def reach(values: Tensor, counts: Tensor, scheme: ActivationScheme | CacheScheme) -> tuple[float, float]:
-    """From where to where the grid of `entropy` goes, for ascending values of bfloat16 and how often each came."""
+    """Return the ends of the grid for `entropy`, from ascending values of bfloat16 and their counts."""
     low, high = min(float(values[0]), 0.0), max(float(values[-1]), 0.0)
     if scheme.symmetric:
         low, high = -max(-low, high), max(-low, high)
@@ -278,7 +282,7 @@ def reach(values: Tensor, counts: Tensor, scheme: ActivationScheme | CacheScheme
     mass = _binned(values[there], counts[there], edges)
     origin = int(np.abs(edges).argmin())
 
-    def cost(ends: tuple[int, int]) -> float:  # of equals `min` takes the first
+    def cost(ends: tuple[int, int]) -> float:  # ties take the first
         return _divergence(mass, edges, ends, scheme)
 
     below, above = origin, _BUCKETS - origin
@@ -294,7 +298,7 @@ def reach(values: Tensor, counts: Tensor, scheme: ActivationScheme | CacheScheme
 
 
 def _binned(values: Tensor, counts: Tensor, edges: Array) -> Array:
-    """Counts of bfloat16 values in linear bins, [len(edges) - 1]: each spread over what rounds to it."""
+    """Count bfloat16 values in linear bins, [len(edges) - 1]; each is spread over the interval that rounds to it."""
     bits = values.to(torch.bfloat16).view(torch.int16)
     away, towards = ((bits + step).view(torch.bfloat16).float() for step in (1, -1))
     ends = [((values + torch.where(torch.isfinite(end), end, values)) / 2).numpy() for end in (away, towards)]
@@ -302,9 +306,9 @@ def _binned(values: Tensor, counts: Tensor, edges: Array) -> Array:
     total = np.cumsum(counts.numpy(), dtype=np.float64)
     places = np.stack([lower, upper], axis=1).reshape(-1)
     reached = np.stack([total - counts.numpy(), total], axis=1).reshape(-1)
-    found: Array = np.diff(np.interp(edges, places, reached, left=0.0, right=total[-1]))
-    found[0] += np.interp(edges[0], places, reached)  # all of a value that is the end itself
-    return found
+    binned: Array = np.diff(np.interp(edges, places, reached, left=0.0, right=total[-1]))
+    binned[0] += np.interp(edges[0], places, reached)  # the whole mass of a value at the end
+    return binned
 
 
 def _divergence(mass: Array, edges: Array, ends: tuple[int, int], scheme: ActivationScheme | CacheScheme) -> float:

@@ -1,5 +1,6 @@
-"""The fixed scales of a block: found while it runs on the calibration set, each from what comes when all before it is
-quantized already. Linears that share an input get one scale, so that they can be served as one.
+"""Fixed scales of a block, found while it runs on the calibration set, from inputs behind quantized layers.
+
+Linears with a shared input get one scale, so that they can be served as one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from quantkit.scheme import ActivationScheme, CacheScheme
 
 
 class Saturation(NamedTuple):
-    """Values of a linear, or of `keys` or `values`, that calibration saw beyond the reach of a fixed scale."""
+    """Calibration values beyond a fixed scale.
+
+    Args:
+        name: the linear, or `keys` or `values`.
+        beyond: number of values beyond the scale.
+        total: number of values.
+    """
 
     name: str
     beyond: int
@@ -29,13 +36,15 @@ class Saturation(NamedTuple):
 
 @dataclass
 class Scales:
-    """The quantizers of one block: of its inputs, linear -> hook, and of its cache.
+    """Quantizers of one block: of its inputs, linear -> hook, and of its cache.
 
     Args:
-        dtype: what fixed scales are stored in.
-        saturated: what lies beyond one of them.
-        unsettled: on a GPU, what will be `saturated` (name, [2] int64), until somebody asks (`look`).
-        checked: on a GPU, what is to be finite: name -> values.
+        inputs: linear -> quantizer of its input.
+        cache: quantizer of keys and values.
+        dtype: stored dtype of fixed scales.
+        saturated: values beyond the scales.
+        unsettled: counts on a GPU that `look` will add to `saturated` (name, [2] int64).
+        checked: name -> values on a GPU that must be finite.
     """
 
     inputs: Mapping[str, QuantizedInput] = field(default_factory=dict)
@@ -46,8 +55,8 @@ class Scales:
     checked: dict[str, Tensor] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Read what a GPU has counted; it has been waited for, or is now."""
-        counts = torch.stack([found for _, found in self.unsettled]).tolist() if self.unsettled else []
+        """Read the counts from a GPU, which may wait for it."""
+        counts = torch.stack([pair for _, pair in self.unsettled]).tolist() if self.unsettled else []
         for (name, _), (beyond, total) in zip(self.unsettled, counts, strict=True):
             self._note(name, beyond, total)
         self.unsettled.clear()
@@ -57,72 +66,72 @@ class Scales:
             self.saturated.append(Saturation(name, beyond, total))
 
     def _settled(self, observed: Observed, scheme: ActivationScheme | CacheScheme, name: str) -> InputScale:
-        """Return the scale of what was observed; what lies beyond it is noted."""
+        """Return the scale for observed values, and record values beyond it."""
         if observed.device.type == "cpu" or scheme.range not in AT_ONCE:
-            found, beyond, total = observed.settle(scheme, self.dtype)
+            scale, beyond, total = observed.settle(scheme, self.dtype)
             self._note(name, beyond, total)
-            return found
-        found, counts, self.checked[name] = observed.settle_at_once(scheme, self.dtype)
+            return scale
+        scale, counts, self.checked[name] = observed.settle_at_once(scheme, self.dtype)
         self.unsettled.append((name, counts))
-        return found
+        return scale
 
     def waiting(self, group: SharedInput) -> list[str]:
-        """Return the linears of a group whose scale is still to be found."""
+        """Return the linears of a group without a fixed scale so far."""
         return [name for name in group.members if name in self.inputs and self.inputs[name].waits]
 
     @property
     def cache_waits(self) -> bool:
-        """Whether the cache's scales are still to be found."""
+        """True if the cache's fixed scales are missing."""
         return self.cache is not None and self.cache.waits
 
     @property
     def waits(self) -> bool:
-        """Whether any scale is still to be found."""
+        """True if any fixed scale is missing."""
         return self.cache_waits or any(hook.waits for hook in self.inputs.values())
 
     def use_cache(self, quantized: bool) -> bool:
-        """Have keys and values quantized from now on, or not; whether that is a change."""
+        """Switch the quantization of keys and values, and tell whether that is a change."""
         if self.cache is None or self.cache.on == quantized:
             return False
         self.cache.on = quantized
         return True
 
     def observed(self, group: SharedInput) -> Observed:
-        """Tell where to collect a group's inputs, [1, n]."""
+        """Return an observer of a group's inputs, [1, n]."""
         counted = any(self.inputs[name].scheme.range != "minmax" for name in self.waiting(group))
         return Observed(counted=counted, name=group.name)
 
     def settle(self, group: SharedInput, observed: Observed) -> None:
-        """Fix the scale of a group's linears; nothing, where nothing was observed."""
+        """Set the scale of a group's linears, if anything was observed."""
         for name in self.waiting(group) if observed.seen else []:
             self.inputs[name].settle(self._settled(observed, self.inputs[name].scheme, name))
 
-    def at_once(self, group: SharedInput, found: Tensor) -> None:
-        """Fix the scale of a group's linears from all the inputs there will be."""
+    def at_once(self, group: SharedInput, inputs: Tensor) -> None:
+        """Set the scale of a group's linears from its complete inputs."""
         if self.waiting(group):
             observed = self.observed(group)
-            values = self.moved(group, found)
+            values = self.moved(group, inputs)
             observed.add(values.reshape(1, -1), samples_of(values))
             self.settle(group, observed)
 
-    def moved(self, group: SharedInput, found: Tensor) -> Tensor:
-        """Return an input as its group's kernels quantize it: with its channels moved, where a pass said so."""
+    def moved(self, group: SharedInput, inputs: Tensor) -> Tensor:
+        """Return an input with its channels moved, if a pass requires it."""
         hook = self.inputs.get(group.members[0])
-        return found if hook is None else hook.move(found)
+        return inputs if hook is None else hook.move(inputs)
 
-    def seen(self, group: SharedInput, found: Tensor) -> Tensor:
-        """Return an input as a group's kernels see it; as it is, where they differ in that."""
+    def seen(self, group: SharedInput, inputs: Tensor) -> Tensor:
+        """Return an input as a group's kernels see it; unchanged if they differ."""
         hooks = [self.inputs[name] for name in group.members if name in self.inputs]
         if not hooks or any(hook.scheme != hooks[0].scheme for hook in hooks):
-            return found
-        return hooks[0].quantize(found)
+            return inputs
+        return hooks[0].quantize(inputs)
 
     @contextmanager
     def watching_cache(self, *, whole: bool) -> Iterator[None]:
-        """Find the cache's scales, if they are missing, from the keys and values that come meanwhile.
+        """Find the cache's missing scales from the keys and values in the block.
 
         Args:
-            whole: whether they come in one piece, and are to be quantized by what is found in it.
+            whole: True if they come in one piece, and must be quantized with the scales from it.
         """
         cache = self.cache
         if cache is None or not cache.waits:
@@ -147,12 +156,12 @@ class Scales:
             self._settle_cache(cache, pair, heads)
 
     def _settle_cache(self, cache: QuantizedCache, pair: list[Observed], heads: list[int]) -> None:
-        found = []
+        scales = []
         for observed, count, name in zip(pair, heads, ("keys", "values"), strict=True):
-            found.append(shaped(self._settled(observed, cache.scheme, name), cache.scheme, count))
-        cache.keys, cache.values = found
+            scales.append(shaped(self._settled(observed, cache.scheme, name), cache.scheme, count))
+        cache.keys, cache.values = scales
 
 
-def samples_of(found: Tensor) -> int:
-    """Tell how many sequences [B, T, K] holds; tokens that came to an expert [n, K] are not told apart."""
-    return found.shape[0] if found.dim() > 2 else 1
+def samples_of(inputs: Tensor) -> int:
+    """Return the number of sequences in [B, T, K]; an expert's tokens [n, K] count as one."""
+    return inputs.shape[0] if inputs.dim() > 2 else 1

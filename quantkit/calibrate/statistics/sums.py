@@ -1,6 +1,6 @@
-"""The inputs of one shared input as sums: Hessian, mean, range, drift from the original stream, a small sample.
+"""Sums over one shared input: Hessian, mean, range, drift from the original stream, a small sample.
 
-Sums are deterministic: a fixed number of partials, in a fixed order, whatever the number of workers.
+Sums are deterministic: a fixed number of partial sums, in a fixed order, for any number of workers.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 
-# columns of a Hessian that are summed at a time; only the part on and above the diagonal is
+# columns of a Hessian summed at a time; only the upper triangle is
 _PANEL = 256
-# inputs that are kept as they are: so many in all, and of one sequence, evenly spaced
+# inputs in the sample: in all, and of one sequence, evenly spaced
 _SAMPLE, _SAMPLE_EACH = 512, 16
 
 
 class InputStats:
-    """The inputs of one shared input, as sums over two halves: every other sequence, so that chunks do not matter.
+    """Inputs of one shared input, as sums over two halves: every other sequence, so that chunks do not matter.
+
+    On a device the last chunk is summed on demand, and unused sums are not launched.
 
     Args:
-        inputs: chunks [sequences, tokens, K] in order; or [tokens, K], of which every other token counts as a sequence.
-        products: whether products of two inputs are summed, without which there is no Hessian; they take the time.
-        noise: whether they are summed in halves on a device too, which `noise` is taken from; on a CPU they are.
-
-    On a device the last chunk is summed when it is asked for, and what is not asked for is not launched.
+        inputs: chunks [sequences, tokens, K] in order; or [tokens, K], with every token as a sequence.
+        name: name of the shared input, for errors.
+        products: True to sum products of two inputs, which a Hessian needs; they take most of the time.
+        noise: True to sum them in halves on a device too, which `noise` needs; on a CPU they always are.
     """
 
     def __init__(
@@ -38,14 +39,14 @@ class InputStats:
         self._products = products
         self._in_halves = noise
         self.tokens = 0
-        self._waiting: dict[str, Callable[[], None]] = {}  # of the last chunk, on a device
-        self._halves: Sequence[Tensor] | Tensor = ()  # on a device one tensor, [2, K, K], whole
+        self._waiting: dict[str, Callable[[], None]] = {}  # pending sums of the last chunk, on a device
+        self._halves: Sequence[Tensor] | Tensor = ()  # on a device one tensor, [2, K, K], both triangles
         self._drift: Tensor | None = None
         self._lags: dict[str, Tensor] = {}
         self._counts = [0, 0]
         self._sequences = 0
         self._hessian: Tensor | None = None
-        self._sums = torch.zeros(2, 0, dtype=torch.float64)  # of inputs, and of their squares
+        self._sums = torch.zeros(2, 0, dtype=torch.float64)  # sums of inputs, and of their squares
         self._ends = torch.zeros(2, 0)
         self._sample: list[Tensor] = []  # each [n, K]
         for part in inputs:
@@ -58,19 +59,22 @@ class InputStats:
         lags: Mapping[str, Tensor] | None = None,
         stream: Tensor | None = None,
     ) -> None:
-        """Add a chunk [sequences, tokens, K] or [tokens, K] of what the linears receive.
+        """Add a chunk [sequences, tokens, K] or [tokens, K] of inputs of the linears.
 
         Args:
-            original: what they would in the unquantized model, token by token; what some chunk has not is not known.
-            lags: linear -> [..., N], what its output is added to in the original stream less what it is here.
-            stream: [..., N], what outputs are added to. The next norm brings it to one size, so an error counts
-                relative to it: in products, tokens weigh by the inverse of its mean square.
+            part: the chunk.
+            original: the same inputs in the unquantized model, token by token; drift is unknown unless all chunks have
+                them.
+            lags: linear -> [..., N], difference between the original stream and this one in the tensor to which its
+                output is added.
+            stream: [..., N], the tensor to which outputs are added. The next norm scales it to one size, so errors
+                count relative to it: in products, tokens are weighted by the inverse of its mean square.
 
         Raises:
             InputError: `activations-nonfinite`.
         """
         self._sum(*self._waiting)
-        # sums of half-precision products lose what they are for
+        # sums of half-precision products would be too inaccurate
         part = part.float()
         width = part.shape[-1]
         flat = part.reshape(-1, width)
@@ -97,9 +101,9 @@ class InputStats:
             self._sum("products", "moments", "sample")
 
     def _sum(self, *which: str) -> None:
-        """Sum what waits to be."""
-        for each in which:
-            self._waiting.pop(each, lambda: None)()
+        """Compute pending sums."""
+        for kind in which:
+            self._waiting.pop(kind, lambda: None)()
 
     def _add_sample(self, part: Tensor) -> None:
         left = _SAMPLE - sum(map(len, self._sample))
@@ -109,13 +113,13 @@ class InputStats:
             self._sample.append(some.clone(memory_format=torch.contiguous_format).reshape(-1, part.shape[-1]))
 
     def _add_all_products(self, weighed: Tensor, _: int) -> None:
-        """To the mean of all products, in one launch."""
+        """Add products to their mean, in one launch."""
         flat = weighed.reshape(-1, weighed.shape[-1])
         self._hessian = _added(self._hessian, flat, flat, self._counts[0])
         self._counts[0] += len(flat)
 
     def _add_products(self, weighed: Tensor, begun: int) -> None:
-        """To the half of every sequence its products; on a device to both at once, where they are equally long."""
+        """Add products to the half of each sequence; on a device to both at once, if they have equal lengths."""
         self._hessian = None
         width, sequences, at_once = weighed.shape[-1], weighed.shape[0], on_device(weighed)
         if at_once and begun % 2 == sequences % 2 == 0:
@@ -140,7 +144,7 @@ class InputStats:
             self._counts[half] += piece.shape[0]
 
     def _add_moments(self, flat: Tensor, weighed: Tensor, share: Tensor | None) -> None:
-        """Sums, sums of squares and ranges of inputs [T, K]. Raises InputError (`activations-nonfinite`)."""
+        """Add sums, sums of squares and ranges of inputs [T, K]. Raises InputError (`activations-nonfinite`)."""
         if on_device(flat):
             from quantkit.kernels.solving.statistics import moments_joined, moments_of_parts
 
@@ -156,7 +160,7 @@ class InputStats:
         if not bool(torch.isfinite(squares).all()):
             raise nonfinite(self._name, f"{int((~torch.isfinite(flat)).sum())} NaN or infinite inputs")
         total += flat.sum(dim=0).double()
-        # in pieces that a cache holds, and not by torch.aminmax, which takes ten times as long across rows
+        # in pieces that fit the cache; torch.aminmax takes ten times as long across rows
         low, high = self._ends
         for piece in flat.split(_PANEL) if flat.shape[0] else ():
             torch.minimum(low, piece.amin(dim=0), out=low)
@@ -164,61 +168,61 @@ class InputStats:
 
     @property
     def low(self) -> Tensor:
-        """`min x_k` over all tokens, [K] float32."""
+        """Smallest input, `min x_k` over all tokens, [K] float32."""
         self._sum("moments")
         return self._ends[0]
 
     @property
     def high(self) -> Tensor:
-        """`max x_k` over all tokens, [K] float32."""
+        """Largest input, `max x_k` over all tokens, [K] float32."""
         self._sum("moments")
         return self._ends[1]
 
     @property
     def squares(self) -> Tensor:
-        """The (weighed) sum of `x_k²`, [K] float64: finite if all inputs were."""
+        """Sum of `x_k²`, weighted, [K] float64; finite if all inputs were."""
         self._sum("moments")
         return self._sums[1]
 
     @property
     def checked(self) -> Tensor:
-        """[K], of which some are not finite if any input was not: what takes fewest launches."""
+        """Values [K], some of them non-finite if any input was: those with the fewest launches."""
         if self._products and "moments" in self._waiting:
             return self.hessian.diagonal()
         return self.squares
 
     @property
     def sample(self) -> Tensor:
-        """Some inputs, [at most 512, K] float32: up to 16 of each of the first sequences."""
+        """Sample of inputs, [at most 512, K] float32: up to 16 of each of the first sequences."""
         self._sum("sample")
         return torch.cat(self._sample)[:_SAMPLE]
 
     @property
     def absmax(self) -> Tensor:
-        """`max |x_k|` over all tokens, [K] float32."""
+        """Largest magnitude, `max |x_k|` over all tokens, [K] float32."""
         return torch.maximum(-self.low, self.high).clamp(min=0)
 
     @property
     def mean(self) -> Tensor:
-        """The mean input, [K] float32."""
+        """Mean input, [K] float32."""
         self._sum("moments")
         return (self._sums[0] / max(self.tokens, 1)).float()
 
     @property
     def mean_square(self) -> Tensor:
-        """The (weighed) mean of `x_k²`, [K] float32: the diagonal of the Hessian."""
+        """Mean of `x_k²`, weighted, [K] float32: the diagonal of the Hessian."""
         return (self.squares / max(self.tokens, 1)).float()
 
     @property
     def hessian(self) -> Tensor:
-        """`Xᵀ X / tokens`, [K, K] float32; only where products are summed.
+        """Hessian `Xᵀ X / tokens`, [K, K] float32; needs products.
 
         Raises:
             InputError: `calibration-unreached`.
         """
-        if self.tokens == 0:  # a part for another kind of input, as the audio layers of a model that reads text too
-            value, rule = "no token of the calibration text reaches it", "a layer is calibrated on what it will see"
-            remedy = "leave it in high precision with an override (weights: null), or calibrate on what reaches it"
+        if self.tokens == 0:  # a part for another kind of input, such as the audio layers of a multimodal model
+            value, rule = "no token of the calibration text reaches it", "a layer needs calibration inputs"
+            remedy = "leave it in high precision with an override (weights: null), or use another calibration set"
             raise InputError("calibration-unreached", self._name, value, rule, remedy)
         self._sum("products")
         if self._hessian is None:
@@ -231,7 +235,7 @@ class InputStats:
 
     @property
     def halves(self) -> tuple[Tensor, ...]:
-        """The Hessian of every other sequence and of the rest, [K, K] float32 each; of one sequence alone, one."""
+        """Hessian of every other sequence and of the rest, [K, K] float32 each; a single one for one sequence."""
         if isinstance(self._halves, Tensor):
             whole = list(self._halves)
         else:
@@ -240,27 +244,30 @@ class InputStats:
 
     @property
     def drift(self) -> Tensor | None:
-        """`ΔᵀX / tokens`, [K, K] float32, with Δ the original inputs less these; None where those are not known."""
+        """Drift `ΔᵀX / tokens`, [K, K] float32, with Δ the original inputs less these; None if unknown."""
         return None if self._drift is None else self._mean(self._drift)
 
     def lag(self, linear: str) -> Tensor | None:
-        """`RᵀX / tokens`, [N, K] float32, R how far what the linear's output is added to lags behind the original; None
-        where it is added to nothing, or that is not known.
-        """
-        found = self._lags.get(linear)
-        return None if found is None else self._mean(found)
+        """Return the lag `RᵀX / tokens`, [N, K] float32, with R the lag of the tensor to which a linear's output is
+        added.
 
-    def _mean(self, found: Tensor) -> Tensor:
-        return found if on_device(found) else found / self.tokens
+        It is None for a linear without such a tensor, or if unknown.
+        """
+        total = self._lags.get(linear)
+        return None if total is None else self._mean(total)
+
+    def _mean(self, total: Tensor) -> Tensor:
+        return total if on_device(total) else total / self.tokens
 
     @property
     def noise(self) -> Tensor:
-        """How much of the Hessian beside its diagonal is chance: 0..1, the best share to take off; [] float64.
+        """Noise of the Hessian outside of its diagonal: 0..1, the best share to shrink; [] float64.
 
             λ = sum of the variances of r_ij / sum of r_ij²,   i ≠ j,   estimated as  ¼ ||R₁ - R₂||² / ||R||²
 
         with R₁, R₂ the correlations in two halves of the tokens and R in all of them. (Schäfer and Strimmer, "A
-        Shrinkage Approach to Large-Scale Covariance Matrix Estimation", 2005, for shrinking towards the diagonal.)
+        Shrinkage
+        Approach to Large-Scale Covariance Matrix Estimation", 2005, for shrinking towards the diagonal.)
         """
         self._sum("products")
         if min(self._counts) == 0:
@@ -269,8 +276,8 @@ class InputStats:
         if isinstance(self._halves, Tensor):
             from quantkit.kernels.solving.statistics import chance, quotient
 
-            found: Tensor = quotient(chance(self._halves, self._counts, self.tokens), True)
-            return found
+            share: Tensor = quotient(chance(self._halves, self._counts, self.tokens), True)
+            return share
         size = self.hessian.diagonal().clamp(min=0).sqrt()
         size = torch.where(size > 0, size, torch.inf)
         both, apart = self.squares.new_zeros(()), self.squares.new_zeros(())
@@ -286,36 +293,38 @@ class InputStats:
         return torch.where(both > 0, (apart / 4 / both).clamp(max=1.0), 1.0)
 
 
-def _added(found: Tensor | None, left: Tensor, right: Tensor, before: int) -> Tensor:
-    """The sum of products [N, K] of tokens' values [T, N] and [T, K], with those of earlier ones; on a device their
-    mean, with those of `before` tokens, so that what comes after is one launch."""
-    first = found is None
-    if found is None:
-        found = right.new_empty(left.shape[1], right.shape[1])
+def _added(total: Tensor | None, left: Tensor, right: Tensor, before: int) -> Tensor:
+    """Add products [N, K] of tokens' values [T, N] and [T, K] to earlier ones.
+
+    On a device the result is their mean, given the number of tokens `before`, so that one launch suffices.
+    """
+    first = total is None
+    if total is None:
+        total = right.new_empty(left.shape[1], right.shape[1])
     if not on_device(right):
-        return (found.zero_() if first else found).addmm_(left.T, right)
+        return (total.zero_() if first else total).addmm_(left.T, right)
     tokens = max(before + len(right), 1)
-    return found.addmm_(left.T, right, beta=0 if first else before / tokens, alpha=1 / tokens)
+    return total.addmm_(left.T, right, beta=0 if first else before / tokens, alpha=1 / tokens)
 
 
 def on_device(tensor: Tensor) -> bool:
-    """Tell whether sums are few launches that nobody waits for."""
+    """Tell whether sums are asynchronous launches on a device."""
     return tensor.is_cuda
 
 
 def nonfinite(name: str, value: str) -> InputError:
-    """Return the error for a linear whose inputs are not finite."""
+    """Make the error for a linear with non-finite inputs."""
     rule = "calibration needs finite activations"
     remedy = "check the model with another text, or leave this layer in high precision"
     return InputError("activations-nonfinite", name, value, rule, remedy)
 
 
 def _inverse_size(stream: Tensor) -> Tensor:
-    """One over the root mean square of each token, [..., 1]; 0 where it is 0, since nothing is relative to that."""
+    """Return one over the root mean square of each token, [..., 1]; 0 for a token of zeros."""
     if on_device(stream):
         from quantkit.kernels.solving.statistics import inverse_sizes
 
-        found: Tensor = inverse_sizes(stream.reshape(-1, stream.shape[-1]))
-        return found.reshape(*stream.shape[:-1], 1)
+        sizes: Tensor = inverse_sizes(stream.reshape(-1, stream.shape[-1]))
+        return sizes.reshape(*stream.shape[:-1], 1)
     size = stream.square().mean(dim=-1, keepdim=True).sqrt()
     return torch.where(size > 0, size.reciprocal(), 0.0)

@@ -1,1 +1,1 @@
-"""Texts and conversations to sequences of token ids."""
+"""Conversion of texts and conversations to sequences of token ids."""

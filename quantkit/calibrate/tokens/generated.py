@@ -1,10 +1,10 @@
-"""Text that a model writes itself, to calibrate it on.
+"""Calibration text that the model writes itself.
 
-What a model writes when nothing is asked of it is of every kind that it was trained on, and needs no text at all (Liu
-et al., "LLM-QAT", 2023, arXiv 2305.17888; Williams et al., "Self-calibration for Language Model Quantization and
-Pruning", 2024, arXiv 2410.17170). Each next token is drawn from the model's own probabilities, at temperature 1 and
-from the whole vocabulary; where a text ends, another begins. Ids depend on how a processor adds up: what was drawn is
-kept in the user's cache, so that later compiles on this machine see the same.
+Unprompted text of a model covers all kinds of its training data, and needs no other text (Liu et al., "LLM-QAT", 2023,
+arXiv 2305.17888; Williams et al., "Self-calibration for Language Model Quantization and Pruning", 2024, arXiv
+2410.17170). Each token is drawn from the model's own probabilities, at temperature 1 and from the whole vocabulary; at
+the end of a text, another begins. Ids depend on the processor's order of sums, so they are cached for later compiles on
+this machine.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 # sequences drawn at a time: a step reads all weights once for all of them
 _TOGETHER = 32
-# of the weights in float32: what a step takes besides
+# memory of a step, as a multiple of the weights in float32
 _ROOM = 1.2
 
 
 def generated(source: Source, *, samples: int, tokens: int, seed: int, before: Sequence[int]) -> torch.Tensor | None:
-    """Ids [samples, tokens], int64, that a decoder writes; None where it does not fit in memory whole.
+    """Return ids [samples, tokens], int64, that a decoder writes; None if it does not fit in memory whole.
 
     Args:
-        source: the original.
-        seed: of what is drawn.
-        before: what the tokenizer puts before a text: each begins with it. Where it is nothing, the model is begun with
-            the token that its config names as the first (or last) of a text, which is then left out.
+        source: the original model.
+        seed: seed of the draw.
+        before: ids with which the tokenizer begins a text; each sequence begins with them. If there are none, the model
+            starts from the first (or last) token of a text in its config, which is then dropped.
     """
     start = list(before) or [_first(source)]
     key = {
@@ -50,26 +50,26 @@ def generated(source: Source, *, samples: int, tokens: int, seed: int, before: S
         return kept
     if not fits(source):
         return None
-    found = _drawn(source, start, samples, tokens + len(start) - len(before), seed)[:, len(start) - len(before) :]
+    ids = _drawn(source, start, samples, tokens + len(start) - len(before), seed)[:, len(start) - len(before) :]
     if source.sha256:
-        cached.keep_tensor(place, found)
-    return found
+        cached.keep_tensor(place, ids)
+    return ids
 
 
 def fits(source: Source) -> bool:
-    """Tell whether a model has room in memory to write."""
+    """Tell whether a model fits in memory for writing."""
     return _ROOM * _float_bytes(source) <= machine.memory_available()
 
 
 def _drawn(source: Source, start: list[int], samples: int, length: int, seed: int) -> torch.Tensor:
-    """Ids [samples, length], those of `start` included."""
+    """Return ids [samples, length], including `start`."""
     from transformers import GenerationConfig
 
     from quantkit.model.source.open import quiet_loading
 
     with quiet_loading():
         model = source.load()
-    # of the model's own settings none counts: they stop where a text ends, and cut off what is rare
+    # without the model's own settings, which stop at the end of a text and cut off rare tokens
     model.generation_config = GenerationConfig(do_sample=True, top_k=0, max_length=length, pad_token_id=start[0])
     begun = torch.tensor([start]).repeat(samples, 1).split(_TOGETHER)
     with torch.random.fork_rng(), torch.no_grad():
@@ -79,11 +79,11 @@ def _drawn(source: Source, start: list[int], samples: int, length: int, seed: in
 
 def _first(source: Source) -> int:
     for name in ("bos_token_id", "eos_token_id"):
-        found = source.config.get(name)
-        if isinstance(found, list):
-            found = found[0] if found else None
-        if isinstance(found, int):
-            return found
+        token = source.config.get(name)
+        if isinstance(token, list):
+            token = token[0] if token else None
+        if isinstance(token, int):
+            return token
     return 0
 
 

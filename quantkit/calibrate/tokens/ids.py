@@ -1,12 +1,14 @@
-"""A calibration set's name or path -> the token ids that passes see and measures score.
+"""Token ids of a calibration set, for passes and measurements.
 
-Which part of it is which split, `sources.py` says. Token ids are used as given, in order. A set of kind `random` is no
-data at all: ids drawn from the vocabulary, each as likely as the next, to calibrate on and for nothing else.
+`sources.py` defines the splits. Token ids are used as given, in order. A set of kind `random` has no data: ids are
+drawn
+uniformly from the vocabulary, only for calibration.
 
-**Every sequence begins as a prompt does**: with the tokens that the tokenizer puts before a text (`<bos>`), or with
-what the model's chat template writes, where `template` is `chat`. To a model that was trained with it the first token
-is like no other: much of attention rests on it, and its activations are often the largest there are. What the tokenizer
-puts after a text closes an encoder's sequences alone: a decoder's are beginnings of texts that go on, as prompts are.
+**Every sequence begins as a prompt does**: with the tokens that the tokenizer puts before a text (`<bos>`), or with the
+output of the model's chat template if `template` is `chat`. For a model trained with it the first token is special:
+much
+attention goes to it, and its activations are often the largest. Tokens that the tokenizer puts after a text are only
+used for encoders: a decoder's sequences are beginnings of texts, as prompts are.
 
     load_tokens("prose-en", "calib", tokenizer=..., samples=16, tokens=512, seed=0, vocab_size=49152).ids   # [16, 512]
 
@@ -34,26 +36,28 @@ from quantkit.calibrate.tokens.sources import Conversations, Ids, SplitData, Tex
 from quantkit.errors import InputError
 from quantkit.lazy import torch
 
-# which of the tokens that a tokenizer puts before and after a text a sequence has
+# the tokenizer's own tokens in a sequence: none, those before a text, those before and after it
 Special = Literal["none", "before", "around"]
 Template = Literal["chat"]
-# tokens of a text that count, as sentence encoders are trained
+# most tokens of a text, as in the training of sentence encoders
 LONGEST = 256
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
-    """What the passes and the measures see.
+    """Token ids for passes and measurements.
 
     Args:
         ids: `[samples, tokens]`, int64.
-        sha256: over shape and little-endian int64 bytes of the ids.
-        notes: what was decided on the way, one sentence each; for the manifest.
-        pairs: of the texts that the ids are of, where embeddings are scored; `sha256` is then theirs.
-        begins: the special tokens that every sequence begins with, as text: `<bos>`; None where there are none.
-        generated: how many of the samples, the last ones, the model wrote itself.
-        longest: ids that a text of the pairs has at most, for the model's positions.
-        whole: `sha256` of the set that these samples are the first of; empty where they are all of it.
+        name: name of the set.
+        split: its split.
+        sha256: hash over shape and little-endian int64 bytes of the ids.
+        notes: decisions, one sentence each, for the manifest.
+        pairs: pairs of the texts in the ids, if embeddings are scored; `sha256` is then theirs.
+        begins: special tokens at the beginning of every sequence, as text: `<bos>`; None without any.
+        generated: number of samples, the last ones, written by the model itself.
+        longest: most ids of a text of the pairs, for the model's positions.
+        whole: `sha256` of the full set, if these samples are only its first; else empty.
     """
 
     ids: torch.Tensor
@@ -76,7 +80,7 @@ class TokenSet:
 
     @property
     def items(self) -> int:
-        """Positions with a next token to predict, samples · (tokens − 1); of pairs, how many."""
+        """Number of positions with a next token, samples · (tokens − 1); for pairs, their number."""
         if self.pairs is not None:
             return len(self.pairs.left)
         samples, tokens = self.ids.shape
@@ -84,12 +88,12 @@ class TokenSet:
 
     @property
     def unit(self) -> str:
-        """What `items` counts."""
+        """Unit of `items`."""
         return "position" if self.pairs is None else "pair"
 
 
 def ids_sha256(ids: NDArray[Any]) -> str:
-    """Return the hash of ids `[samples, tokens]`: the same on every machine, whatever the integer type they came in."""
+    """Return the hash of ids `[samples, tokens]`: equal on every machine, for every integer type."""
     head = f"int64 {'x'.join(str(size) for size in ids.shape)}\n".encode()
     return hashlib.sha256(head + np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest()
 
@@ -109,17 +113,18 @@ def load_tokens(
     """Read, sample and check a calibration set.
 
     Args:
-        reference: a shipped name, or the path of a folder with `card.yaml`, a `.txt`, `.jsonl`, `.json`, `.csv` or
-            `.parquet` file (`PATH:COLUMN` names a column), or a `datasets` folder.
-        split: which part; only `tune` may guide a choice, `eval` is for scoring.
-        tokenizer: of the model, from transformers; may be None where the set holds ids.
-        samples: sequences.
-        tokens: ids in each, those of the tokenizer's own included.
-        seed: of the recipe. It moves what `calib` draws; `tune` and `eval` stay, or no two runs could be compared.
-        vocab_size: ids lie below it.
-        special: the tokenizer's own tokens that sequences have: those before a text, as a decoder's prompts; those
-            around it, as an encoder's inputs; or none, as older bundles were scored.
-        template: `chat` has the model's own chat template write them; `special` then says nothing.
+        reference: shipped name, or the path of a folder with `card.yaml`, a `.txt`, `.jsonl`, `.json` or `.parquet`
+            file, or a `datasets` folder.
+        split: part of the set; only `tune` may guide a choice, `eval` is for scoring.
+        tokenizer: the model's tokenizer from transformers; may be None for a set of ids.
+        samples: number of sequences.
+        tokens: ids of each sequence, with the tokenizer's own.
+        seed: seed of the recipe. It only affects `calib`; `tune` and `eval` stay the same, so that runs can be
+            compared.
+        vocab_size: upper limit of the ids.
+        special: the tokenizer's own tokens in a sequence: those before a text, as in a decoder's prompts; those around
+            it, as in an encoder's inputs; or none, as in older bundles.
+        template: `chat` for the model's own chat template; `special` is then ignored.
 
     Raises:
         InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,
@@ -154,7 +159,7 @@ def load_tokens(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is made of which data."""
+    """Arguments of a request for ids."""
 
     part: SplitData
     split: Split
@@ -165,7 +170,7 @@ class _Asked:
 
     @property
     def generator(self) -> np.random.Generator | None:
-        """Draws the places; None takes the text from its beginning."""
+        """Generator of the places; None to take the text from its beginning."""
         return self.part.sampling.generator(self.split, self.seed)
 
     def demand(self, ids: Sequence[Any] | NDArray[np.int64]) -> Any:
@@ -179,11 +184,11 @@ class _Asked:
         raise InputError("calibration-short", self.part.where, value, rule, remedy)
 
     def encoder(self, *, special_tokens: bool) -> Encode:
-        """Text -> ids. Raises InputError `calibration-tokenizer`."""
+        """Return a function from text to ids. Raises InputError `calibration-tokenizer`."""
         demand_tokenizer(self.tokenizer, self.part.where, "text has", "give a .jsonl with `input_ids`")
 
         def encode(text: str) -> Sequence[int]:
-            # not verbose: a text longer than the model's context is what we cut up, no reason to warn
+            # not verbose: long texts are cut, so a warning about their length is useless
             ids: Sequence[int] = self.tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
             return ids
 
@@ -193,26 +198,26 @@ class _Asked:
 def _drawn(asked: _Asked, room: int, vocab_size: int) -> NDArray[np.int64]:
     if asked.split != "calib":
         value = f"the split {asked.split!r} of a set without text"
-        rule = "random tokens say how large activations are, and nothing about how good a model is"
+        rule = "random tokens show the size of activations, but not the quality of a model"
         raise InputError("calibration-random", asked.part.where, value, rule, "score on a set of text")
     generator = np.random.default_rng([asked.part.sampling.seed, asked.seed])
     return generator.integers(0, vocab_size, (asked.samples, room), dtype=np.int64)
 
 
-def _as_given(asked: _Asked, given: Ids, vocab_size: int) -> NDArray[np.int64]:
-    rows = asked.demand(given.rows)[: asked.samples]
-    for row, place in zip(rows, given.places, strict=False):
+def _as_given(asked: _Asked, listed: Ids, vocab_size: int) -> NDArray[np.int64]:
+    rows = asked.demand(listed.rows)[: asked.samples]
+    for row, place in zip(rows, listed.places, strict=False):
         if len(row) < asked.tokens:
             rule = f"{asked.tokens} tokens a sequence were asked for"
             remedy = f"calibration.tokens={len(row)}, or longer lists" if row else "longer lists"
             raise InputError("calibration-short", place, f"{len(row)} ids", rule, remedy)
-        # before numpy, which has no place for an int of 30 digits
+        # before numpy, which cannot hold an int of 30 digits
         _check_range(min(row), max(row), vocab_size, place)
     return np.asarray([row[: asked.tokens] for row in rows], dtype=np.int64)
 
 
 def _not_as_prompts(ids: NDArray[np.int64], before: Sequence[int], tokenizer: Any, name: str) -> list[str]:
-    """Return what there is to say of ids that were given, where prompts begin otherwise."""
+    """Return notes on given ids that do not begin as prompts do."""
     others = sum(row[: len(before)] != list(before) for row in ids.tolist())
     if not others:
         return []
@@ -223,11 +228,11 @@ def _not_as_prompts(ids: NDArray[np.int64], before: Sequence[int], tokenizer: An
 
 
 def _from_text(asked: _Asked, text: Texts | Conversations, room: int, before: Sequence[int]) -> NDArray[np.int64]:
-    """Return what comes after `before` in each sequence, `[samples, room]`."""
+    """Return the ids behind `before` in each sequence, `[samples, room]`."""
     part = asked.part
     encode = asked.encoder(special_tokens=part.sampling.special_tokens)
     if isinstance(text, Conversations):
-        rule = "conversations are written by the model's chat template, where the recipe says so"
+        rule = "conversations need the model's chat template, which the recipe must ask for"
         remedy = "--set calibration.template=chat"
         raise InputError(pack.CODE, part.where, f"conversations (`{sources.MESSAGES}`)", rule, remedy)
     how: dict[str, Any] = {"samples": asked.samples, "tokens": room, "generator": asked.generator}
@@ -240,12 +245,12 @@ def _from_text(asked: _Asked, text: Texts | Conversations, room: int, before: Se
 
 
 def _from_chat(asked: _Asked, text: Texts | Conversations, before: Sequence[int]) -> NDArray[np.int64]:
-    """Sequences that begin with a conversation, and go on with others until they are full."""
+    """Return sequences of conversations: each begins with one, and others follow until it is full."""
     encode = asked.encoder(special_tokens=False)
     render = pack.renderer(asked.tokenizer)
     if isinstance(text, Texts):
         whole = text.joiner.join(text.documents)
-        # in pieces of about as many tokens as a sequence has, by how many the beginning has
+        # in pieces of about one sequence, by the tokens per character at the beginning
         beginning = whole[: pack.CHARACTERS_A_TOKEN * asked.tokens]
         size = max(1, len(beginning) * asked.tokens // max(1, len(encode(beginning))))
         pieces = pack.sections(whole, size)
@@ -260,14 +265,14 @@ def _from_chat(asked: _Asked, text: Texts | Conversations, before: Sequence[int]
 
 
 def demand_tokenizer(tokenizer: Any, where: str, what: str, remedy: str) -> None:
-    """Refuse what has to be tokenized where the model has no tokenizer. Raises InputError `calibration-tokenizer`."""
+    """Refuse text for a model without a tokenizer. Raises InputError `calibration-tokenizer`."""
     if tokenizer is None:
         rule = f"{what} to be tokenized"
         raise InputError("calibration-tokenizer", where, "the model has no tokenizer", rule, remedy)
 
 
 def check_vocabulary(ids: NDArray[np.int64], vocab_size: int, where: str) -> None:
-    """Refuse ids that the model has not. Raises InputError `calibration-ids`."""
+    """Refuse ids outside of the vocabulary. Raises InputError `calibration-ids`."""
     if ids.size:
         _check_range(int(ids.min()), int(ids.max()), vocab_size, where, remedy="this tokenizer is of another model")
 
@@ -279,7 +284,7 @@ def _check_range(low: int, high: int, vocab_size: int, where: str, remedy: str =
 
 
 def is_pairs(reference: str) -> bool:
-    """Tell whether a set holds pairs. Raises InputError (`unknown-calibration`, `file-missing`, `card-invalid`)."""
+    """Tell whether a set has pairs. Raises InputError (`unknown-calibration`, `file-missing`, `card-invalid`)."""
     path = content.find("calibration", reference)
     card = Card.at(path)
     return path.suffix.lower() == SUFFIX if card is None else card.kind == "pairs"
@@ -290,11 +295,12 @@ def load_pair_tokens(
 ) -> TokenSet:
     """Read pairs and pack their texts; the arguments are those of `load_tokens`.
 
-    About `samples` times `tokens` ids are packed, in more rows where texts are shorter than `tokens`. The set's `pairs`
-    are all of the split.
+    About `samples` times `tokens` ids are packed, in more rows if texts are shorter than `tokens`. `pairs` has all
+    pairs of
+    the split.
 
     Raises:
-        InputError: of `load_pairs`; `calibration-tokenizer`, `calibration-short`, `calibration-ids`.
+        InputError: as `load_pairs`; `calibration-tokenizer`, `calibration-short`, `calibration-ids`.
     """
     demand_tokenizer(tokenizer, reference, "texts have", "a model folder with a tokenizer")
     pairs = load_pairs(reference, split, samples=None, seed=seed)
@@ -316,7 +322,7 @@ def load_pair_tokens(
 def token_ids(
     texts: Sequence[str], tokenizer: Any, longest: int = LONGEST, beside: Sequence[str] | None = None
 ) -> list[list[int]]:
-    """Return the ids of each text, and of what goes in `beside` it, at most `longest`, the tokenizer's own included."""
+    """Return the ids of each text, and of the text `beside` it, at most `longest`, with the tokenizer's own."""
     limit = min(longest, int(getattr(tokenizer, "model_max_length", longest)))
     both = [list(texts), *([list(beside)] if beside is not None else [])]
     ids: list[list[int]] = tokenizer(*both, truncation=True, max_length=limit)["input_ids"]

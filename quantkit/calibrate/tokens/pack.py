@@ -1,20 +1,20 @@
-"""Documents to sequences of equal length: joined, chopped, drawn from all over the text; or filled, one after another.
+"""Conversion of documents to sequences of equal length: joined, cut, drawn from the whole text; or filled in order.
 
-One sequence from each of the first `samples` sections, in a drawn order:
+One sequence comes from each of the first `samples` sections, in a drawn order:
 
-    text    |----------|----------|----------|----------|      sections of 12 characters a token, cut at white space
+    text    |----------|----------|----------|----------|      sections of 12 characters per token, cut at white space
     drawn        3rd        1st                   2nd
-    ids      [first 512]                     [first 512]       of a section that gives fewer, the next in line is taken
+    ids      [first 512]                     [first 512]       a section with fewer ids is skipped
 
-So 16 sequences come from 16 places, only what is used is tokenized, and asking for 8 gives the first 8 of them. A text
-too small for that is tokenized whole and chopped back to back, and the chops are drawn from.
+So 16 sequences come from 16 places, only those are tokenized, and 8 samples are the first 8 of 16. A text too small for
+that is tokenized whole and cut into sequences, from which samples are drawn.
 
-What a tokenizer puts around a text is asked of the tokenizer itself: its settings and what it does differ at times.
+The tokens that a tokenizer puts around a text are found by tokenizing: its settings and its behaviour may differ.
 
-Conversations become ids by the chat template of the model's own tokenizer, which writes itself what a prompt begins
-with. A template is not trusted: transformers renders it in Jinja's `ImmutableSandboxedEnvironment`. Some write the date
-(`strftime_now`); here it is always the same day. Plain text is cut into pieces of about one sequence, the first quarter
-of which is what a user says: most of what a model of conversations reads is what it has written itself.
+Conversations become ids by the chat template of the model's own tokenizer, including the beginning of a prompt. A
+template is not trusted: transformers renders it in Jinja's `ImmutableSandboxedEnvironment`. Some write the date
+(`strftime_now`); here it is a fixed day. Plain text is cut into pieces of about one sequence, with the first quarter as
+the user's message: a chat model mostly reads its own output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHARACTERS_A_TOKEN = 12
 
 
 def sections(text: str, size: int) -> list[str]:
-    """Consecutive pieces of at least `size` characters, cut before white space; joined they are the text.
+    """Cut a text into consecutive pieces of at least `size` characters, before white space; joined they are the text.
 
     >>> sections("one two three", 4)
     ['one two', ' three']
@@ -55,25 +55,24 @@ def sections(text: str, size: int) -> list[str]:
 def sample(
     text: str, encode: Encode, *, samples: int, tokens: int, generator: np.random.Generator | None
 ) -> NDArray[np.int64]:
-    """At most `samples` sequences of `tokens` ids, `[samples, tokens]`, of the joined documents; fewer when there are
-    no more.
+    """Return up to `samples` sequences of `tokens` ids, `[samples, tokens]`, of the joined documents.
 
     Args:
-        generator: draws the places; None takes the text from its beginning.
+        generator: generator of the places; None to take the text from its beginning.
     """
     parts = sections(text, CHARACTERS_A_TOKEN * tokens)
     if generator is None:
         return _chop((encode(part) for part in parts), tokens, limit=samples)
-    # one permutation for both ways, so that the number of draws never depends on the tokenizer
+    # one permutation in both cases, so that the number of draws does not depend on the tokenizer
     order = generator.permutation(len(parts))
     if len(parts) >= samples:
-        found: list[Any] = []
+        rows: list[Any] = []
         for place in order:
             ids = encode(parts[place])
             if len(ids) >= tokens:
-                found.append(np.asarray(ids[:tokens], dtype=np.int64))
-            if len(found) == samples:
-                return np.stack(found)
+                rows.append(np.asarray(ids[:tokens], dtype=np.int64))
+            if len(rows) == samples:
+                return np.stack(rows)
     chops = _chop((encode(part) for part in parts), tokens, limit=None)
     return chops[generator.permutation(len(chops))[:samples]]
 
@@ -87,11 +86,10 @@ def sample_documents(
     generator: np.random.Generator | None,
     before: Sequence[int] = (),
 ) -> NDArray[np.int64]:
-    """The same where the tokenizer puts its own tokens around every document: all are tokenized, joined and chopped.
+    """Return the same with the tokenizer's own tokens around every document: all are tokenized, joined and cut.
 
     Args:
-        before: what will be put before every sequence; one that begins with a document has it already, and is given
-            without.
+        before: ids that will be put before every sequence; a sequence that begins with a document omits them here.
     """
     ids = [token for document in documents for token in encode(document)]
     chops, place = [], 0
@@ -106,11 +104,11 @@ def sample_documents(
 
 
 def filled(texts: Iterable[Sequence[int]], length: int, limit: int, before: Sequence[int] = ()) -> NDArray[np.int64]:
-    """Return at most `limit` rows of `length` ids, each beginning with a text; what a row has no place for is left out.
+    """Return up to `limit` rows of `length` ids, each beginning with a text; ids beyond a row are dropped.
 
     Args:
         texts: token ids.
-        before: what a text that begins a row may begin with, and the others in it not.
+        before: ids that only the first text of a row keeps.
     """
     rows: list[Sequence[int]] = []
     left: Iterator[Sequence[int]] = iter(texts)
@@ -140,10 +138,10 @@ def _chop(pieces: Iterator[Sequence[int]], tokens: int, *, limit: int | None) ->
 
 
 def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the ids that a tokenizer puts before a text, and after it; none without a tokenizer."""
+    """Return a tokenizer's ids before a text, and after it; none without a tokenizer."""
     if tokenizer is None:
         return [], []
-    bare, whole = (list(tokenizer("a", add_special_tokens=each)["input_ids"]) for each in (False, True))
+    bare, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
             return whole[:start], whole[start + len(bare) :]
@@ -151,7 +149,7 @@ def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def begins(ids: NDArray[Any], tokenizer: Any) -> str | None:
-    """Return the special tokens that all sequences `[samples, tokens]` begin with, as text; None if there are none."""
+    """Return the special tokens at the beginning of all sequences `[samples, tokens]`, as text; None without any."""
     if tokenizer is None or not ids.size:
         return None
     special = {*frame(tokenizer)[0], *tokenizer.all_special_ids}
@@ -162,7 +160,7 @@ def begins(ids: NDArray[Any], tokenizer: Any) -> str | None:
 
 
 def named(ids: Sequence[int], tokenizer: Any) -> str:
-    """Special tokens as text: `<bos>`."""
+    """Return special tokens as text: `<bos>`."""
     return "".join(tokenizer.convert_ids_to_tokens(ids))
 
 
@@ -171,21 +169,22 @@ Messages = Sequence[Message]
 
 CODE = "calibration-template"
 NONE = "--set calibration.template=null"
-# the day that Llama's templates take where there is no clock
+# default day of Llama's templates without a clock
 _DAY = datetime.datetime(2024, 7, 26, 12)
 _ASKED = 0.25
 
 
 def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
-    """Returns a function from messages to token ids; its second argument is their place, for errors.
+    """Return a function from messages, and their place for errors, to token ids.
 
     Raises:
-        InputError: `calibration-template`: there is none, or, from what is returned, it does not take a conversation.
+        InputError: `calibration-template` without a template, or, from the function, for a conversation that it
+            rejects.
     """
     try:
         template = _stopped_clock() + tokenizer.get_chat_template()
-    except (AttributeError, ValueError):  # none, or several and none of them the default
-        where, rule = "calibration.template", "conversations are written by the model's own"
+    except (AttributeError, ValueError):  # none, or several without a default
+        where, rule = "calibration.template", "conversations need the model's own chat template"
         remedy = f"put its chat_template.jinja beside the tokenizer, or {NONE}"
         raise InputError(CODE, where, "the model's tokenizer has no chat template", rule, remedy) from None
 
@@ -196,17 +195,18 @@ def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
             ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         except InputError:
             raise
-        except Exception as problem:  # whatever a template makes of what it was not written for
-            said = " ".join(str(problem).split())[:200] or type(problem).__name__
-            remedy = "mend that conversation, or leave it out"
-            raise InputError(CODE, where, said, "the model's chat template takes every conversation", remedy) from None
+        except Exception as problem:  # a template may raise anything
+            reason = " ".join(str(problem).split())[:200] or type(problem).__name__
+            remedy = "correct that conversation, or leave it out"
+            rule = "the model's chat template must accept every conversation"
+            raise InputError(CODE, where, reason, rule, remedy) from None
         return ids
 
     return render
 
 
 def exchange(text: str) -> Messages:
-    """Return a piece of text as a conversation: a user begins it, the model goes on.
+    """Return a piece of text as a conversation: the user begins it, the model continues.
 
     >>> exchange("One two three four five")
     [{'role': 'user', 'content': 'One two'}, {'role': 'assistant', 'content': 'three four five'}]
@@ -221,7 +221,7 @@ def exchange(text: str) -> Messages:
 
 
 def _stopped_clock() -> str:
-    """Return a macro that stands before a template, and in it for the `strftime_now` that transformers offers."""
+    """Return a macro in place of transformers' `strftime_now` in a template."""
     codes = [f"replace('%{code}', '{_DAY.strftime('%' + code)}')" for code in "aAbBdHIjmMpSyY"]
     unpadded = [f"replace('%-{code}', '{int(_DAY.strftime('%' + code))}')" for code in "dHIm"]
     return (

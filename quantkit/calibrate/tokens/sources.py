@@ -55,7 +55,7 @@ _BY_DOCUMENT = 20
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents, in order. `joiner` stands between two of them when they are put together."""
+    """Documents, in order; `joiner` is put between them."""
 
     documents: tuple[str, ...]
     joiner: str = "\n\n"
@@ -63,7 +63,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Ids:
-    """Token id lists, in order, and where each stands (`calib.jsonl:3`)."""
+    """Lists of token ids, in order, and their places (`calib.jsonl:3`)."""
 
     rows: tuple[list[int], ...]
     places: tuple[str, ...]
@@ -71,7 +71,7 @@ class Ids:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Lists of messages, in order, and where each stands (`chats.jsonl:3`)."""
+    """Lists of messages, in order, and their places (`chats.jsonl:3`)."""
 
     items: tuple[list[dict[str, Any]], ...]
     places: tuple[str, ...]
@@ -82,7 +82,7 @@ Content = Texts | Ids | Conversations
 
 @dataclass(frozen=True)
 class SplitData:
-    """The data of one split, not tokenized; `content` is None where ids are drawn, `notes` say what was decided."""
+    """Data of one split before tokenization; `content` is None for drawn ids, `notes` are decisions."""
 
     content: Content | None
     sampling: SetSampling
@@ -145,7 +145,7 @@ def _joined(parts: Sequence[Content], split: Split, where: str) -> Content:
 
 
 def _own_split(whole: Texts | Conversations, split: Split) -> tuple[Content, str]:
-    """Return a split of what has none, and which part of the whole it is."""
+    """Return a split of data without splits, and its part of the whole in words."""
     if isinstance(whole, Conversations):
         count = len(whole.items)
         first, last = cards.bounds(split, count)
@@ -209,11 +209,11 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False, column: s
 
 
 def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) -> tuple[Content, bool]:
-    """Return a `datasets` folder's content, and whether it has splits of its own (then it is the one asked for).
+    """Return a `datasets` folder's content, and True if it is a split of its own.
 
     Raises:
         InputError: `calibration-unreadable`, `calibration-split`, `calibration-fields`, `calibration-empty`.
-        MissingDependency: datasets is not installed.
+        MissingDependency: without datasets.
     """
     with MissingDependency.unless_found("datasets", extra="data", purpose="a datasets folder"):
         import datasets
@@ -317,7 +317,7 @@ def _as_messages(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_column(record: Any, column: str) -> Any:
-    """Return what stands in the column that was named, under the name of its kind."""
+    """Return the contents of the named column, under the name of its kind."""
     value = record.get(column) if isinstance(record, dict) else None
     if not isinstance(value, list):
         return {TEXT: value} if isinstance(value, str) else record
@@ -368,7 +368,7 @@ def _holds(record: Any, key: str) -> bool:
 
 
 def _messages(value: Any, place: str) -> list[dict[str, Any]]:
-    """The messages of a conversation, without the keys that are null there: a table has every key in every row."""
+    """Return the messages of a conversation without null keys: a table has every key in every row."""
     kept = [
         {key: item for key, item in message.items() if item is not None}
         for message in (value if isinstance(value, list) else [])
@@ -387,7 +387,7 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _is_message(message: dict[str, Any]) -> bool:
-    """Tell whether it has a role and words, in whose place a call of a tool or parts of several kinds may stand."""
+    """Tell whether a message has a role and content; tool calls or a list of parts count as content."""
     words = isinstance(message.get("content"), (str, list)) or "tool_calls" in message
     return isinstance(message.get("role"), str) and words
 

@@ -1,7 +1,7 @@
-"""How a quantized linear lies in a checkpoint's files: one layout a file, by the name its own library calls it.
+"""Layouts of a quantized linear in a checkpoint's files: one file each, named as its own library names it.
 
-What is written and what is read of one layout stand together. A layout is looked up here and nowhere else: by the name
-a recipe calls it, or by the `quantization_config` that was written.
+Writing and reading of a layout are in one place. Layouts are looked up here only: by the name in a recipe, or by a
+stored `quantization_config`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import torch
 
 
-# of vLLM's Marlin kernels; -1: per channel
+# group sizes of vLLM's Marlin kernels; -1: per channel
 MARLIN_GROUPS = (-1, 32, 64, 128)
-# what a regular expression begins with among names
+# prefix of a regular expression among names
 REGEX = "re:"
 DENSE = "export: checkpoint: {layout: dense}"
 Header = tuple[str, str, tuple[int, ...]]
@@ -35,11 +35,12 @@ Read = Callable[[str], "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Expansion:
-    """Turns stored tensors into the weight that they stand for.
+    """Conversion of stored tensors into a weight.
 
     Args:
-        library: the package whose code does it; None: our own reader, where the library is not installed.
-        weight: (linear's name in the files, what reads a stored tensor) -> [N, K], in the dtype the model is loaded in.
+        library: package whose code does it; None for our own reader, if the library is not installed.
+        weight: function of (name of the linear in the files, function that reads a stored tensor) to [N, K], in the
+            dtype of the loaded model.
     """
 
     library: str | None
@@ -47,15 +48,16 @@ class Expansion:
 
 
 class Layout(Protocol):
-    """One layout; it inherits what it does not declare. Torch-free at import; `prefix` is a linear's name in the files.
+    """Interface of a layout; methods with a body are defaults. Torch-free at import; `prefix` is a linear's name in the
+    files.
 
     Attributes:
-        name: its file's stem; recipes write `-` for `_`.
-        libraries: the packages without which transformers does not load it, by their import names.
-        kernels: whether the loaded model multiplies in kernels of the library, whose rounding is their own.
-        serving: what vLLM needs beside itself to read it, or does otherwise than it is stored; "" where nothing.
-        codes: suffix of the tensor that holds the codes: the large one, which is made last and never waits in memory.
-        parts: suffixes of all that it stores of one linear.
+        name: stem of its file; recipes write `-` for `_`.
+        libraries: import names of the packages that transformers needs to load it.
+        kernels: True if the loaded model multiplies in the library's own kernels, with their own rounding.
+        serving: extra requirement or deviation of vLLM; "" without any.
+        codes: suffix of the tensor with the codes; it is large, so it is made last.
+        parts: suffixes of all its tensors.
     """
 
     name: str
@@ -66,79 +68,81 @@ class Layout(Protocol):
     parts: ClassVar[tuple[str, ...]]
 
     def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
-        """Refuse what it cannot hold of linears -> [N, K]: `layout-unsupported`, the first one; MissingDependency."""
+        """Refuse linears -> [N, K] without a place in this layout: `layout-unsupported` for the first;
+        MissingDependency.
+        """
 
     def served(self, scheme: WeightScheme) -> bool:
-        """Tell whether vLLM has a kernel that reads it."""
+        """Tell whether vLLM has a kernel for it."""
         return True
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
-        """Return (name, safetensors dtype, shape) of all that is stored of [N, K]."""
+        """Return (name, safetensors dtype, shape) of every stored tensor of [N, K]."""
 
     def packed(self, tensor: QuantTensor) -> torch.Tensor:
-        """Make the tensor that holds the codes."""
+        """Return the tensor of codes."""
 
     def companions(self, prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Make all other stored tensors; `dtype` is what the model will be loaded in. InputError (`scale-inexact`)."""
+        """Return all other tensors; `dtype` is that of the loaded model. InputError (`scale-inexact`)."""
 
     def quantization_config(self, layers: Schemes, ignore: Sequence[str], dtype: str) -> dict[str, Any]:
-        """Make the `quantization_config` of config.json; `ignore`: names, or regular expressions behind `re:`."""
+        """Return the `quantization_config` of config.json; `ignore` has names, or regular expressions behind `re:`."""
 
     def wrote(self, config: Mapping[str, Any]) -> bool:
         """Tell whether a `quantization_config` is this layout's."""
 
     def prefixes(self, names: Iterable[str]) -> list[str]:
-        """List the linears that are stored this way, from all tensors' names."""
+        """List the linears in this layout, from the names of all tensors."""
         return stored_with(self.codes, names)
 
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
         """Return [N, K] of a stored linear."""
 
     def scale(self, prefix: str, read: Read) -> torch.Tensor:
-        """Read what codes are multiplied by: finite, and positive but over weights that are all zero."""
+        """Read the scales: finite, and positive except for weights of zeros."""
 
     def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
-        """Count the bits at most by which the files exceed the format's own count: padding, shapes, tables."""
+        """Return the most bits by which the files exceed the format's own count: padding, shapes, tables."""
         return 0
 
     def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
         """Invert `packed` and `companions`, by our own code."""
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
-        """Make the weight [N, K] as its library does, bit for bit: code times scale in the dtype of the model."""
+        """Return the weight [N, K] as its library computes it, bit for bit: code times scale in the model's dtype."""
         return load_format(tensor.scheme.format).dequantize(tensor).to(dtype)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
-        """Return what expands the stored tensors, by its library's own code where that is installed."""
+        """Return the expansion of stored tensors, by the library's own code if it is installed."""
 
 
 load_layout = plugins.Kind[Layout]("model.layouts").load
 
 
 def names() -> list[str]:
-    """List what recipes may call for, sorted."""
+    """List the names of layouts in recipes, sorted."""
     return [name.replace("_", "-") for name in plugins.LAYOUTS.names()]
 
 
 def load(name: str) -> Layout:
-    """Load a layout by the name that recipes call it. Raises InputError (`unknown-layout`)."""
+    """Load a layout by its name in recipes. Raises InputError (`unknown-layout`)."""
     if name not in names():
         raise unknown_name("layout", name, names())
     return load_layout(name.replace("-", "_"))
 
 
 def missing(layout: Layout) -> list[str]:
-    """List what is not installed of the packages that transformers loads it with."""
+    """List packages for loading a layout in transformers, if not installed."""
     return [name for name in layout.libraries if importlib.util.find_spec(name) is None]
 
 
 def stored_with(suffix: str, names: Iterable[str]) -> list[str]:
-    """List the linears of which a tensor with this suffix is stored, from all tensors' names."""
+    """List the linears with a tensor of this suffix, from the names of all tensors."""
     return [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
 
 
 def of(config: Mapping[str, Any]) -> Layout:
-    """Find the layout of a checkpoint by its `quantization_config`. Raises InputError (`unknown-layout`)."""
+    """Return the layout of a checkpoint from its `quantization_config`. Raises InputError (`unknown-layout`)."""
     for name in names():
         if (layout := load(name)).wrote(config):
             return layout
@@ -148,12 +152,12 @@ def of(config: Mapping[str, Any]) -> Layout:
 
 
 def unsupported(where: str, value: str, rule: str, remedy: str = DENSE) -> InputError:
-    """Make `layout-unsupported` of one linear."""
+    """Make the error `layout-unsupported` for one linear."""
     return InputError("layout-unsupported", where, value, rule, remedy)
 
 
 def check_format(layout: str, held: str, schemes: Schemes, remedy: str = DENSE) -> None:
-    """Refuse the first linear of another format than the one `held`: `layout-unsupported`."""
+    """Refuse the first linear of a format other than `held`: `layout-unsupported`."""
     for linear, scheme in schemes.items():
         if scheme.format != held:
             raise unsupported(linear, f"{layout} of {scheme.format}", f"this layout holds {held}", remedy)

@@ -1,24 +1,24 @@
-"""What the layouts of compressed-tensors have in common, and those that several formats share.
+"""Common parts of the layouts of compressed-tensors, and the layouts that several formats share.
 
-Every one stores the scales of a linear in `weight_scale`. The configuration that is written names the layout and the
-arguments of each scheme; the library expands by them.
+All store the scales of a linear in `weight_scale`. The written configuration names the layout and the arguments of each
+scheme; the library expands weights by them.
 
-`PlainCodes`, codes in the shape of the weight (`int-quantized`, `float-quantized`), which kernels compute on directly
-when the inputs are quantized too (`compressed_tensors/compressors/naive_quantized`): a matrix [N, K] becomes
+`PlainCodes`: codes in the shape of the weight (`int-quantized`, `float-quantized`). Kernels compute on them directly if
+inputs are quantized too (`compressed_tensors/compressors/naive_quantized`). A matrix [N, K] becomes
 
     weight             int8 or float8_e4m3fn [N, K]
     weight_scale       float of the scheme: channel [N, 1], tensor [1], block [⌈N/128⌉, ⌈K/128⌉], group [N, K/group]
     weight_zero_point  int8, as the scale; asymmetric only
-    input_scale        [1], where calibration fixed the scale of the input (written by the checkpoint, in any layout)
+    input_scale        [1], if calibration fixed the scale of the input (written by the checkpoint, in any layout)
 
-`PackedFp4`, 4-bit floats (E2M1), two a byte, the first in the low half (`compressors/nvfp4` and `mxfp4`, whose
-expansion multiplies in bfloat16): [4096, 4096] in groups of 16 is uint8 [4096, 2048] and [4096, 256],
+`PackedFp4`: 4-bit floats (E2M1), two per byte, the first in the low half (`compressors/nvfp4` and `mxfp4`, whose
+expansion multiplies in bfloat16). [4096, 4096] in groups of 16 is uint8 [4096, 2048] and [4096, 256],
 
-    weight_packed        uint8 [N, K / 2]   sign bit, then the place among 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    weight_packed        uint8 [N, K / 2]   sign bit, then the index among 0, 0.5, 1, 1.5, 2, 3, 4, 6
     weight_scale         [N, G]             float8_e4m3fn (nvfp4), or uint8, the exponent plus 127 (mxfp4)
-    weight_global_scale  float32 [1]        nvfp4 alone: what scales are *divided* by
+    weight_global_scale  float32 [1]        nvfp4 only: the *divisor* of the scales
 
-`pack` and `unpack`: integer codes densely in 32-bit words, least significant bit first.
+`pack` and `unpack` store integer codes densely in 32-bit words, least significant bit first.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from quantkit.scheme import WeightScheme
 LIBRARY = "compressed_tensors"
 WEIGHT, SCALE, ZERO = ".weight", ".weight_scale", ".weight_zero_point"
 PACKED, GLOBAL = ".weight_packed", ".weight_global_scale"
-# safetensors' names of what scales are stored as
+# dtype of scales -> its name in safetensors
 FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True)
 class CompressedTensors(Layout):
-    """A layout of compressed-tensors, but for what it packs and how; its name with hyphens is the library's."""
+    """Base of a layout of compressed-tensors; its name with hyphens is the library's."""
 
     name: str
     serving: str = field(default="", kw_only=True)
@@ -68,16 +68,17 @@ class CompressedTensors(Layout):
 
     @abstractmethod
     def arguments(self, scheme: WeightScheme) -> dict[str, Any]:
-        """Return those of the library's `QuantizationArgs`."""
+        """Return the arguments of the library's `QuantizationArgs`."""
 
     def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
         self.quantization_config(schemes, [], "float32")
 
     def quantization_config(self, layers: Schemes, ignore: Sequence[str], dtype: str) -> dict[str, Any]:
-        """Make one config group for each kind of scheme.
+        """Return one config group per kind of scheme.
 
-        A single one is for all of class `Linear` but those to be ignored; of several, each names its linears, and what
-        is ignored is said all the same. Raises MissingDependency (compressed-tensors).
+        A single group targets the class `Linear` except ignored ones; several groups name their linears, and the
+        ignored ones
+        are listed too. Raises MissingDependency (compressed-tensors).
         """
         with MissingDependency.unless_found(LIBRARY, extra="compile", purpose="a packed checkpoint"):
             from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
@@ -103,7 +104,7 @@ class CompressedTensors(Layout):
         return read(prefix + SCALE)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
-        """Expand by the very call that transformers makes for each linear, `BaseCompressor.decompress`."""
+        """Expand by `BaseCompressor.decompress`, as transformers does for each linear."""
         with MissingDependency.unless_found(LIBRARY, extra="compile", purpose="a packed checkpoint"):
             from compressed_tensors.compressors import BaseCompressor
             from compressed_tensors.quantization import QuantizationConfig
@@ -111,11 +112,11 @@ class CompressedTensors(Layout):
         known = QuantizationConfig.model_fields.keys()
         parsed = QuantizationConfig.model_validate({key: value for key, value in config.items() if key in known})
         groups = list(parsed.config_groups.values())
-        # whether transformers expands weights while it loads them; else it keeps them, with scales in the model's dtype
+        # True if transformers expands weights on loading; else it keeps them packed, with scales in the model's dtype
         at_load = bool(config.get("dequantize"))
 
         def weight(prefix: str, read: Read) -> torch.Tensor:
-            # the group that names the linear, else the one for all of its class
+            # the group with the linear's name, else the one for its class
             scheme = next((group for group in groups if any(same(prefix, name) for name in group.targets)), groups[0])
             compressor = BaseCompressor.get_value_from_registry(str(scheme.format or parsed.format))
             parts = {name: read(f"{prefix}.{name}") for name in compressor.compression_param_names(scheme)}
@@ -128,7 +129,7 @@ class CompressedTensors(Layout):
 
 
 def exact_scale(prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast scales to the dtype that they are stored in; `scale-inexact` where it cannot hold one."""
+    """Cast scales to their stored dtype; `scale-inexact` if the model's dtype cannot hold one."""
     stored, plain = tensor.scale.to(getattr(torch, tensor.scheme.scale)), str(dtype).removeprefix("torch.")
     if torch.equal(stored.to(dtype).float(), tensor.scale.float()):
         return stored
@@ -138,7 +139,13 @@ def exact_scale(prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> torch.T
 
 @dataclass(frozen=True)
 class PlainCodes(CompressedTensors):
-    """A layout for one format: its codes' dtype in safetensors, and the library's name of the kind of number."""
+    """Layout of one format with codes in the shape of the weight.
+
+    Args:
+        format: name of the format.
+        stored: dtype of the codes in safetensors.
+        type: the library's kind of number.
+    """
 
     format: str
     stored: str
@@ -151,7 +158,7 @@ class PlainCodes(CompressedTensors):
         super().accepts(schemes, shapes)
 
     def served(self, scheme: WeightScheme) -> bool:
-        """Tell whether vLLM reads it beside quantized inputs; blocks of floats alone."""
+        """Tell whether vLLM reads it with quantized inputs; blocks only for floats."""
         blocks = ("channel", "tensor", "block") if self.type == "float" else ("channel", "tensor")
         return scheme.symmetric and scheme.granularity in blocks
 
@@ -169,7 +176,7 @@ class PlainCodes(CompressedTensors):
         return {prefix + part: value.reshape(shape).contiguous() for part, value in stored.items() if value is not None}
 
     def prefixes(self, names: Iterable[str]) -> list[str]:
-        """List the linears with a scale: every linear has a weight."""
+        """List the linears with a scale, since every linear has a weight."""
         return stored_with(SCALE, names)
 
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
@@ -198,7 +205,7 @@ class PlainCodes(CompressedTensors):
 
 
 def _scales(rows: int, columns: int, scheme: WeightScheme) -> tuple[int, ...]:
-    """Return the shape that scales are stored in."""
+    """Return the stored shape of scales."""
     if scheme.granularity == "tensor":
         return (1,)
     if scheme.granularity == "block" and scheme.group:
@@ -208,7 +215,14 @@ def _scales(rows: int, columns: int, scheme: WeightScheme) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PackedFp4(CompressedTensors):
-    """A layout of 4-bit floats; `strategy` and `argument` are the library's names of granularity and scales' dtype."""
+    """Layout of 4-bit floats.
+
+    Args:
+        format: name of the format.
+        strategy: the library's name of the granularity.
+        dtype: dtype of the scales in safetensors.
+        argument: the library's name of that dtype.
+    """
 
     format: str
     strategy: str
@@ -241,7 +255,7 @@ class PackedFp4(CompressedTensors):
         return stored
 
     def quantization_config(self, layers: Schemes, ignore: Sequence[str], dtype: str) -> dict[str, Any]:
-        # expanded as they are read: one scheme is all there is
+        # expanded on loading, which supports a single scheme
         return super().quantization_config(layers, ignore, dtype) | {"dequantize": True}
 
     def shape(self, prefix: str, read: Read) -> tuple[int, int]:
@@ -263,7 +277,7 @@ class PackedFp4(CompressedTensors):
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
         """Divide scales by the global one in float32, and round the product to bfloat16, as the library does."""
         if tensor.global_scale is not None:
-            # where a product lies between two numbers of bfloat16, the last bit of a factor decides
+            # the last bit of a factor can decide the rounding to bfloat16
             tensor = replace(tensor, scale=tensor.scale.float() / (1 / tensor.global_scale.float()), global_scale=None)
         return super().as_loaded(tensor, torch.bfloat16, config).to(dtype)
 
@@ -273,14 +287,14 @@ class PackedFp4(CompressedTensors):
 
 
 def bits_of(scheme: WeightScheme, layout: str = "pack-quantized", linear: str = "") -> int:
-    """Return the bits of a code. Raises InputError (`layout-unsupported`, not an integer format)."""
+    """Return the bits of a code. Raises InputError (`layout-unsupported`) for other formats than integers."""
     if scheme.format not in ("int8", "int4", "int3", "int2"):
         raise unsupported(linear, f"{layout} of {scheme.format}", "this layout holds integers of up to 8 bits")
     return int(scheme.format.removeprefix("int"))
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack int8 [N, K] into int32 [N, ceil(K b / 32)], rows filled up with zero bits."""
+    """Pack int8 [N, K] into int32 [N, ceil(K b / 32)], rows padded with zero bits."""
     rows, columns = codes.shape
     words = math.ceil(columns * bits / 32)
     if bits in (4, 8):

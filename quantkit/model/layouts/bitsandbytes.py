@@ -1,16 +1,17 @@
-"""NF4 as bitsandbytes stores it, with or without double quantization.
+"""Layout of NF4 in bitsandbytes, with or without double quantization.
 
-A matrix [N, K] in blocks of 64 becomes, under the very name of its weight,
+A matrix [N, K] in blocks of 64 becomes, under the name of its weight,
 
-    weight                                uint8 [N K / 2, 1]      two codes a byte, the first in the high half
-    weight.absmax                         float32 [N K / 64]      the scale of each block; doubled: uint8 codes of it
-    weight.quant_map                      float32 [16]            what each code stands for
-    weight.nested_absmax                  float32 [N K / 16384]   doubled: the scale of each 256 scales
-    weight.nested_quant_map               float32 [256]           doubled: what each of their codes stands for
+    weight                                uint8 [N K / 2, 1]      two codes per byte, the first in the high half
+    weight.absmax                         float32 [N K / 64]      scale of each block; double: its uint8 code
+    weight.quant_map                      float32 [16]            value of each code
+    weight.nested_absmax                  float32 [N K / 16384]   double: scale of each 256 scales
+    weight.nested_quant_map               float32 [256]           double: value of each of their codes
     weight.quant_state.bitsandbytes__nf4  uint8                   JSON: shape, dtype, block sizes, mean of the scales
 
-so that [4096, 4096] is uint8 [8388608, 1] and [262144]. Blocks go on over row ends, which is the same as groups along K
-where 64 divides K. See `bitsandbytes/functional.py`, `QuantState`.
+so that [4096, 4096] is uint8 [8388608, 1] and [262144]. Blocks continue over row ends, which equals groups along K if
+64
+divides K. See `bitsandbytes/functional.py`, `QuantState`.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ WEIGHT, ABSMAX, MAP = ".weight", ".weight.absmax", ".weight.quant_map"
 NESTED_ABSMAX, NESTED_MAP = ".weight.nested_absmax", ".weight.nested_quant_map"
 STATE = ".weight.quant_state.bitsandbytes__nf4"
 _NESTED = 256
-# JSON filled up with spaces, so that its length does not depend on the mean of the scales
+# JSON padded with spaces, so that its length does not depend on the mean of the scales
 _STATE_BYTES = 256
 
 
 class BitsAndBytes(Layout):
-    """See the module."""
+    """Layout of NF4, as described in the module."""
 
     name = "bitsandbytes"
     libraries = ("bitsandbytes",)
@@ -59,15 +60,18 @@ class BitsAndBytes(Layout):
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         size = shape[0] * shape[1]
         blocks, double = size // (scheme.group or size), scheme.scale == "double"
-        found: list[Header] = [
+        listed: list[Header] = [
             (prefix + WEIGHT, "U8", (size // 2, 1)),
             (prefix + ABSMAX, "U8" if double else "F32", (blocks,)),
             (prefix + MAP, "F32", (16,)),
             (prefix + STATE, "U8", (_STATE_BYTES,)),
         ]
         if double:
-            found += [(prefix + NESTED_ABSMAX, "F32", (-(-blocks // _NESTED),)), (prefix + NESTED_MAP, "F32", (256,))]
-        return found
+            listed += [
+                (prefix + NESTED_ABSMAX, "F32", (-(-blocks // _NESTED),)),
+                (prefix + NESTED_MAP, "F32", (256,)),
+            ]
+        return listed
 
     def packed(self, tensor: QuantTensor) -> torch.Tensor:
         codes = tensor.codes.reshape(-1, 2)
@@ -83,16 +87,16 @@ class BitsAndBytes(Layout):
             "shape": list(tensor.shape),
         }
         assert tensor.codebook is not None
-        found = {prefix + MAP: tensor.codebook, prefix + ABSMAX: tensor.scale.float().reshape(-1)}
+        stored = {prefix + MAP: tensor.codebook, prefix + ABSMAX: tensor.scale.float().reshape(-1)}
         if tensor.nested is not None:
-            found[prefix + ABSMAX] = tensor.nested.codes
-            found[prefix + NESTED_ABSMAX] = tensor.nested.absmax
-            found[prefix + NESTED_MAP] = dynamic_values()
+            stored[prefix + ABSMAX] = tensor.nested.codes
+            stored[prefix + NESTED_ABSMAX] = tensor.nested.absmax
+            stored[prefix + NESTED_MAP] = dynamic_values()
             state |= {"nested_blocksize": _NESTED, "nested_dtype": "float32"}
             state["nested_offset"] = float(tensor.nested.offset)
         text = json.dumps(state).encode().ljust(_STATE_BYTES)
-        found[prefix + STATE] = torch.tensor(list(text), dtype=torch.uint8)
-        return found
+        stored[prefix + STATE] = torch.tensor(list(text), dtype=torch.uint8)
+        return stored
 
     def quantization_config(self, layers: Schemes, ignore: Sequence[str], dtype: str) -> dict[str, Any]:
         double = any(scheme.scale == "double" for scheme in layers.values())
@@ -122,11 +126,11 @@ class BitsAndBytes(Layout):
         if stored.is_floating_point():
             return stored
         absmax = read(prefix + NESTED_ABSMAX).repeat_interleave(_NESTED)[: len(stored)]
-        found: torch.Tensor = read(prefix + NESTED_MAP)[stored.int()] * absmax + _state(prefix, read)["nested_offset"]
-        return found
+        scales: torch.Tensor = read(prefix + NESTED_MAP)[stored.int()] * absmax + _state(prefix, read)["nested_offset"]
+        return scales
 
     def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
-        """The codebooks and the JSON."""
+        """Return the bits of the codebooks and the JSON."""
         return 32 * 16 + 8 * _STATE_BYTES + (32 * 256 if scheme.scale == "double" else 0)
 
     def read_back(self, prefix: str, scheme: WeightScheme, read: Read) -> QuantTensor:
@@ -141,7 +145,7 @@ class BitsAndBytes(Layout):
         return QuantTensor(codes, scale, None, scheme, codebook=read(prefix + MAP), nested=nested)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
-        """`bitsandbytes.functional.dequantize_4bit`, or our own reader."""
+        """Expand by `bitsandbytes.functional.dequantize_4bit`, or by our own reader."""
         if missing(self):
             return Expansion(None, lambda prefix, read: self._own(prefix, read).to(dtype))
         return Expansion("bitsandbytes", lambda prefix, read: self._theirs(prefix, read).to(dtype))
@@ -168,8 +172,8 @@ class BitsAndBytes(Layout):
 
 
 def _state(prefix: str, read: Read) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(bytes(read(prefix + STATE).tolist()))
-    return found
+    state: dict[str, Any] = json.loads(bytes(read(prefix + STATE).tolist()))
+    return state
 
 
 LAYOUT: Layout = BitsAndBytes()

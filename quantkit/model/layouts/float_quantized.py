@@ -1,4 +1,4 @@
-"""8-bit floats in compressed-tensors' `float-quantized` layout, which W8A8 kernels multiply as they are."""
+"""8-bit floats in compressed-tensors' `float-quantized` layout, which W8A8 kernels read directly."""
 
 from quantkit.model.layouts import Layout
 from quantkit.model.layouts._compressed_tensors import PlainCodes

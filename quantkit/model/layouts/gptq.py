@@ -3,12 +3,13 @@
 A matrix [N, K] of b-bit codes in G groups becomes
 
     qweight  int32 [K b / 32, N]   code + 2^(b-1), densely along K, least significant bit first
-    qzeros   int32 [G, N b / 32]   zero + 2^(b-1), densely along N; less one in version 1; symmetric: zero = 0
+    qzeros   int32 [G, N b / 32]   zero + 2^(b-1), densely along N; minus one in version 1; symmetric: zero = 0
     scales   [G, N]                in the scheme's scale dtype
-    g_idx    int32 [K]             the group of each input: k // group
+    g_idx    int32 [K]             group of each input: k // group
 
-so that [4096, 4096] in 4 bits and groups of 128 is int32 [512, 4096], [32, 512], [32, 4096] and [4096]. Its readers
-compute `scales * (code - zero)` in the dtype of the scales.
+so that [4096, 4096] in 4 bits and groups of 128 is int32 [512, 4096], [32, 512], [32, 4096] and [4096]. Readers compute
+`scales * (code - zero)` in the dtype of the scales.
+
 See `BaseQuantLinear.dequantize_weight` and `convert_gptq_v1_to_v2_format_module` of GPTQModel.
 """
 
@@ -42,7 +43,12 @@ _IN_A_BLOCK = re.compile(r"(?:^|\.)\d+\\?\.")
 
 @dataclass(frozen=True)
 class GptqLayout(Layout):
-    """See the module; `name`: `checkpoint_format` in the config; `less`: what is taken off a zero point to store it."""
+    """Layout of both versions.
+
+    Args:
+        name: `checkpoint_format` in the config.
+        less: number subtracted from a stored zero point.
+    """
 
     name: str
     less: int
@@ -55,13 +61,13 @@ class GptqLayout(Layout):
     def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
         kinds = {self._kind(scheme, linear): linear for linear, scheme in schemes.items()}
         if len(kinds) > 1:
-            second, rule = list(kinds.values())[1], "its readers in transformers know one"
+            second, rule = list(kinds.values())[1], "transformers reads a single scheme in it"
             remedy = "give all layers one scheme, or layout: pack-quantized"
             raise unsupported(second, f"{len(kinds)} different schemes", rule, remedy)
         for linear, scheme in schemes.items():
             bits = bits_of(scheme, self.name, linear)
             if not _IN_A_BLOCK.search(linear):
-                rule = "its readers look into the blocks"
+                rule = "its readers quantize only linears inside of blocks"
                 raise unsupported(linear, "outside of the blocks", rule, "keep: [lm_head]")
             if scheme.granularity == "tensor":
                 raise unsupported(linear, "one scale per tensor", "a scale for every row", "granularity: channel")
@@ -111,8 +117,8 @@ class GptqLayout(Layout):
         }
         kept = [name for name in ignore if _IN_A_BLOCK.search(name)]
         if kept:
-            # the first is for transformers (optimum), the second for GPTQModel and vLLM, the last for vLLM's other
-            # kernels of experts, which look for parts of a name
+            # `modules_in_block_to_quantize` is for transformers (optimum), `dynamic` for GPTQModel and vLLM,
+            # `modules_to_not_convert` for vLLM's other kernels of experts, which match parts of a name
             config["modules_in_block_to_quantize"] = [list(layers)]
             patterns = [name.removeprefix(REGEX) if name.startswith(REGEX) else f"{re.escape(name)}$" for name in kept]
             config["dynamic"] = {f"-:^{pattern}": {} for pattern in patterns}
@@ -130,7 +136,7 @@ class GptqLayout(Layout):
         return read(prefix + SCALES)
 
     def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
-        """The group of each input; symmetric ones store their zero points all the same."""
+        """Return the bits of the groups of inputs, and of zero points, which symmetric weights store too."""
         rows, columns = shape
         groups = columns // (scheme.group or columns)
         return 32 * columns + (groups * rows * bits_of(scheme) if scheme.symmetric else 0)
@@ -143,11 +149,11 @@ class GptqLayout(Layout):
         return QuantTensor(codes, read(prefix + SCALES).T.contiguous(), zero, scheme)
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
-        """Code and scale are multiplied in the dtype of the scale."""
+        """Multiply code and scale in the dtype of the scale."""
         return super().as_loaded(tensor, tensor.scale.dtype, config).to(dtype)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
-        """GPTQModel's `TorchLinear.dequantize_weight`, or our own reader."""
+        """Expand by GPTQModel's `TorchLinear.dequantize_weight`, or by our own reader."""
         if missing(self):
             return Expansion(None, lambda prefix, read: self._own(config, prefix, read).to(dtype))
         return Expansion("gptqmodel", lambda prefix, read: self._theirs(config, prefix, read).to(dtype))
@@ -155,13 +161,13 @@ class GptqLayout(Layout):
     def _own(self, config: Mapping[str, Any], prefix: str, read: Read) -> torch.Tensor:
         group = config["group_size"]
         grouped = {"granularity": "group", "group": group} if group > 0 else {"granularity": "channel"}
-        # zero points are always in the file
+        # the file has zero points in any case
         scheme = WeightScheme(format=f"int{config['bits']}", symmetric=False, **grouped)
         tensor = self.read_back(prefix, scheme, read)
         groups = read(prefix + G_IDX).long()
         assert tensor.zero is not None
         scale, zero = tensor.scale[:, groups], tensor.zero[:, groups]
-        # float32 holds the product of a code and a 16-bit scale, so the one rounding is the reader's
+        # the product of a code and a 16-bit scale is exact in float32, so the only rounding is the reader's
         return ((tensor.codes.float() - zero.float()) * scale.float()).to(scale.dtype)
 
     def _theirs(self, config: Mapping[str, Any], prefix: str, read: Read) -> torch.Tensor:

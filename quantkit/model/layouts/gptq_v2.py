@@ -1,4 +1,4 @@
-"""Integers in the layout of GPTQModel, version 2: zero points as they are, so symmetric or not."""
+"""Integers in the layout of GPTQModel, version 2, which stores zero points unchanged."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from quantkit.model.layouts import Layout
 from quantkit.model.layouts._compressed_tensors import PackedFp4
 
 SERVING = (
-    "from SM 9.0 on vLLM 0.33 rounds inputs too, to 8 or 4 bits, unless it is given `--linear-backend marlin`; "
-    "what is scored here is weights alone"
+    "from SM 9.0 on vLLM 0.33 rounds inputs too, to 8 or 4 bits, unless it runs with `--linear-backend marlin`; "
+    "the scores here are of quantized weights alone"
 )
 LAYOUT: Layout = PackedFp4("mxfp4_pack_quantized", "mxfp4", "group", "U8", "torch.uint8", serving=SERVING)

@@ -1,4 +1,4 @@
-"""Integers of up to 8 bits in compressed-tensors' `pack-quantized` layout, and back.
+"""Integers of up to 8 bits in compressed-tensors' `pack-quantized` layout.
 
 A matrix [N, K] of b-bit codes in G groups becomes
 
@@ -8,7 +8,7 @@ A matrix [N, K] of b-bit codes in G groups becomes
     weight_shape       int64 [2]                   N, K
 
 so that [4096, 4096] in 4 bits and groups of 128 is int32 [4096, 512], [4096, 32] and [512, 32].
-Packed and unpacked by our own code, so that what compressed-tensors makes of it is an independent check.
+Packing and unpacking are our own code, so that compressed-tensors' expansion is an independent check.
 See `compressed_tensors/compressors/pack_quantized`.
 """
 
@@ -40,7 +40,7 @@ SHAPE = ".weight_shape"
 
 @dataclass(frozen=True)
 class PackQuantized(CompressedTensors):
-    """See the module."""
+    """Layout of packed integers, as described in the module."""
 
     codes: ClassVar[str] = PACKED
     parts: ClassVar[tuple[str, ...]] = (PACKED, SCALE, ZERO, SHAPE)
@@ -79,8 +79,8 @@ class PackQuantized(CompressedTensors):
         return companions | {prefix + SHAPE: torch.tensor(tensor.shape, dtype=torch.int64)}
 
     def quantization_config(self, layers: Schemes, ignore: Sequence[str], dtype: str) -> dict[str, Any]:
-        """Raises InputError (`layout-unsupported`, several schemes of which one has zero points)."""
-        # what the library tells apart
+        """Return the config. Raises InputError (`layout-unsupported`) for several schemes with zero points."""
+        # properties that make separate groups in the library
         kinds = {name: (bits_of(how), how.granularity, how.group, how.symmetric) for name, how in layers.items()}
         several = len(set(kinds.values()))
         if several > 1 and any(not scheme.symmetric for scheme in layers.values()):
@@ -93,9 +93,9 @@ class PackQuantized(CompressedTensors):
             )
         written = super().quantization_config(layers, ignore, dtype)
         if several == 1:
-            # compressed-tensors 0.18 to 0.20 expects *unpacked* zero points in a model that is built without weights,
-            # as transformers builds it, and so rejects the packed ones, which its own writer makes. transformers' other
-            # way in, which expands every linear as it is read, takes them; it knows one scheme only. vLLM ignores it.
+            # compressed-tensors 0.18 to 0.20 expects *unpacked* zero points in a model built without weights, as
+            # transformers builds it, and so rejects the packed ones of its own writer. Expansion on loading, the other
+            # way in transformers, accepts them, for a single scheme. vLLM ignores this key.
             written["dequantize"] = True
         return written
 
@@ -104,7 +104,9 @@ class PackQuantized(CompressedTensors):
         return rows, columns
 
     def overhead(self, shape: tuple[int, int], scheme: WeightScheme) -> int:
-        """Pad a row of codes, and a column of zero points, to whole 32-bit words; one zero point takes a byte."""
+        """Return the bits of padding to 32-bit words, per row of codes and column of zero points; one zero point takes
+        a byte.
+        """
         rows, columns = shape
         return 128 + 31 * rows + (0 if scheme.symmetric else 31 * (columns // (scheme.group or columns)))
 
@@ -117,9 +119,9 @@ class PackQuantized(CompressedTensors):
         return QuantTensor(codes, scale, None if zero is None else unpack(zero.T.contiguous(), bits, rows).T, scheme)
 
     def as_loaded(self, tensor: QuantTensor, dtype: torch.dtype, config: Mapping[str, Any]) -> torch.Tensor:
-        """Multiply code and scale in the scale's dtype where weights are expanded while read, else in the model's."""
-        # float16 scales in a float32 model: one rounding to 11 bits apart.
-        # codes and scales are short enough for their product to be exact in float32: what follows is the only rounding
+        """Multiply code and scale in the scale's dtype if weights are expanded on loading, else in the model's."""
+        # the two differ for float16 scales in a float32 model, by one rounding to 11 bits.
+        # the product of code and scale is exact in float32, so the cast below is the only rounding
         first = tensor.scale.dtype if config.get("dequantize") else dtype
         return super().as_loaded(tensor, first, config).to(dtype)
 

@@ -1,1 +1,1 @@
-"""A model as sizes: shapes, what stores which layer how, and how many bytes that takes. No weights are read."""
+"""Sizes of a model: shapes, storage of each layer, bytes. No weights are read."""

@@ -1,7 +1,7 @@
-"""A model as sizes: its linears, its attention, what else is stored. Torch-free; read off a `config.json`.
+"""Sizes of a model: its linears, its attention, its other parameters. Torch-free; read from a `config.json`.
 
-Nothing here knows of formats or hardware. Figures of a config are checked one by one as they are asked for. What is not
-there is an error, or the default of the model's own config class in transformers, which is then said.
+Nothing here knows formats or hardware. Figures of a config are checked as they are read. A missing figure is an error,
+or the default of the model's config class in transformers, which is then listed as an assumption.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from quantkit.kinds import Kind
 
 @dataclass(frozen=True)
 class Matrix:
-    """A linear as it is stored: `y = x Wᵀ + b`, x [M, K], W [N, K].
+    """A stored linear: `y = x Wᵀ + b`, x [M, K], W [N, K].
 
     Args:
-        name: in the model: `model.layers.0.self_attn.q_proj`; experts that are alike share an entry, `…experts.*.…`.
-        count: how many of them there are: the experts of a layer; else 1.
-        active: how many of them a token passes through.
-        router: it chooses experts; in transformers a parameter, no linear, so that no recipe ever quantizes it.
+        name: name in the model: `model.layers.0.self_attn.q_proj`; equal experts share an entry, `…experts.*.…`.
+        N: outputs.
+        K: inputs.
+        count: number of equal linears: the experts of a layer; else 1.
+        active: number of them that a token passes through.
+        bias: True with a bias.
+        router: True if it chooses experts; a parameter in transformers, not a linear, so recipes never quantize it.
     """
 
     name: str
@@ -35,21 +38,25 @@ class Matrix:
 
     @property
     def parameters(self) -> int:
-        """Of all `count`, biases included."""
+        """Parameters of all `count`, with biases."""
         return self.count * (self.N * self.K + (self.N if self.bias else 0))
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of one layer, and what it keeps of each token.
+    """The attention of one layer, and the size of its cache.
 
     Args:
-        kind: `full` reaches back to the first token, `sliding` no further than `window`; `latent` keeps one vector of
+        kind: `full` attends to all earlier tokens, `sliding` to a `window` of them; `latent` keeps one vector of
             `latent + rope_dim` for all heads (multi-head latent attention, DeepSeek-V2, arXiv:2405.04434).
-        kv_heads: of keys and values, shared by `heads / kv_heads` queries each.
+        heads: heads of queries.
+        kv_heads: heads of keys and values, each shared by `heads / kv_heads` heads of queries.
+        head_dim: features of a query and key.
+        value_dim: features of a value.
+        window: tokens in a `sliding` window.
         latent: features of the compressed keys and values of a `latent` layer.
-        rope_dim: of the key that its heads share, which carries the position.
-        causal: whether tokens see only those before them, so that keys and values are kept between steps.
+        rope_dim: features of its shared key for positions.
+        causal: True if tokens attend only to earlier ones, so that keys and values are cached.
     """
 
     kind: Literal["full", "sliding", "latent"]
@@ -65,7 +72,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class BlockShapes:
-    """One block by its path: its linears as they run, and elements of none (norms, a router's correction)."""
+    """One block: its path, its linears in order, its attention, and other parameters (norms, a router's correction)."""
 
     name: str
     matrices: Sequence[Matrix]
@@ -74,25 +81,30 @@ class BlockShapes:
 
     @property
     def parameters(self) -> int:
-        """All that it stores."""
+        """Parameters of the block."""
         return sum(matrix.parameters for matrix in self.matrices) + self.others
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model as sizes.
+    """Sizes of a model.
 
     Args:
-        name: shipped name, folder's or file's.
+        name: shipped name, or that of the folder or file.
+        kind: kind of the model.
+        model_type: its type in transformers.
+        dtype: stored dtype.
         hidden: features of a token between blocks.
+        layers: its blocks.
         embeddings: elements of the embeddings (tokens, positions, patches with their biases), each table once.
-        others: stored elements outside of blocks, embeddings and head: last norm, pooler, classifier's bias.
-        class_name: of transformers; "" where the config names none.
-        ends: of `others`, what an encoder has behind its last hidden states: pooler, and what its task adds.
-        tied: whether the head is the table of embedded tokens, which is then stored once.
-        vocabulary: tokens, or classes; None where there are neither.
-        max_context: positions that the model was made for; None where it says none.
-        assumed: what the config leaves open, and what was taken for it, in words.
+        others: elements outside of blocks, embeddings and head: last norm, pooler, classifier's bias.
+        head: the head.
+        tied: True if the head is the table of tokens, which is then stored once.
+        vocabulary: number of tokens, or of classes; None without either.
+        max_context: positions that the model supports; None if unknown.
+        assumed: assumptions about figures that the config leaves open, in words.
+        ends: part of `others` behind an encoder's last hidden states: pooler, and the head of its task.
+        class_name: class in transformers; "" if the config names none.
     """
 
     name: str
@@ -113,28 +125,28 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        """All that is stored, a tied table once."""
+        """Stored parameters, a tied table once."""
         head = self.head.parameters if self.head is not None and not self.tied else 0
         return sum(layer.parameters for layer in self.layers) + self.embeddings + self.others + head
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token passes through: of experts only the ones it is routed to."""
+        """Parameters for one token: only the experts of its route."""
         return self.parameters - sum((m.count - m.active) * m.parameters // m.count for m in self.inside())
 
     def inside(self) -> Iterator[Matrix]:
-        """The linears of all blocks."""
+        """Yield the linears of all blocks."""
         for layer in self.layers:
             yield from layer.matrices
 
 
-# no config of a real model has larger numbers, and sums over them stay readable
+# limits of a config's numbers, above those of any real model
 LARGEST, MOST_LAYERS = 10_000_000, 10_000
 _TYPES = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
 class Figures:
-    """One config, read figure by figure; `assumed`: in words, what was taken for keys that it leaves open."""
+    """Checked reading of a config; `assumed` lists the defaults of missing keys, in words."""
 
     def __init__(self, config: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None) -> None:
         self.config, self.where = config, where
@@ -142,7 +154,7 @@ class Figures:
         self.assumed: list[str] = []
 
     def size(self, *keys: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
-        """Read a whole number by any of its names; `default`: where transformers has none. Raises `config-invalid`."""
+        """Read a whole number by any of its names; `default` if transformers has none. Raises `config-invalid`."""
         value = self.maybe(*keys, least=least, most=most)
         if value is None:
             value = default
@@ -151,7 +163,7 @@ class Figures:
         return value
 
     def maybe(self, *keys: str, least: int = 1, most: int = LARGEST) -> int | None:
-        """Read one likewise, where null and absent mean that there is none."""
+        """Read a whole number likewise; None for null or absent."""
         there = {key: self.config[key] for key in keys if self.config.get(key) is not None}
         for key, value in there.items():
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -161,9 +173,9 @@ class Figures:
         if there:
             return int(next(iter(there.values())))
         value = self._defaults.get(keys[0])
-        if value is None or any(key in self.config for key in keys):  # null, which is said
+        if value is None or any(key in self.config for key in keys):  # an explicit null
             return None
-        self.assume(f"{keys[0]} {value}, as transformers takes it for {self.model_type} where it is absent")
+        self.assume(f"{keys[0]} {value}, the default of transformers for {self.model_type}")
         return int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -176,7 +188,7 @@ class Figures:
         return value
 
     def numbers(self, key: str) -> list[int]:
-        """Read a list of whole numbers, empty where there is none. Raises InputError `config-invalid`."""
+        """Read a list of whole numbers, empty if absent. Raises InputError `config-invalid`."""
         value = self.config.get(key)
         if value is None:
             return []
@@ -186,11 +198,11 @@ class Figures:
 
     @property
     def model_type(self) -> str:
-        """As transformers calls it."""
+        """Model type in transformers."""
         return str(self.config.get("model_type", ""))
 
     def dtype(self, name: str = "float32") -> str:
-        """Read what the source stores; `name` where the config does not say, which is then said."""
+        """Read the stored dtype; `name` if the config has none, which is listed as an assumption."""
         stated = self.config.get("dtype", self.config.get("torch_dtype"))
         if stated is None:
             self.assume(f"stored in {name}: the config has no dtype")
@@ -201,7 +213,7 @@ class Figures:
         return plain
 
     def assume(self, what: str) -> None:
-        """Say what was taken, once."""
+        """Record an assumption, once."""
         if what not in self.assumed:
             self.assumed.append(what)
 

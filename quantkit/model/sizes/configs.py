@@ -1,10 +1,10 @@
-"""A model's sizes by a reference, from its `config.json` alone: no weights, no torch.
+"""Sizes of a model by a reference, from its `config.json` alone: no weights, no torch.
 
-llama-3-8b                a shipped config (`quantkit list models`), of the models that come in packages too: figures
-                          of `config.json` of well-known models, one YAML each in `shipped_configs/`
+llama-3-8b                a shipped config (`quantkit list models`), also of the models that come in packages: figures
+                          from `config.json` of well-known models, one YAML each in `shipped_configs/`
 ./folder, ./config.json   a Hugging Face folder, or the file itself
-./bundle                  the config of the checkpoint in it
-hf:org/name[@revision]    what lies in the hub's own cache; nothing is fetched
+./bundle                  the config of its checkpoint
+hf:org/name[@revision]    a config in the hub's own cache; nothing is fetched
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quantkit.model.sizes.architecture import Architecture, Figures
 from quantkit.model.sizes.families import FAMILIES, TEXT, VISION, assumed_family, decoder, text_encoder, vision_encoder
 
 CONFIG = "config.json"
-# one after another: no model nests deeper than a text part in a model of several modalities
+# keys of the text part in a model of several modalities
 _NESTED = ("text_config", "llm_config")
 _HEADS = ("ForCausalLM", "LMHeadModel")
 
@@ -50,15 +50,15 @@ def read(reference: str) -> Architecture:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Architecture:
-    """Read the sizes of a `config.json`, or of its text part. Raises `config-invalid`, `config-unknown`."""
+    """Read the sizes from a `config.json`, or from its text part. Raises `config-invalid`, `config-unknown`."""
     if not isinstance(config, Mapping):
         raise InputError("config-invalid", name, one(type(config).__name__), "it is an object")
     inner, assumed = _text_part(config, name)
     if any(key in config for key in ("quantization_config", "compression_config")):
-        assumed.append("as if it were stored in floats: its weights are quantized already")
+        assumed.append("weights in floats, although they are already quantized")
     model_type, class_name = inner.get("model_type"), _class_name(inner, name)
     if not isinstance(model_type, str) or not model_type:
-        where, rule = f"{name}: model_type", "it says what the model is"
+        where, rule = f"{name}: model_type", "it names the type of the model"
         raise InputError("config-invalid", where, f"{model_type!r:.60}", rule)
     if model_type in TEXT or model_type in VISION:
         figures = Figures(inner, name)
@@ -68,9 +68,9 @@ def from_config(config: Mapping[str, Any], name: str) -> Architecture:
     family = FAMILIES.get(model_type)
     if family is None:
         family = assumed_family(inner)
-        assumed.append(f"blocks like Llama's: {model_type} is not known")
+        assumed.append(f"blocks like Llama's: {model_type} is unknown")
     if family is None:
-        rule = "sizes are read off the configs of models whose blocks are known"
+        rule = "sizes are read from the configs of known models"
         remedy = f"known: {', '.join(sorted([*FAMILIES, *TEXT, *VISION]))}"
         raise InputError("config-unknown", name, f"model_type {model_type!r:.60}", rule, remedy)
     figures = Figures(inner, name, family.defaults)
@@ -82,13 +82,13 @@ def from_config(config: Mapping[str, Any], name: str) -> Architecture:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Tell whether the blocks of its `model_type` (of its text part's) are known, so that none are assumed."""
+    """Tell whether the blocks of a `model_type` are known, for the text part if there is one."""
     inner = next((config[key] for key in _NESTED if isinstance(config.get(key), dict)), config)
     return str(inner.get("model_type")) in (*FAMILIES, *TEXT, *VISION)
 
 
 def _text_part(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the config of the language model in one of several modalities, and that the rest was left out."""
+    """Return the config of the language model in one of several modalities, and a note on the parts left out."""
     key = next((key for key in _NESTED if config.get(key) is not None), None)
     if key is None:
         return dict(config), []
@@ -96,7 +96,7 @@ def _text_part(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], li
     if not isinstance(inner, dict) or any(other in inner for other in _NESTED):
         raise InputError("config-invalid", f"{name}: {key}", f"{inner!r:.60}", "a config of its own")
     outer = {part: config[part] for part in ("dtype", "torch_dtype", "tie_word_embeddings") if part in config}
-    # the class is of the whole
+    # the class name belongs to the whole model
     whole = {**outer, **inner, "architectures": None}
     return whole, [f"the text part alone, without {', '.join(k for k in config if k.endswith('_config') and k != key)}"]
 
@@ -140,7 +140,7 @@ def _missing(path: Path, value: str) -> InputError:
 
 
 def _cached(reference: str) -> Path:
-    """Find the config of a hub model that was fetched before."""
+    """Return the config of a hub model in the cache."""
     with MissingDependency.unless_found("huggingface_hub", extra="compile", purpose="the hub's cache"):
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
@@ -176,7 +176,7 @@ FOLDER = Path(__file__).parent / "shipped_configs"
 
 
 class Published(Closed):
-    """A published number of parameters, who says so, and how many digits are significant (None: an exact count)."""
+    """A published number of parameters, its source, and its significant digits (None for an exact count)."""
 
     parameters: int = Field(gt=0)
     digits: int | None = Field(default=None, gt=0)
@@ -184,7 +184,7 @@ class Published(Closed):
 
 
 class ShippedModel(Closed):
-    """A file of `shipped_configs/`: of the model's `config.json`, what sizes follow from."""
+    """A file of `shipped_configs/`: the keys of a model's `config.json` that determine its sizes."""
 
     schema_: Annotated[Literal[1], Field(alias="schema")]
     summary: str
@@ -195,17 +195,17 @@ class ShippedModel(Closed):
 
 @cache
 def shipped_names() -> tuple[str, ...]:
-    """List all that ship."""
+    """List all shipped models."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
 def shipped_summaries() -> dict[str, str]:
-    """Map each name to what it is."""
+    """Return the summary of each shipped model by name."""
     return {name: shipped(name).summary for name in shipped_names()}
 
 
 def shipped(name: str) -> ShippedModel:
-    """Read one of them. Raises InputError (`unknown-model`, with a did-you-mean)."""
+    """Read a shipped model. Raises InputError (`unknown-model`, with a did-you-mean)."""
     if name not in shipped_names():
         raise unknown_name("model", name, shipped_names())
     path = FOLDER / f"{name}.yaml"

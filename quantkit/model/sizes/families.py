@@ -1,17 +1,17 @@
-"""Decoders as sizes: what a block of each family holds, and how its attention reaches back.
+"""Sizes of decoders and encoders by family: the linears of a block, and the reach of its attention.
 
-A block is attention and a gated product of two linears and a third,
+A decoder block is attention and a gated multilayer perceptron,
 
     q, k, v = x Wqᵀ, x Wkᵀ, x Wvᵀ        y = Wdown (act(Wgate x) · Wup x)
 
-with as many keys and values as `num_key_value_heads` says (grouped queries, arXiv:2305.13245). Families differ in
-biases, norms, windows, experts and in what is stored as one tensor, DeepSeek's in how keys and values
-are made from one small vector (multi-head latent attention, arXiv:2405.04434).
+with `num_key_value_heads` heads of keys and values (grouped queries, arXiv:2305.13245). Families differ in biases,
+norms,
+windows, experts and fused tensors; DeepSeek's in making keys and values from one small vector (multi-head latent
+attention, arXiv:2405.04434).
 
-An encoder block (BERT and its relatives, vision transformers) is attention over all tokens and a multilayer perceptron
-of two linears, each with a bias and a layer norm (arXiv:1810.04805; for images, cut into patches, arXiv:2010.11929).
-What comes before the blocks and after them follows from the class that the config names; it restates transformers' own,
-which the tests build and count.
+An encoder block (BERT and relatives, vision transformers) is attention over all tokens and a multilayer perceptron of
+two linears, each with a bias and a layer norm (arXiv:1810.04805; for images, cut into patches, arXiv:2010.11929).
+Parameters before and after the blocks follow from the config's class; tests compare them with transformers' own models.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from quantkit.model.sizes.architecture import MOST_LAYERS, Architecture, Attenti
 
 @dataclass(frozen=True)
 class Family:
-    """What a block of a family has.
+    """Properties of a family's blocks.
 
     Args:
-        norms: vectors as long as a token in each block.
-        last: the same after all blocks.
-        norm_bias: whether each has a bias as long beside it.
-        qkv_bias, out_bias, mlp_bias: whether those linears have biases, or the key that says so.
+        norms: number of norms in a block, each as long as a token.
+        last: number of norms after all blocks.
+        norm_bias: True if norms have a bias too.
+        qkv_bias, out_bias, mlp_bias: True if those linears have biases, or the key that decides it.
         query_norm: norms of queries and keys: one as long as a `head` for all heads, or as long as `all` of them.
-        query_norm_key: the switch for them.
-        joined: q, k, v are one tensor, and so are gate and up.
-        tied: whether the head is the embedding where the config does not say.
-        windows: which layers see a window: `all` if there is one; `switched`: all, if `use_sliding_window`; `late`: the
-            same from `max_window_layers` on; `unrotated`: the same for layers without positions; a number n: all but
+        query_norm_key: key of the switch for them.
+        joined: True if q, k, v are one tensor, and gate and up too.
+        tied: default of the tied head.
+        windows: layers with a window: `all` if there is one; `switched`: all, if `use_sliding_window`; `late`: the same
+            from `max_window_layers` on; `unrotated`: the same for layers without positions; a number n: all except
             every nth.
-        head_dim: whether a config's `head_dim` counts; else it is hidden / heads.
-        experts: how they are called and counted, where there are any.
-        corrected: something is added to what a router says, to balance the experts.
-        latent: keys and values come from one small vector.
-        defaults: what transformers takes for absent keys, where it is not what everybody takes.
+        head_dim: True if a config's `head_dim` counts; else it is hidden / heads.
+        experts: naming scheme of the experts, if any.
+        corrected: True if a correction is added to the router's output, to balance the experts.
+        latent: True if keys and values come from one small vector.
+        defaults: defaults of transformers for this family.
     """
 
     norms: int = 2
@@ -118,7 +118,7 @@ FAMILIES: dict[str, Family] = {
         experts="deepseek", corrected=True, latent=True, defaults={"q_lora_rank": 1536, "n_shared_experts": 1}
     ),
 }
-# keys that a plain block has nothing to do with: a model of an unknown type that has one of them is no Llama
+# keys of other kinds of blocks: an unknown model type with one of them is not treated as a Llama
 _FOREIGN = (
     "expert",
     "moe_",
@@ -140,7 +140,7 @@ _EXPERTS = {
 
 
 def assumed_family(config: Mapping[str, Any]) -> Family | None:
-    """Take a Llama's, for a type that is not known but has the keys of one and none of another kind; else None."""
+    """Return Llama's family for an unknown type with its keys and no foreign ones; else None."""
     foreign = any(value and mark in key for key, value in config.items() for mark in _FOREIGN)
     return FAMILIES["llama"] if all(key in config for key in _LLAMA) and not foreign else None
 
@@ -149,7 +149,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def decoder(figures: Figures, family: Family, name: str, *, head: bool = True) -> Architecture:
-    """Build a decoder by its config; without a `head`, its blocks are at `layers`. Raises `config-invalid`."""
+    """Build a decoder from its config; without a `head`, its blocks are at `layers`. Raises `config-invalid`."""
     hidden, count = figures.size("hidden_size"), figures.size("num_hidden_layers", most=MOST_LAYERS)
     vocabulary = figures.size("vocab_size")
     prefix = "model.layers" if head else "layers"
@@ -187,7 +187,7 @@ def _switch(figures: Figures, value: bool | str) -> bool:
 
 
 def _grouped(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Matrix], Attention, int]:
-    """Build attention of grouped queries: its linears, and what its own norms hold."""
+    """Return attention of grouped queries: its linears, its sizes, and the elements of its norms."""
     heads = figures.size("num_attention_heads")
     shared = figures.size("num_key_value_heads", default=heads)
     if shared > heads or heads % shared:
@@ -214,7 +214,7 @@ def _grouped(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Ma
 
 
 def _latent(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Matrix], Attention, int]:
-    """Build that of one small vector: `c = W_a x`, then `k, v = W_b norm(c)`, with a shared key for positions."""
+    """Return latent attention: `c = W_a x`, then `k, v = W_b norm(c)`, with a shared key for positions."""
     heads, latent = figures.size("num_attention_heads"), figures.size("kv_lora_rank")
     rope = figures.size("qk_rope_head_dim")
     plain, value = figures.size("qk_nope_head_dim"), figures.size("v_head_dim")
@@ -238,7 +238,7 @@ def _latent(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Mat
 
 
 def _windows(figures: Figures, family: Family, count: int) -> list[int | None]:
-    """List how many tokens each layer sees; None: all."""
+    """Return the window of each layer; None for all tokens."""
     kinds = _kinds(figures, family, count)
     if SLIDING not in kinds:
         return [None] * count
@@ -283,7 +283,7 @@ _Forward = tuple[Sequence[Matrix], int]
 
 
 def _forwards(figures: Figures, family: Family, hidden: int, count: int) -> list[_Forward]:
-    """List the linears after attention, and what else they store, of each layer."""
+    """Return the linears after attention, and their other parameters, for each layer."""
     if not family.experts:
         return [(_gated("mlp", figures.size("intermediate_size"), hidden, figures, family), 0)] * count
     routed = figures.size(*_EXPERTS[family.experts], least=1)
@@ -308,14 +308,14 @@ def _forwards(figures: Figures, family: Family, hidden: int, count: int) -> list
 
 
 def _dense_layers(figures: Figures, family: Family, count: int) -> list[bool]:
-    """Tell which layers have no experts."""
+    """Mark the layers without experts."""
     if family.experts == "mixtral":
         return [False] * count
     if family.experts == "qwen":
         every, without = figures.size("decoder_sparse_step", default=1), set(figures.numbers("mlp_only_layers"))
         return [index in without or (index + 1) % every != 0 for index in range(count)]
     if figures.size("moe_layer_freq", default=1) != 1:
-        raise figures.wrong("moe_layer_freq", str(figures.config["moe_layer_freq"]), "transformers knows 1 alone")
+        raise figures.wrong("moe_layer_freq", str(figures.config["moe_layer_freq"]), "transformers supports only 1")
     first = figures.size("first_k_dense_replace", least=0)
     return [index < first for index in range(count)]
 
@@ -332,7 +332,7 @@ def _gated(place: str, wide: int, hidden: int, figures: Figures, family: Family)
 
 TEXT = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "electra": "Electra"}
 VISION = {"vit": "ViT", "deit": "DeiT"}
-# behind the blocks: elements, the matrix of the logits, and whether it is the table of tokens
+# parameters behind the blocks: elements, the matrix of the logits, True if it is the table of tokens
 _Ends = tuple[int, Matrix | None, bool]
 
 
@@ -431,7 +431,7 @@ def _blocks(
 
 
 def _ends(figures: Figures, stem: str, task: str, hidden: int, wide: int, vocabulary: int) -> _Ends:
-    """Count what a class has after its blocks."""
+    """Return the parameters of a class behind its blocks."""
     pooler = hidden * (hidden + 1) if stem != "Electra" else 0
     dense = hidden * (hidden + 1)
     masked = {"Bert": "cls.predictions.decoder", "Electra": "generator_lm_head"}.get(stem, "lm_head.decoder")
@@ -440,7 +440,7 @@ def _ends(figures: Figures, stem: str, task: str, hidden: int, wide: int, vocabu
         transform = wide * (hidden + 1) + 2 * wide
         tied = figures.flag("tie_word_embeddings", True)
         more = pooler + 2 * (hidden + 1) if task == "ForPreTraining" else 0
-        # untied, BERT stores the bias twice: the decoder's own beside the one that both would share
+        # untied, BERT stores the bias twice: the decoder's own, and the shared one
         bias = vocabulary if tied or stem != "Electra" else 0
         return transform + more + bias, Matrix(masked, vocabulary, wide, bias=True), tied
     if stem == "Electra" and task == "ForPreTraining":
@@ -458,11 +458,11 @@ def _ends(figures: Figures, stem: str, task: str, hidden: int, wide: int, vocabu
 
 def _say_unknown(figures: Figures, class_name: str, stem: str, task: str) -> None:
     if task not in ("", "Model"):
-        figures.assume(f"{class_name} counted as {stem}Model: what it has after its blocks is not known")
+        figures.assume(f"{class_name} counted as {stem}Model: its parameters after the blocks are unknown")
 
 
 def _labels(figures: Figures) -> int:
-    """Count the classes that the config counts or names."""
+    """Return the number of classes from the config."""
     named = figures.config.get("id2label")
     if named is not None and not isinstance(named, dict):
         raise figures.wrong("id2label", f"{named!r:.60}", "an object: number -> name")

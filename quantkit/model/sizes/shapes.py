@@ -1,7 +1,8 @@
-"""The linears of a model as shapes: `[N, K]` with how often each occurs. Torch-free, no weights are read.
+"""Linears of a model as shapes: `[N, K]` with their counts. Torch-free, no weights are read.
 
-From a shipped config (`quantkit/model/sizes/shipped_configs/NAME.yaml`), from a `config.json`, from the names and
-shapes of stored tensors, or typed in as KxN. A linear computes `y = x Wᵀ`, x [M, K], W [N, K].
+They come from a shipped config (`quantkit/model/sizes/shipped_configs/NAME.yaml`), a `config.json`, the names and
+shapes
+of stored tensors, or typed KxN. A linear computes `y = x Wᵀ`, x [M, K], W [N, K].
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _EMBEDDINGS = re.compile(r"embed|\bwte\b|\bwpe\b|position|token_type|norm", re.I
 
 
 class LinearShape(Closed):
-    """A linear and how often it occurs: activation [M, K] by weight [N, K]."""
+    """A linear and its count: activation [M, K] by weight [N, K]."""
 
     name: str
     K: int = Field(gt=0)
@@ -33,20 +34,20 @@ class LinearShape(Closed):
 
     @property
     def label(self) -> str:
-        """`4096x14336`: K x N."""
+        """K x N: `4096x14336`."""
         return f"{self.K}x{self.N}"
 
 
 @dataclass(frozen=True)
 class LinearShapes:
-    """The linears of one model, fused or separate as it has them; typed shapes have the `name` "", and no sums."""
+    """Linears of one model, fused or separate as stored; typed shapes have the `name` "", and no sums."""
 
     name: str
     linears: Sequence[LinearShape]
     source: str = ""
 
     def distinct(self) -> list[LinearShape]:
-        """Add up those of one [N, K], names joined: `q_proj, o_proj`; largest share of the weights first."""
+        """Merge linears of one [N, K], names joined: `q_proj, o_proj`; largest share of the weights first."""
         groups: dict[tuple[int, int], list[LinearShape]] = {}
         for linear in self.linears:
             groups.setdefault((linear.K, linear.N), []).append(linear)
@@ -58,7 +59,7 @@ class LinearShapes:
 
 
 def names() -> list[str]:
-    """List the shipped models whose linears each see all tokens of a batch: those without experts."""
+    """List the shipped models without experts."""
     return [name for name in configs.shipped_names() if not _has_experts(_architecture(name))]
 
 
@@ -74,7 +75,7 @@ def _architecture(name: str) -> Architecture:
 
 
 def typed(texts: Iterable[str]) -> LinearShapes:
-    """Parse shapes as `--shape` takes them: `4096x14336`, K x N. Raises InputError `shape-invalid`."""
+    """Parse shapes in the form of `--shape`: `4096x14336`, K x N. Raises InputError `shape-invalid`."""
     shapes: dict[tuple[int, int], LinearShape] = {}
     for text in texts:
         match = _TYPED.fullmatch(text.strip())
@@ -87,20 +88,20 @@ def typed(texts: Iterable[str]) -> LinearShapes:
 def from_config(config: Mapping[str, Any], name: str) -> LinearShapes:
     """Read the linears of a `config.json`. Raises `config-invalid`; `config-unknown`, with experts too."""
     if not configs.is_known(config):
-        raise _unknown(name, f"model_type {config.get('model_type')!r:.60}", "models whose blocks are known")
+        raise _unknown(name, f"model_type {config.get('model_type')!r:.60}", "known models")
     return _of(configs.from_config(config, name), f"config.json, {config.get('model_type')}")
 
 
 def _of(model: Architecture, source: str) -> LinearShapes:
-    """Count the linears by what they are called inside a block."""
+    """Count the linears by their name inside a block."""
     if _has_experts(model):
-        raise _unknown(model.name, "experts, each of which sees some of a batch's tokens", "models without experts")
+        raise _unknown(model.name, "it has experts, which see only some tokens of a batch", "models without experts")
     counts = Counter(
         (_label(matrix.name.removeprefix(f"{layer.name}.")), matrix.K, matrix.N)
         for layer in model.layers
         for matrix in layer.matrices
     )
-    if model.head is not None and model.kind != "encoder":  # heads of encoders are no product with every token
+    if model.head is not None and model.kind != "encoder":  # an encoder's head does not multiply every token
         counts[model.head.name.rpartition(".")[2], model.head.K, model.head.N] = 1
     return _counted(model.name, counts, source)
 
@@ -122,7 +123,7 @@ def _has_experts(model: Architecture) -> bool:
 
 def _unknown(name: str, value: str, rule: str) -> InputError:
     remedy = "use a folder that holds the weights, or name the shapes: --shape KxN"
-    return InputError("config-unknown", name, value, f"shapes are read off the configs of {rule}", remedy)
+    return InputError("config-unknown", name, value, f"shapes are read from the configs of {rule}", remedy)
 
 
 def from_tensors(stored: Mapping[str, Sequence[int]], name: str, *, tied_head: bool = False) -> LinearShapes:
@@ -133,7 +134,7 @@ def from_tensors(stored: Mapping[str, Sequence[int]], name: str, *, tied_head: b
         if module == tensor or len(shape) != 2:
             continue
         embedding = bool(_EMBEDDINGS.search(module))
-        # an embedding of tokens that is multiplied with at the end too
+        # a table of tokens that is the head too
         head = tied_head and shape[0] > shape[1] and re.search(r"embed_tokens|word_embeddings|\bwte\b", module)
         if not embedding or head:
             counts["lm_head" if embedding else module.rpartition(".")[2], int(shape[1]), int(shape[0])] += 1

@@ -1,20 +1,22 @@
-"""What a model's weights take as a recipe stores them: by part, and of each linear.
+"""Storage of a model's weights under a recipe, in bytes: by part, and for each linear.
 
-Which linear is stored how is decided as in a compile (`assigned.py`, `planning/stored.py`); embeddings, norms, headers
-and graphs are added here. An engine's bytes are those of its weights alone: the kernels beside them are not reckoned.
+The scheme of each linear is decided as in a compile (`assigned.py`); embeddings, norms, headers and graphs are added
+here. The bytes of an engine are those of its weights alone, without its kernels.
 
-checkpoint    what the recipe's layout lists of a linear (`model/layouts`: their headers are torch-free); without a
-              layout the values that its codes stand for
-onnx          codes in the blocks of MatMulNBits with float32 scales (`exporters/onnx/nbits.py`), or one scale a channel
-              where its input is quantized too (`exporters/onnx/integers.py`)
+checkpoint    tensors of the recipe's layout (`model/layouts`: their headers are torch-free); without a layout
+              dequantized values
+onnx          codes in the blocks of MatMulNBits with float32 scales (`exporters/onnx/nbits.py`), or one scale per
+channel
+              for quantized inputs (`exporters/onnx/integers.py`)
 tensorrt      codes, with scales in 16 bits (`exporters/tensorrt/dialect.py`)
-gguf          blocks of codes with their scales, as many bits as the format says (`exporters/gguf/blocks.py`)
+gguf          blocks of codes with their scales, in the format's bits (`exporters/gguf/blocks.py`)
 
-Mixtures of types go by the name that users know a GGUF file by. A file's own type is that of most matrices; values,
-what a layer puts out, and the head get more bits, some of them in some layers alone. Where 256 does not divide K, a
-type of blocks of 32 stands in, whose bits are more. Source: `llama_tensor_get_type` and `tensor_type_fallback` of
-llama.cpp (`src/llama-quant.cpp` in llama-cpp-python 0.3.36), with an importance matrix, since codes are chosen by what
-inputs are here too. Falcon and mixtures of experts, for which it has exceptions, are left out.
+Mixtures of types have the names of GGUF files. A file's own type is that of most matrices; values, the outputs of a
+layer, and the head get more bits, some of them only in some layers. If 256 does not divide K, a type with blocks of 32
+and more bits replaces it. Source: `llama_tensor_get_type` and `tensor_type_fallback` of llama.cpp
+(`src/llama-quant.cpp` in llama-cpp-python 0.3.36), with an importance matrix, since codes depend on inputs here too.
+Its
+exceptions for Falcon and mixtures of experts are left out.
 """
 
 from __future__ import annotations
@@ -34,28 +36,32 @@ from quantkit.model.sizes.architecture import Architecture, Matrix
 from quantkit.scheme import MIXTURES, ActivationScheme, CacheScheme, WeightScheme
 
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
-# bytes of a token in a file that holds the vocabulary: text, kind, score or merge; of an entry for a tensor
+# bytes of a token in a file with the vocabulary: text, kind, score or merge; of an entry for a tensor
 _WORD, _TENSOR = 35, 64
-# bytes of an ONNX graph, of a block and of the rest, by the model's kind: read off exports (benchmarks/plan_storage.py)
+# bytes of an ONNX graph, per block and for the rest, by the model's kind: from exports (benchmarks/plan_storage.py)
 _GRAPH = {"decoder": (6_200, 3_000), "encoder": (5_000, 6_500), "network": (5_000, 6_500)}
-# bytes of an element, by its type in a safetensors header
+# type in a safetensors header -> bytes of an element
 _ELEMENTS = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I64": 8, "U8": 1, "I8": 1, "F8_E4M3": 1}
-# of a tensor in a safetensors header beside its name, type, shape and two offsets
+# bytes of a tensor in a safetensors header, without its name, type, shape and two offsets
 _ENTRY = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
-_TRACED = "the graph is traced once, and which expert runs depends on the data"
+_TRACED = "the graph is traced once, but the choice of experts depends on the data"
 
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """A linear as it is stored; all bytes are those of one of its `count`.
+    """A stored linear; all bytes are those of one of its `count`.
 
     Args:
-        matrix: its sizes; of experts that are stored in several ways, an entry for each way.
-        scheme: None where its weights are not quantized.
-        format: of its weights: `int4`, or the dtype that they are in.
-        codes: of its weights, without what fills them up.
-        padding: what fills up blocks and words.
-        tables: shapes, codebooks, orders, sums, fixed scales of its input.
+        matrix: its sizes; experts stored in several ways have an entry for each way.
+        scheme: scheme of its weight; None if it is not quantized.
+        activations: scheme of its input.
+        format: format of its weight: `int4`, or its dtype.
+        codes: bytes of its codes, without padding.
+        scales: bytes of its scales.
+        zeros: bytes of its zero points.
+        padding: bytes that fill up blocks and words.
+        tables: bytes of shapes, codebooks, orders, sums, fixed scales of its input.
+        bias: bytes of its bias.
     """
 
     matrix: Matrix
@@ -71,39 +77,40 @@ class StoredLinear:
 
     @property
     def bytes(self) -> float:
-        """All of it, of one."""
+        """Bytes of one linear."""
         return self.codes + self.scales + self.zeros + self.padding + self.tables + self.bias
 
     @property
     def exact(self) -> float:
-        """Bytes of the codes alone, without what fills them up."""
+        """Bytes of its codes without padding."""
         assert self.scheme is not None
         bits: int = load_format(self.scheme.format).bits
         return self.matrix.N * self.matrix.K * bits / 8
 
     def plain(self, dtype: str, bias: float) -> StoredLinear:
-        """Store it as numbers of a dtype."""
+        """Return it stored as numbers of a dtype."""
         return replace(self, format=dtype, codes=float(WIDTHS[dtype] * self.matrix.N * self.matrix.K), bias=bias)
 
     def coded(self, codes: float, scales: float, bias: float) -> StoredLinear:
-        """Store it in its scheme's format."""
+        """Return it stored in its scheme's format."""
         assert self.scheme is not None
         return replace(self, format=self.scheme.format, codes=codes, scales=scales, bias=bias)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What one export of a bundle stores, in bytes.
+    """Bytes of one export of a bundle.
 
     Args:
-        dtype: of what is not quantized.
-        linears: those inside the blocks.
-        embeddings: the tables of tokens, positions and so on.
-        others: norms, and what else belongs to no linear.
-        files: headers and graph.
-        decisions: what is stored otherwise than the recipe's scheme says.
-        least: whether there is more that is not reckoned: an engine's kernels.
-        shared: whether the head reads the table of tokens, so that its bytes are the embeddings'.
+        dtype: dtype of unquantized parts.
+        linears: linears inside the blocks.
+        head: the head.
+        embeddings: bytes of the tables of tokens, positions and so on.
+        others: bytes of norms, and of other parameters.
+        files: bytes of headers and graph.
+        decisions: deviations from the recipe's scheme.
+        least: True if more is stored than is counted: an engine's kernels.
+        shared: True if the head reads the table of tokens, and has no bytes of its own.
     """
 
     dtype: str
@@ -118,8 +125,9 @@ class Storage:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Bytes of quantized linears: `codes`, `scales`, `zeros`, `padding`, `tables`; and of the rest: `unquantized`
-        linears and biases, `embeddings`, `head`, `others`, `files`.
+        """Bytes of quantized linears: `codes`, `scales`, `zeros`, `padding`, `tables`; of the rest: `unquantized`
+        linears and
+        biases, `embeddings`, `head`, `others`, `files`.
         """
         names = ("codes", "scales", "zeros", "padding", "tables")
         parts = dict.fromkeys((*names, "unquantized"), 0.0)
@@ -133,12 +141,12 @@ class Storage:
 
     @property
     def total(self) -> float:
-        """Bytes of all."""
+        """Bytes in all."""
         return sum(self.parts.values())
 
     @property
     def bits(self) -> float | None:
-        """Of a weight of the quantized linears, on average, with scales and zeros; None where there are none."""
+        """Mean bits of a weight of the quantized linears, with scales and zero points; None without any."""
         every = [*self.linears, *([self.head] if self.head is not None else [])]
         quantized = [linear for linear in every if linear.scheme is not None]
         weights = sum(linear.matrix.count * linear.matrix.N * linear.matrix.K for linear in quantized)
@@ -148,7 +156,9 @@ class Storage:
 
 @dataclass(frozen=True)
 class LaidOver:
-    """A recipe laid over a model, for an exporter to say what it stores; `moved`: whether channels of inputs are."""
+    """A recipe applied to a model, from which an exporter predicts its storage; `moved` means that channels of inputs
+    are.
+    """
 
     architecture: Architecture
     linears: Sequence[StoredLinear]
@@ -157,7 +167,7 @@ class LaidOver:
     moved: bool
 
     def tensors(self, layout: str | None) -> Storage:
-        """Store a checkpoint in a layout; None: as values. Raises InputError `layout-unsupported`."""
+        """Return the storage of a checkpoint in a layout; None for values. Raises InputError `layout-unsupported`."""
         architecture, head = self.architecture, self.head
         if head is not None and head.scheme is not None and architecture.tied:
             value = "is quantized and shares its weight with the embedding, which is not"
@@ -170,7 +180,7 @@ class LaidOver:
         last = _in_layout(head, dtype, chosen) if head is not None else None
         listed = [*filled, *([last] if last is not None and not architecture.tied else [])]
         elements = architecture.embeddings + self._elsewhere
-        # an offset has about as many digits as the whole
+        # an offset has about as many digits as the total size
         digits = len(str(int(sum(linear.bytes * linear.matrix.count for linear in listed) + width * elements)))
         vectors = 2 + sum(-(-layer.others // architecture.hidden) for layer in architecture.layers)
         entry = _ENTRY + 2 * digits + 50
@@ -184,11 +194,13 @@ class LaidOver:
         return Storage(dtype, filled, last, embeddings, others, float(files))
 
     def graph(self, options: Any) -> Storage:
-        """Store an ONNX graph, by `OnnxOptions` or their like. Raises InputError `layout-unsupported`."""
+        """Return the storage of an ONNX graph, with `OnnxOptions` or similar options. Raises InputError
+        `layout-unsupported`.
+        """
         self._refuse_experts(_TRACED)
         architecture = self.architecture
         filled = [_in_graph(linear, options) for linear in self.linears]
-        # of an encoder the graph gives the last hidden states
+        # the graph of an encoder ends with the last hidden states
         head = None if architecture.kind == "encoder" else self.head
         coded = head is not None and head.scheme is not None
         others = 4.0 * (self._elsewhere - architecture.ends) + _rotary(architecture)
@@ -205,19 +217,20 @@ class LaidOver:
         return Storage("float32", filled, last, table, others, float(block * len(architecture.layers) + rest))
 
     def engine(self) -> Storage:
-        """Store the weights of an engine. Raises InputError `layout-unsupported`."""
+        """Return the storage of an engine's weights. Raises InputError `layout-unsupported`."""
         self._refuse_experts(_TRACED)
         last = _in_engine(self.head) if self.head is not None else None
         filled, embeddings = [_in_engine(linear) for linear in self.linears], 2.0 * self.architecture.embeddings
         return Storage("float16", filled, last, embeddings, 2.0 * self._elsewhere, 0.0, least=True)
 
     def file(self, dtype: str, embedding: WeightScheme | None) -> Storage:
-        """Store one file with everything: vectors in float32, and a tied head's codes are the embeddings'.
+        """Return the storage of a single file: vectors in float32, a tied head's codes as the embeddings.
 
-        `dtype`: of weights without codes; `embedding`: of the table of tokens, None: in that dtype. Raises InputError
-        (`layout-unsupported`).
+        `dtype` is that of weights without codes; `embedding` the scheme of the table of tokens, None for that dtype.
+        Raises
+        InputError (`layout-unsupported`).
         """
-        self._refuse_experts("experts are written into no file")
+        self._refuse_experts("files cannot store experts")
         architecture = self.architecture
         last = _in_file(self.head, dtype) if self.head is not None else None
         width = float(WIDTHS[dtype])
@@ -237,7 +250,7 @@ class LaidOver:
 
     @property
     def _elsewhere(self) -> int:
-        """Elements of norms, and of what else belongs to no linear and no table."""
+        """Elements of norms and other parameters."""
         return self.architecture.others + sum(layer.others for layer in self.architecture.layers)
 
     def _refuse_experts(self, rule: str) -> None:
@@ -248,7 +261,7 @@ class LaidOver:
 
 
 def table_bytes(architecture: Architecture, stored: str, *, coded: bool) -> float:
-    """Count the bytes of a graph's token embeddings; `stored` as the export's `embedding`; `coded`: so is the head."""
+    """Return the bytes of a graph's token embeddings for the export's `embedding`; `coded`: the head is quantized."""
     tied = architecture.tied and architecture.head is not None
     if stored == "float" or (tied and not coded):
         return 4.0 * architecture.embeddings
@@ -257,10 +270,10 @@ def table_bytes(architecture: Architecture, stored: str, *, coded: bool) -> floa
 
 
 def _rotary(architecture: Architecture) -> float:
-    """Cosines and sines of every position, float32, once for all layers that turn alike."""
+    """Return the bytes of cosines and sines of every position, float32, once for all layers with equal rotation."""
     if architecture.kind != "decoder" or architecture.max_context is None:
         return 0.0
-    apart = architecture.model_type in ("gemma3_text", "olmo3")  # windows turn by angles of their own
+    apart = architecture.model_type in ("gemma3_text", "olmo3")  # layers with a window have angles of their own
     kinds = {
         (layer.attention.kind if apart else "", layer.attention.rope_dim or layer.attention.head_dim)
         for layer in architecture.layers
@@ -270,20 +283,20 @@ def _rotary(architecture: Architecture) -> float:
 
 
 def _shared_inputs(linears: Sequence[StoredLinear]) -> Iterator[int]:
-    """K of each input that is quantized: linears side by side in a module read one."""
+    """Yield K of each quantized input; linears of one module share it."""
     seen = set()
-    for each in linears:
-        key = (each.matrix.name.rpartition(".")[0], each.matrix.K)
-        if each.activations is not None and key not in seen:
+    for linear in linears:
+        key = (linear.matrix.name.rpartition(".")[0], linear.matrix.K)
+        if linear.activations is not None and key not in seen:
             seen.add(key)
-            yield each.matrix.K
+            yield linear.matrix.K
 
 
 # --- one linear -------------------------------------------------------------------------------------------------------
 
 
 def _in_layout(linear: StoredLinear, dtype: str, layout: Layout | None) -> StoredLinear:
-    """Store it in a checkpoint; without a layout, as values."""
+    """Return its storage in a checkpoint; without a layout, as values."""
     matrix, scheme = linear.matrix, linear.scheme
     bias = float(WIDTHS[dtype] * matrix.N * matrix.bias)
     if scheme is None or layout is None:
@@ -298,7 +311,7 @@ def _in_layout(linear: StoredLinear, dtype: str, layout: Layout | None) -> Store
 
 
 def _in_graph(linear: StoredLinear, options: Any) -> StoredLinear:
-    """Store it in an ONNX graph in the dialect of ONNX Runtime; `options`: of the exporter."""
+    """Return its storage in an ONNX graph for ONNX Runtime."""
     scheme, rows, columns = linear.scheme, linear.matrix.N, linear.matrix.K
     bias = 4.0 * rows * linear.matrix.bias
     if scheme is None:
@@ -316,7 +329,7 @@ def _in_graph(linear: StoredLinear, options: Any) -> StoredLinear:
 
 
 def _in_engine(linear: StoredLinear) -> StoredLinear:
-    """Store it in a TensorRT engine, at least."""
+    """Return its storage in a TensorRT engine, at least."""
     matrix, scheme, bias = linear.matrix, linear.scheme, 2.0 * linear.matrix.N * linear.matrix.bias
     if scheme is None:
         return linear.plain("float16", bias)
@@ -327,7 +340,7 @@ def _in_engine(linear: StoredLinear) -> StoredLinear:
 
 
 def _in_file(linear: StoredLinear, dtype: str) -> StoredLinear:
-    """Store it in a file of blocks; `dtype`: of weights without codes."""
+    """Return its storage in a file of blocks; `dtype` is that of weights without codes."""
     matrix, scheme, bias = linear.matrix, linear.scheme, 4.0 * linear.matrix.N * linear.matrix.bias
     if scheme is None:
         return linear.plain(dtype, bias)
@@ -336,7 +349,7 @@ def _in_file(linear: StoredLinear, dtype: str) -> StoredLinear:
 
 
 def _header_bytes(linear: StoredLinear, layout: Layout | None, digits: int) -> int:
-    """Count what all `count` of a linear add to the header of a safetensors file; `digits`: of an offset."""
+    """Return the bytes of all `count` of a linear in the header of a safetensors file; `digits` of an offset."""
     matrix = linear.matrix
     headers: list[Header] = [(f"{matrix.name}.weight", "BF16", (matrix.N, matrix.K))]
     if linear.scheme is not None and layout is not None:
@@ -349,7 +362,7 @@ def _header_bytes(linear: StoredLinear, layout: Layout | None, digits: int) -> i
 
 
 def _headers(linear: StoredLinear, layout: Layout) -> list[Header]:
-    """List what a layout lists of a linear, and the fixed scale and zero point of its input."""
+    """Return the layout's headers of a linear, and those of the fixed scale and zero point of its input."""
     matrix = linear.matrix
     assert linear.scheme is not None
     headers = layout.headers(matrix.name, (matrix.N, matrix.K), linear.scheme)
@@ -361,7 +374,7 @@ def _headers(linear: StoredLinear, layout: Layout) -> list[Header]:
 
 
 def _role(name: str, codes: str) -> str:
-    """Tell what a stored tensor is, by its suffix."""
+    """Return the kind of a stored tensor from its suffix."""
     if name == codes:
         return "codes"
     if name.startswith(".input"):
@@ -372,7 +385,7 @@ def _role(name: str, codes: str) -> str:
 
 
 def _block(columns: int, scheme: WeightScheme) -> int:
-    """Return the block of MatMulNBits, as `exporters/onnx/nbits.py` chooses it."""
+    """Return the block of MatMulNBits that `exporters/onnx/nbits.py` chooses."""
     if scheme.granularity != "group" or not scheme.group:
         return next(block for block in (128, 64, 32, 16) if block <= columns or block == 16)
     return next((block for block in (256, 128, 64, 32, 16) if scheme.group % block == 0), scheme.group)
@@ -387,7 +400,7 @@ _VALUES = ("v_proj", "qkv_proj")
 
 
 class _Place(NamedTuple):
-    """A matrix's layer, of how many, and how many queries share a value."""
+    """Layer of a matrix, number of layers, and queries per value."""
 
     layer: int
     layers: int
@@ -395,14 +408,14 @@ class _Place(NamedTuple):
 
 
 def mixed(mixture: str, shapes: Shapes, head: str | None = None) -> dict[str, WeightScheme]:
-    """Return the scheme that a mixture (one of `MIXTURES`) gives each matrix, whatever divides its K."""
+    """Return the scheme of each matrix in a mixture (one of `MIXTURES`), without regard to the divisors of K."""
     leaves = {name: name.rpartition(".")[2] for name in shapes if name != head}
     numbers = {name: int(blocks[0]) for name in leaves if (blocks := re.findall(r"\.(\d+)\.", f".{name}."))}
     layers = max(numbers.values(), default=-1) + 1
     values = [name for name, leaf in leaves.items() if leaf in _VALUES]
     rows = {leaf: shapes[name][0] for name, leaf in leaves.items() if leaf in ("q_proj", "k_proj")}
     shared = rows.get("q_proj", 1) // rows.get("k_proj", 1)
-    found: dict[str, WeightScheme] = {}
+    schemes: dict[str, WeightScheme] = {}
     for name in shapes:
         if name == head:
             kind = MIXTURES[mixture] if MIXTURES[mixture] == "q8_0" else "q6_k"
@@ -414,27 +427,27 @@ def mixed(mixture: str, shapes: Shapes, head: str | None = None) -> dict[str, We
             kind = "q4_k"
         else:
             kind = MIXTURES[mixture]
-        found[name] = WeightScheme(format=kind)
-    return found
+        schemes[name] = WeightScheme(format=kind)
+    return schemes
 
 
 def instead(scheme: WeightScheme, columns: int) -> WeightScheme:
-    """Return what stands in where K = `columns` is no whole super-blocks; else, or where nothing does, the scheme."""
+    """Return the replacement of a scheme if its super-blocks do not divide K = `columns`; else the scheme."""
     kind = _FALLBACKS.get(scheme.format)
     return WeightScheme(format=kind) if kind is not None and scheme.padding(columns) else scheme
 
 
 def of_table(scheme: WeightScheme, columns: int, floats: str, name: str) -> tuple[WeightScheme | None, list[Decision]]:
-    """Return what a table of embeddings is stored in, None where 32 does not divide its width, and the decision."""
-    found = instead(scheme, columns)
-    if found == scheme and not found.padding(columns):
+    """Return the scheme of a table of embeddings, None if 32 does not divide its width, and the decision."""
+    stored = instead(scheme, columns)
+    if stored == scheme and not stored.padding(columns):
         return scheme, []
-    whole = not found.padding(columns)
-    before, after = (load_format(each.format).bits_per_weight((1, 256), each) for each in (scheme, found))
+    whole = not stored.padding(columns)
+    before, after = (load_format(way.format).bits_per_weight((1, 256), way) for way in (scheme, stored))
     bits = after if whole else 32.0 if floats == "float32" else 16.0
     reason = f"{256 if whole else 32} does not divide its width {columns}: {bits:.4g} bits a weight, not {before:.4g}"
-    to = found.format if whole else floats
-    return found if whole else None, [decision("recipe", "type-fallback", name, reason, scheme.format, to)]
+    to = stored.format if whole else floats
+    return stored if whole else None, [decision("recipe", "type-fallback", name, reason, scheme.format, to)]
 
 
 def _of_values(mixture: str, at: _Place, layers: int) -> str:
@@ -445,7 +458,7 @@ def _of_values(mixture: str, at: _Place, layers: int) -> str:
         kind = "q5_k"
     elif mixture in ("q4_k_m", "q5_k_m") and _more_bits(at):
         kind = "q6_k"
-    # of 80 layers whose queries share values: they are an eighth of the queries' matrix
+    # models of 80 layers with grouped queries: values are an eighth of the queries' matrix
     return "q5_k" if layers == 80 and at.shared > 1 and kind in ("q3_k", "q4_k") else kind
 
 
@@ -460,24 +473,24 @@ def _of_down(mixture: str, at: _Place) -> str:
 
 
 def _more_bits(at: _Place) -> bool:
-    """Tell whether it is in the first or the last eighth of the layers, or every third between them."""
+    """Tell whether a layer is in the first or the last eighth, or every third between them."""
     eighth = at.layers // 8
     return at.layer < eighth or at.layer >= 7 * at.layers // 8 or (at.layer - eighth) % 3 == 2
 
 
 def power(name: str, group: int, columns: int) -> int | None:
-    """Return the largest power of two up to `group` that divides K and that the format has."""
+    """Return the largest power of two up to `group` that divides K and that the format supports."""
     rules = load_format(name).rules
     allowed = () if rules.multiple else rules.groups or _POWERS
     return next((size for size in _POWERS if size <= group and columns % size == 0 and size in allowed), None)
 
 
 def padded(linear: str, scheme: WeightScheme, columns: int | None) -> InputError:
-    """Make the error for a layer whose last group is filled up, in an export that stores whole groups alone."""
+    """Make the error for a layer with a padded last group, in an export of whole groups only."""
     size = None if columns is None or scheme.group is None else power(scheme.format, scheme.group, columns)
     remedy = "--set on_indivisible=keep"
     if size:
         remedy = f"--set scheme.weights.group={size}, or --set on_indivisible=shrink"
     value = f"{f'K {columns} in groups' if columns else 'its last group'} of {scheme.group}, padded"
-    rule = "who reads this takes whole groups alone; padding goes with `onnx` and `checkpoint: {layout: dense}`"
+    rule = "this export takes only whole groups; `onnx` and `checkpoint: {layout: dense}` take padding"
     return InputError("layout-unsupported", linear, value, rule, remedy)

@@ -1,1 +1,1 @@
-"""A reference becomes tensors: a folder, GGUF, a package's file or an alias, checked, with none of its code run."""
+"""Opening of a reference: a folder, a GGUF file, a package's file or an alias, checked, with none of its code run."""

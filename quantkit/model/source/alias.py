@@ -1,8 +1,8 @@
-"""Models that come in Python packages and go by a bare word.
+"""Models that come in Python packages, under short names.
 
-A package's file is found without importing the package, or joined from the parts that several hold (`packaged.py`). It
-is converted once to a folder in the user's cache, whose name holds the hash of what it was made from. It is made beside
-its final name under a lock and renamed, so that it is there whole or not at all, and two processes make it once.
+A package's file is located without importing the package, or joined from the parts in several packages (`packaged.py`).
+It is converted once to a folder in the user's cache, with a hash of its source in the name. The folder is made under
+another name, under a lock, and then renamed, so that it is complete or absent, and two processes make it once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CONVERTER = 3  # raised when the conversion changes, so that old folders are no
 
 @dataclass(frozen=True)
 class Packaged:
-    """A file in an installed package; `requirement` is empty where it comes with quantkit."""
+    """A file in an installed package; `requirement` is empty if it comes with quantkit."""
 
     package: str
     file: str
@@ -43,11 +43,11 @@ class Packaged:
 
     @property
     def install(self) -> str:
-        """The command that brings it, with its reason; empty where it comes with quantkit."""
+        """Command for installing it, with its reason; empty if it comes with quantkit."""
         return f"pip install --no-deps {self.requirement} ({self.because})" if self.requirement else ""
 
     def find(self, name: str) -> Path:
-        """Find the file. Raises InputError (`alias-missing`, saying what to install and how)."""
+        """Locate the file. Raises InputError (`alias-missing`, with the command to install it)."""
         spec = importlib.util.find_spec(self.package)  # locates the package, runs nothing of it
         for place in (spec.submodule_search_locations or []) if spec else []:
             if (path := Path(place) / self.file).is_file():
@@ -63,13 +63,19 @@ class Packaged:
 
 @dataclass(frozen=True)
 class Alias:
-    """A model in a package: where it lies, under what licence, and what a reader of its figures has to know.
+    """A model in a package: its source, its licence, and notes for readers of its figures.
 
     Args:
-        calibration: the set of its own kind, for where a recipe's is of another.
-        bits: that a weight takes in the file, about.
-        convert: file and existing folder -> the folder, filled, with a `provenance.json`.
-        was: what the weights were before, if that limits what figures on them mean.
+        name: short name.
+        kind: kind of the model.
+        calibration: calibration set of its kind, if a recipe's set is of another.
+        source: file, or parts of one.
+        bits: approximate bits of a weight in the file.
+        convert: function of (file, empty folder) that fills the folder, with a `provenance.json`.
+        licence: licence of the model.
+        was: original format of the weights, if that limits the meaning of figures.
+        note: remark for readers of its figures.
+        preprocess: preprocessing of images.
     """
 
     name: str
@@ -85,7 +91,7 @@ class Alias:
 
 
 def _alias(name: str, stated: dict[str, Any]) -> Alias:
-    """Make an alias of its entry in `aliases.yaml`."""
+    """Make an alias from its entry in `aliases.yaml`."""
     licence, source, joined = stated["licence"], stated.pop("packaged", None), stated.pop("joined", None)
     how = Preprocess(**pre) if (pre := stated.pop("preprocess", None)) else None
     convert: Callable[[Path, Path], None]
@@ -108,7 +114,7 @@ ALIASES = {name: _alias(name, stated) for name, stated in read_yaml(_FILE).items
 
 
 def demand_no_graph(ref: str, recipe: str = "int8-network") -> None:
-    """Refuse a float ONNX graph where a model must be: `model-graph`, with the nearest `recipe` for graphs."""
+    """Refuse a float ONNX graph where a model is needed: `model-graph`, with the nearest `recipe` for graphs."""
     shipped = ref in ALIASES and ALIASES[ref].kind == "network"
     if not shipped and not ref.lower().endswith(".onnx"):
         return
@@ -117,7 +123,7 @@ def demand_no_graph(ref: str, recipe: str = "int8-network") -> None:
 
 
 def unknown_model(name: str, where: str = "") -> InputError:
-    """Make the error for a bare word that is no alias: of a model whose sizes alone are known, and of any other."""
+    """Make the error for an unknown short name, and for a model with known sizes but no weights."""
     if name not in configs.shipped_names():
         error = unknown_name("model", name, ALIASES, where=where)
         remedy = f"{error.remedy}; a folder is written ./{name}, a hub model hf:org/name"
@@ -125,17 +131,19 @@ def unknown_model(name: str, where: str = "") -> InputError:
     hub = re.search(r"[\w.-]+/[\w.-]+", configs.shipped(name).source)
     remedy = f"`quantkit plan {name}` needs none; weights are opened from a folder (./{name}) or the hub"
     remedy += f" (hf:{hub[0]})" if hub else ""
-    value = f"{name} is known by its sizes alone"
+    value = f"only the sizes of {name} are known"
     return InputError("model-sizes", where or name, value, "a compile reads weights", remedy)
 
 
 def materialize(alias: Alias) -> Path:
-    """Return an alias's folder, made on first use. Raises `alias-missing`, `not-writable`; Stopped: `disk-full`."""
+    """Return an alias's folder, made at the first use. Raises `alias-missing`, `not-writable`; Stopped: `disk-full`."""
     return converted(alias.name, alias.source.find(alias.name), alias.convert)
 
 
 def converted(name: str, source: Path, convert: Callable[[Path, Path], None]) -> Path:
-    """Return the folder that a file becomes, made on first use and named after its source. Raises as `disk_errors`."""
+    """Return the folder converted from a file, made at the first use and named after its source. Raises as
+    `disk_errors`.
+    """
     home = cache_dir() / "models"
     folder = home / f"{name}-{file_sha256(source)[:16]}-{_CONVERTER}"
     if cached.is_intact(folder):
@@ -159,7 +167,7 @@ def converted(name: str, source: Path, convert: Callable[[Path, Path], None]) ->
 
 
 def main() -> int:
-    """Fetch, join and convert every alias that comes in parts."""
+    """Fetch, join and convert every alias with several parts."""
     try:
         for name, alias in ALIASES.items():
             if isinstance(alias.source, Joined):

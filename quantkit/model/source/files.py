@@ -1,11 +1,12 @@
-"""Which files of a folder are the model, and the hash over them.
+"""Files of a model folder, and the hash over them.
 
-Hashes are remembered in the user's cache for one (path, device, inode, size, mtime and ctime in ns). Whoever changes a
-file can set its mtime back, but not its ctime. A file changed within the last two seconds is not remembered: it could
-change again in the resolution of its time stamp (the "racy" entry of git's index).
+Hashes are cached by (path, device, inode, size, mtime and ctime in ns). A user can reset a file's mtime, but not its
+ctime. A file changed within the last two seconds is not cached: it could change again within the resolution of its time
+stamp (the "racy" entry of git's index).
 
-Modules that sentence-transformers puts behind a transformer are part of the model: a bundle has every file of them,
-byte by byte, weights and all. `modules.json` names their folders:
+Modules that sentence-transformers adds behind a transformer are part of the model: a bundle has all their files, byte
+by
+byte, weights included. `modules.json` names their folders:
 
     [{"path": "", "type": "sentence_transformers.models.Transformer"},
      {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
@@ -30,7 +31,7 @@ from quantkit.content import cache_dir
 from quantkit.errors import InputError
 from quantkit.model.source.weights import INDEX, SINGLE, Weights, checked_file, in_order, strict_json
 
-# beside the weights; no other text, which may be the log of this very process
+# files beside the weights; no other text files, which may be logs of this process
 PATTERNS = ("*.json", "*vocab*.txt", "*merges*.txt", "*.model", "*.jinja", "*.tiktoken")
 MODULES, CONFIG = "modules.json", "config.json"
 _LIBRARY = "sentence_transformers."
@@ -39,20 +40,20 @@ _RACY_NS = 2_000_000_000
 
 
 def file_sha256(path: Path) -> str:
-    """Hash a file's content, in hex; from the cache where the file has not changed since."""
+    """Hash a file's content, in hex; from the cache if the file has not changed since."""
     real = path.resolve()
     before = real.stat()
     key = {"path": str(real), "size": before.st_size, "mtime_ns": before.st_mtime_ns}
     key |= {"ctime_ns": before.st_ctime_ns, "device": before.st_dev, "inode": before.st_ino}
     slot = cache_dir() / "hashes" / f"{hashlib.sha256(str(real).encode()).hexdigest()[:32]}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):  # not there or not ours: hash the file
+    with suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged: hash the file
         known = json.loads(slot.read_text(encoding="utf-8"))
         if {name: known[name] for name in key} == key and known["check"] == _check(key, known["sha256"]):
             return str(known["sha256"])
     with real.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     if time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) > _RACY_NS:
-        with suppress(Exception):  # a cache that cannot be written (full, read-only) costs time, nothing else
+        with suppress(Exception):  # without a writable cache the hash is only slower
             slot.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(slot, json.dumps({**key, "sha256": sha256, "check": _check(key, sha256)}).encode())
     return sha256
@@ -64,13 +65,14 @@ def _check(key: dict[str, object], sha256: str) -> str:
 
 def source_changed(ref: str) -> InputError:
     """Make the error `source-changed`."""
-    value, rule = "its files changed while it was compiled", "a bundle says what it was made from"
+    value, rule = "its files changed while it was compiled", "a bundle records its source"
     return InputError("source-changed", ref, value, rule, "compile again, and leave the model alone meanwhile")
 
 
 def files_of(path: Path, weights: Weights, trust: bool) -> list[str]:
-    """Name config, weights and tokenizer files, sorted, and what stands behind the model in folders of its own; the
-    model's own code too where that is trusted."""
+    """Name config, weights and tokenizer files, sorted, and files of its modules; with `trust` the model's own code
+    too.
+    """
     patterns = (*PATTERNS, "*.py") if trust else PATTERNS
     names = {file.name for pattern in patterns for file in path.glob(pattern) if file.is_file()}
     if weights.shards == [SINGLE]:
@@ -87,11 +89,13 @@ def identity(path: Path, weights: Weights, trust: bool) -> str:
 
 @dataclass(frozen=True)
 class Module:
-    """One of the modules that a text goes through.
+    """One of the modules that a text passes through.
 
     Args:
-        kind: the last word of the library's own type, `Pooling`; "" of any other.
-        folder: where it lies below the model's, as POSIX; "" is the model's own.
+        type: its full type.
+        kind: last word of a type of the library, `Pooling`; "" for any other type.
+        folder: its folder below the model's, in POSIX form; "" is the model's own.
+        config: its configuration.
     """
 
     type: str
@@ -126,12 +130,12 @@ def modules_of(folder: Path) -> list[Module]:
 
 
 def pools(folder: Path) -> bool:
-    """Tell whether a model is there for the vectors that are pooled from what it gives. Raises as `modules_of`."""
+    """Tell whether a model pools its outputs into vectors. Raises as `modules_of`."""
     return any(module.kind == "Pooling" for module in modules_of(folder))
 
 
 def files_of_modules(folder: Path) -> Iterator[tuple[Path, str]]:
-    """List (file, name below the folder) of all in the modules' folders but code, hidden files, links out, bundles."""
+    """Yield (file, name below the folder) of all module files, without code, hidden files, links outside, bundles."""
     for below in sorted({module.folder for module in modules_of(folder)} - {""}):
         for place, folders, names in os.walk(folder / below):
             folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
@@ -149,7 +153,7 @@ def _is_result(folder: Path) -> bool:
 
 
 def _is_inside(folder: Path, below: str) -> bool:
-    """Tell whether a module's path is one of folders below the model's own."""
+    """Tell whether a module's path is a folder below the model's own."""
     path = PurePosixPath(below)
     plain = not path.is_absolute() and ".." not in path.parts and "\\" not in below and below.isprintable()
     return plain and (folder / below).resolve().is_relative_to(folder.resolve())

@@ -1,12 +1,12 @@
-"""Opening a model: a reference in, a `Source` out, with everything checked that can be checked without computing.
+"""Opening a model: from a reference to a `Source`, with every check that needs no computation.
 
     ./folder, /folder      a Hugging Face folder: config.json, safetensors, tokenizer files
-    ./model.gguf           a GGUF file of an architecture that `gguf/` knows, converted once into the user's cache
+    ./model.gguf           a GGUF file of an architecture that `gguf/` supports, converted once into the user's cache
     hf:org/name[@revision] the same from the hub, downloaded once into the hub's own cache
     smollm2-135m           an alias, see alias.py
 
 A bare word is an alias and never a folder. No pickle is ever read. A model's own code (`auto_map`) runs only with
-`trust_remote_code`; a folder that offers code for a class which transformers has itself is opened with transformers'.
+`trust_remote_code`; if transformers has the class itself, its class is used instead of the folder's code.
 """
 
 from __future__ import annotations
@@ -54,16 +54,22 @@ _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Source:
-    """An opened model; nothing of its weights is in memory.
+    """An opened model; none of its weights are in memory.
 
     Args:
-        ref: `alias:smollm2-135m`, `hf:org/name` or `path:<folder name>`; holds no path of this machine.
-        name: what a bundle is named after.
-        dtype: what most bytes of the weights are stored in.
-        was: what it was before it was converted (`gguf Q4_1`); said wherever its figures are shown.
+        ref: `alias:smollm2-135m`, `hf:org/name` or `path:<folder name>`; without a path of this machine.
+        path: its folder.
+        name: name for a bundle.
+        kind: kind of the model.
+        config: contents of config.json.
+        dtype: stored dtype of most bytes of the weights.
+        was: original format before a conversion (`gguf Q4_1`); shown with its figures.
         notes: sentences for the reader of its figures.
-        sha256: over (file name, sha256) of config, weights and tokenizer files, sorted.
-        untied: head and embedding are two tensors, whatever the folder's config says; see `untied`.
+        sha256: hash over (file name, sha256) of config, weights and tokenizer files, sorted.
+        weights: tensors of its files.
+        trust_remote_code: True if its own code may run.
+        architecture: name of its class.
+        untied: True if head and embedding are two tensors, whatever the config states; see `untied`.
     """
 
     ref: str
@@ -81,7 +87,7 @@ class Source:
     untied: bool = False
 
     def demand_unchanged(self) -> None:
-        """Hash again what changed since it was opened. Raises InputError: `source-changed`."""
+        """Raise InputError `source-changed` if a file has changed since the model was opened."""
         try:
             same = not self.sha256 or identity(self.path, self.weights, self.trust_remote_code) == self.sha256
         except OSError:
@@ -90,7 +96,7 @@ class Source:
             raise source_changed(self.ref)
 
     def files(self) -> list[Path]:
-        """List all that its identity is over: config, weights and tokenizer files, enough to open it elsewhere."""
+        """List the files of its hash: config, weights and tokenizer files, enough to open it elsewhere."""
         return [self.path / name for name in files_of(self.path, self.weights, self.trust_remote_code)]
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -104,20 +110,21 @@ class Source:
             return pretrained.tokenizer(self.path, trust=self.trust_remote_code)
         except InputError:
             raise
-        except Exception as problem:  # whatever a damaged file makes the library raise
+        except Exception as problem:  # the library may raise anything on a damaged file
             raise InputError("tokenizer-damaged", self.ref, _first_line(problem)) from problem
 
     def model_class(self) -> type[PreTrainedModel]:
-        """Return the class to build: transformers' own, or the folder's where the user trusts it."""
+        """Return the class to build: transformers' own, or the folder's if the user trusts it."""
         return model_class_of(self.config, self.path, self.ref, self.trust_remote_code)
 
     def _loaded_config(self) -> Any:
         return _load_config(self.path, self.ref, self.trust_remote_code)
 
     def load(self, blocks: int | None = None, placed: Mapping[str, object] | None = None) -> PreTrainedModel:
-        """Load the model as plain `from_pretrained` gives it, float32, eval mode: nothing of it is ours.
+        """Load the model as plain `from_pretrained` does, float32, eval mode, without any code of ours.
 
-        `blocks`: only the first so many; `placed`: options that leave its blocks on disk, see `own_forward.on_disk`.
+        `blocks` limits it to the first blocks; `placed` has options that leave blocks on disk, see
+        `own_forward.on_disk`.
         """
         model_class, config = self.model_class(), self._loaded_config()
         if blocks is not None:
@@ -127,24 +134,28 @@ class Source:
         return in_float32(model).eval().requires_grad_(False)
 
     def can_be_cut(self, blocks: int) -> bool:
-        """Tell whether its class makes the first so many blocks of it alone: some configs name later ones, and in some
-        what a block or a table is depends on how many there are."""
+        """Tell whether its class can build the model of the first blocks alone.
+
+        Some configs name later blocks, and in some a block or a table depends on their number.
+        """
         model_class, config = self.model_class(), self._loaded_config()
         with torch.device("meta"):
             whole = dict(model_class._from_config(copy.deepcopy(config)).named_parameters())
             try:
                 cut_config(config, blocks)
                 cut = dict(model_class._from_config(config).named_parameters())
-            except Exception:  # whatever a class makes of a config that does not go together
+            except Exception:  # a class may raise anything on an inconsistent config
                 return False
         return all(name in whole and value.shape == whole[name].shape for name, value in cut.items())
 
     def skeleton(self) -> PreTrainedModel:
         """Build the model without weights: parameters and persistent buffers on the meta device, float32, eval mode.
 
-        Buffers that no file holds (rotary tables, masks, position numbers) are computed, as transformers does after a
-        load, and real. Merged experts are taken apart (`structure.experts`). Attention is `sdpa` where the class
-        supports it, else `eager`. Raises InputError (`config-invalid`, where the class makes no model of the config).
+        Buffers that no file stores (rotary tables, masks, position numbers) are computed, as transformers does after a
+        load.
+        Merged experts are split (`structure.experts`). Attention is `sdpa` if the class supports it, else `eager`.
+        Raises
+        InputError (`config-invalid` if the class rejects the config).
         """
         from transformers import initialization
 
@@ -172,12 +183,14 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
     """Open a model by path, hub id or alias.
 
     Args:
-        trust_remote_code: whether the folder's own code may run; None: where the very same was allowed to before.
-        hashed: whether its files are hashed, which reads all of them once; else its `sha256` is empty.
+        trust_remote_code: True to let the folder's own code run; None for code that was trusted before.
+        hashed: False to skip hashing its files, which reads all of them; `sha256` is then empty.
 
-    Raises InputError (`unknown-model`, `alias-missing`, `model-graph`, `file-missing`, `not-a-folder`,
-    `hub-unreachable`, `hub-missing`, `adapter-unmerged`, `config-missing`, `config-invalid`, `architecture-unknown`,
-    `architecture-unsupported`, `remote-code`, `already-quantized`, and those of `Weights.open`); MissingDependency.
+    Raises:
+        InputError: `unknown-model`, `alias-missing`, `model-graph`, `file-missing`, `not-a-folder`, `hub-unreachable`,
+            `hub-missing`, `adapter-unmerged`, `config-missing`, `config-invalid`, `architecture-unknown`,
+            `architecture-unsupported`, `remote-code`, `already-quantized`, and those of `Weights.open`.
+        MissingDependency: without transformers.
     """
     demand_no_graph(ref)
     with MissingDependency.unless_found("transformers", extra="compile", purpose="opening a model"):
@@ -261,7 +274,7 @@ def _tokenizer_beside(came_from: str, revision: str | None) -> Any:
 def open_written(folder: Path) -> Source:
     """Open a bundle's checkpoint, quantized or not, to check it; its `dtype` is the config's.
 
-    Raises as `open_model`, but for `already-quantized`.
+    Raises as `open_model`, without `already-quantized`.
     """
     return _open_folder(folder, f"path:{folder.name}", folder.name, pretrained.is_trusted(folder), written=True)
 
@@ -289,7 +302,7 @@ def _open_folder(
             raise _already_quantized(ref, f"{key} in config.json")
     model_class = model_class_of(config, path, ref, trust)
     loaded = _load_config(path, ref, trust)
-    # by name: transformers runs a folder's code once for each file, and a class in it is another one each time
+    # by name: transformers runs a folder's code once per file, which creates a new class each time
     takes = model_class.config_class.__name__
     if takes not in [base.__name__ for base in type(loaded).__mro__]:
         value = f"model_type {config.get('model_type')!r} with {model_class.__name__}"
@@ -324,9 +337,11 @@ def _open_folder(
 
 
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:
-    """Widen a model's floats of 16 bits: where a checkpoint is packed, transformers leaves some parameters in the dtype
-    of the files, whatever it is asked for, and such a model computes in both."""
-    if hasattr(model, "ct_decompress_hook"):  # before its scales change, and not when the first forward begins
+    """Widen a model's 16-bit floats to float32.
+
+    For a packed checkpoint, transformers leaves some parameters in the stored dtype, whatever dtype is requested.
+    """
+    if hasattr(model, "ct_decompress_hook"):  # expand now, before the scales change, not at the first forward
         model.hf_quantizer.compressor.decompress_model(model)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dtype in (torch.float16, torch.bfloat16):
@@ -335,7 +350,7 @@ def in_float32(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def untied(source: Source, files: Mapping[str, str]) -> Source:
-    """Give each parameter that shares a tensor one of its own, of the same values; the first in `files` keeps it."""
+    """Give parameters with a shared tensor separate ones of the same values; the first in `files` keeps it."""
     entries = dict(source.weights.entries)
     owners: dict[str, str] = {}
     sharing = [name for name, file in files.items() if owners.setdefault(file, name) != name]
@@ -349,7 +364,7 @@ def untied(source: Source, files: Mapping[str, str]) -> Source:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keep transformers' loading reports and bars out of our own output; put back as it was."""
+    """Suppress transformers' loading reports and progress bars; restore the settings at the end."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -387,7 +402,7 @@ def _from_hub(ref: str, trust: bool) -> Path:
             repository, revision=revision or None, allow_patterns=allowed, ignore_patterns=ignored
         )
         if below := sorted({module.folder for module in modules_of(Path(folder))} - {""}):
-            # of the commit that was fetched, whatever the revision is by now
+            # from the same commit, even if the revision has moved
             allowed = [f"{glob.escape(name)}/*" for name in below]
             snapshot_download(repository, revision=Path(folder).name, allow_patterns=allowed, ignore_patterns=["*.py"])
     except errors.HFValidationError as problem:
@@ -396,14 +411,14 @@ def _from_hub(ref: str, trust: bool) -> Path:
         remedy = "check the name and revision; for a gated model, accept its terms and log in (hf auth login)"
         raise InputError("hub-missing", ref, _first_line(problem), remedy=remedy) from None
     except (errors.LocalEntryNotFoundError, OSError) as problem:
-        rule = "the model is not in the hub's cache and the hub does not answer"
+        rule = "the model is not in the hub's cache, and the hub does not answer"
         remedy = "connect, or give a folder (./folder) or the alias smollm2-135m"
         raise InputError("hub-unreachable", ref, _first_line(problem), rule, remedy) from None
     return Path(folder)
 
 
 def model_class_of(config: dict[str, Any], path: Path, ref: str, trust: bool) -> type[PreTrainedModel]:
-    """Return the class to build: transformers' own, or the folder's where the user trusts it."""
+    """Return the class to build: transformers' own, or the folder's if the user trusts it."""
     name = class_name(config, ref, embeds=pools(path))
     auto_map = config.get("auto_map") or {}
     offered = [value for value in auto_map.values() if isinstance(value, str) and value.rpartition(".")[2] == name]
@@ -427,7 +442,7 @@ def _load_config(path: Path, ref: str, trust: bool) -> Any:
 
 
 def _invalid_config(ref: str, problem: Exception) -> InputError:
-    rule, remedy = "transformers makes a model of it", "compare it with the original's"
+    rule, remedy = "transformers can build a model from it", "compare it with the original's"
     return InputError("config-invalid", f"{ref}: config.json", _first_line(problem), rule, remedy)
 
 

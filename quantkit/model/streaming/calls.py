@@ -1,17 +1,19 @@
-"""How a model calls its blocks: noted once where nothing depends on what blocks put out, else asked of its own forward.
+"""Calls of a model's blocks: recorded once if they do not depend on outputs of blocks, else taken from its own forward.
 
-A transformer is `rest -> block -> block -> ... -> rest`, and a block is given more than hidden states: masks, rotary
-tables, a slice of per-layer embeddings, what an earlier block has left for it. `structure/flow.py` finds out, on a few
-tokens, of which kind a model is:
+A transformer is `rest -> block -> block -> ... -> rest`, and a block receives more than hidden states: masks, rotary
+tables, a slice of per-layer embeddings, values from an earlier block. `structure/flow.py` finds the kind of a model on
+a
+few tokens:
 
-    recorded   the next block reads what the last one put out, unchanged, and nothing else that any block made. The
-               model's forward runs once for each chunk with stand-ins for its blocks, which note what they are given.
-    live       all others. The forward of each chunk is suspended (a greenlet) where it calls a block, and goes on with
-               what the block has put out; whatever stands between two blocks is the model's own code (`live.py`).
+    recorded   each block reads the unchanged output of the previous one, and no other value from a block. The model's
+               forward runs once per chunk with stand-ins for its blocks, which record their arguments.
+    live       all other models. The forward of each chunk is suspended (a greenlet) at each call of a block, and
+    resumes
+               with the block's output; everything between two blocks is the model's own code (`live.py`).
 
-Tensors of a whole calibration set (hidden states, per-layer embeddings, masks, what a forward that stands still holds
-in its variables) lie in files without a name from `ON_DISK` bytes on, and the system has their pages in memory as it
-can: see `Shelf`.
+Tensors of a whole calibration set (hidden states, per-layer embeddings, masks, variables of suspended forwards) are
+kept
+in unnamed files from `ON_DISK` bytes on, and the system caches their pages: see `Shelf`.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from quantkit.errors import InputError
 
 ON_DISK = 1 << 30
 _HIDDEN = "hidden_states"
-# bytes of one file of a shelf; and what is smaller than this stays where it is
+# bytes of one file of a shelf, smallest tensor to move, alignment
 _FILE, _LEAST, _ALIGNED = 1 << 26, 1 << 10, 64
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a block is given besides hidden states; `name` is theirs, where it is another than `hidden_states`."""
+    """Arguments of a block beside hidden states; `name` is their keyword, if it is not `hidden_states`."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class Given:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Given]:
-        """Take the hidden states out of a block's arguments. Raises InputError (`stream-unsupported`)."""
+        """Split a block's arguments into hidden states and the rest. Raises InputError (`stream-unsupported`)."""
         kwargs = dict(kwargs)
         if _HIDDEN in kwargs:
             return kwargs.pop(_HIDDEN), cls(args, kwargs)
@@ -60,19 +62,19 @@ class Given:
         raise unsupported("a block", "is given no hidden states")
 
     def run(self, block: Callable[..., Any], hidden: Tensor) -> Any:
-        """Run a block; whatever it returns."""
+        """Run a block, and return its whole output."""
         if self.name:
             return block(*self.args, **{self.name: hidden}, **self.kwargs)
         return block(hidden, *self.args, **self.kwargs)
 
     def on(self, device: torch.device) -> Given:
-        """Put its tensors on a device; where they are there already, it is itself."""
+        """Put its tensors on a device; returns itself if they are there."""
         if all(leaf.device == device for leaf in self.leaves() if isinstance(leaf, Tensor)):
             return self
         return self.mapped(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
 
     def mapped(self, change: Callable[[Any], Any]) -> Given:
-        """Change every value."""
+        """Apply a function to every value."""
         args, kwargs = tree_map(change, (self.args, self.kwargs))
         return Given(args, kwargs, self.name)
 
@@ -81,7 +83,7 @@ class Given:
         return list(tree_flatten((self.args, self.kwargs))[0])
 
     def row(self, index: int, rows: int) -> Given:
-        """Cut tensors that have one entry for each of `rows` sequences to one sequence; others stay."""
+        """Cut tensors with one entry per sequence to one sequence; other values stay."""
 
         def cut(value: Any) -> Any:
             by_row = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows and rows > 1
@@ -91,8 +93,8 @@ class Given:
 
 
 def same(some: Sequence[Given], others: Sequence[Given]) -> bool:
-    """Tell whether two lists of calls are given equal values."""
-    seen: dict[tuple[int, int], bool] = {}  # a mask is given to every block: it is compared once
+    """Tell whether two lists of calls have equal arguments."""
+    seen: dict[tuple[int, int], bool] = {}  # every block receives the same mask: compare it once
 
     def equal(one: Any, other: Any) -> bool:
         key = (id(one), id(other))
@@ -113,25 +115,27 @@ def _equal(one: Any, other: Any) -> bool:
         return alike and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
     try:
         return bool(one == other)
-    except (RuntimeError, ValueError):  # objects that hold tensors and compare them element by element
+    except (RuntimeError, ValueError):  # objects that compare tensors element by element
         return False
 
 
 class Kept:
-    """What blocks are given on chunks whose text matters to it: per-layer embeddings, masks. What is as on the first
-    chunk is kept once; of the rest, what does not fit below `ON_DISK` bytes lies in files, as hidden states do."""
+    """Storage of blocks' arguments on chunks that depend on the text: per-layer embeddings, masks.
+
+    Values equal to those of the first chunk are stored once; from `ON_DISK` bytes on, the rest is kept in files.
+    """
 
     def __init__(self) -> None:
         self._shelf = Shelf()
         self._bytes = 0
 
     def of(self, chunk: Sequence[Given], first: Sequence[Given] | None) -> list[Given]:
-        """Keep one chunk's calls, with `first` of the first chunk."""
+        """Store one chunk's calls, given the `first` chunk's."""
         mine, shape = tree_flatten([(call.args, call.kwargs) for call in chunk])
         theirs, other_shape = tree_flatten([(call.args, call.kwargs) for call in first or ()])
         if shape != other_shape:
             theirs = [None] * len(mine)
-        seen: dict[tuple[int, int], Any] = {}  # a mask is given to every block: it is kept once
+        seen: dict[tuple[int, int], Any] = {}  # every block receives the same mask: store it once
         kept = []
         for one, other in zip(mine, theirs, strict=True):
             key = (id(one), id(other))
@@ -150,26 +154,26 @@ class Kept:
 
 @dataclass(frozen=True)
 class Call:
-    """How to run one block on a few tokens: the hidden states and the other arguments."""
+    """A call of one block on a few tokens: the hidden states and the other arguments."""
 
     hidden: Tensor
-    given: Given = field(default_factory=Given)
+    rest: Given = field(default_factory=Given)
 
     def __call__(self, block: Callable[..., Any]) -> Tensor:
-        """Run a block."""
-        return primary(self.given.run(block, self.hidden))
+        """Run a block, and return its hidden states."""
+        return primary(self.rest.run(block, self.hidden))
 
     def shapes(self) -> Call:
-        """Drop the values, for a block whose parameters have none."""
-        return Call(shape_of(self.hidden), self.given.mapped(shape_of))
+        """Drop the values, for a block without weights."""
+        return Call(shape_of(self.hidden), self.rest.mapped(shape_of))
 
     def double(self) -> Call:
         """Return the same in float64."""
-        return Call(self.hidden.double(), Given(_double(self.given.args), _double(self.given.kwargs), self.given.name))
+        return Call(self.hidden.double(), Given(_double(self.rest.args), _double(self.rest.kwargs), self.rest.name))
 
 
 def shape_of(value: Any) -> Any:
-    """Return a tensor that has shape and dtype alone; whatever else is as it is."""
+    """Return a tensor of the same shape and dtype without values; other values stay."""
     return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
 
@@ -185,14 +189,14 @@ def _double(value: Any) -> Any:
 
 
 class Calls:
-    """Recorded: the first block's input, and what every block is given on each chunk.
+    """Recorded calls: the first block's input, and the arguments of every block on each chunk.
 
     Args:
-        hidden: [samples, tokens, width] float32, the first block's input.
+        hidden: [samples, tokens, width] float32, input of the first block.
         chunk: sequences per forward.
-        given: of each chunk, one a call.
-        alone: of each call on one sequence, where that is the same for all; None: a chunk's can be cut row by row.
-        device: where blocks run; hidden states of everything may lie elsewhere. None: where they lie.
+        given: arguments of each chunk, one per call.
+        alone: arguments of each call on one sequence, if equal for all; None if a chunk's can be cut row by row.
+        device: device of the blocks; None for that of the hidden states.
     """
 
     live = False
@@ -201,20 +205,20 @@ class Calls:
         self,
         hidden: Tensor,
         chunk: int,
-        given: Sequence[Sequence[Given]],
+        arguments: Sequence[Sequence[Given]],
         alone: Sequence[Given] | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.hidden, self.chunk = hidden, chunk
         self.device = hidden.device if device is None else device
-        self._given, self._alone = given, alone
+        self._given, self._alone = arguments, alone
 
     def call(self, stage: int) -> Call:
-        """Return a call as on the first chunk, with the hidden states that the first block is given."""
+        """Return a call on the first chunk, with the hidden states of the first block."""
         return Call(self.hidden[: self.chunk].to(self.device), self._given[0][stage].on(self.device))
 
     def forward(self, block: nn.Module, stage: int, hidden: Tensor, part: int = 0) -> Tensor:
-        """Run a block on chunk number `part`, with gradients where those are enabled."""
+        """Run a block on chunk number `part`, with gradients if they are enabled."""
         return primary(self._given[part][stage].on(self.device).run(block, hidden.to(self.device)))
 
     def forward_row(self, block: nn.Module, stage: int, hidden: Tensor, row: int) -> Tensor:
@@ -227,7 +231,7 @@ class Calls:
         return primary(rest.on(self.device).run(block, hidden.to(self.device)))
 
     def tensors(self) -> list[Tensor]:
-        """List all that blocks are given besides hidden states, on the first chunk, in order."""
+        """List blocks' tensor arguments beside hidden states, on the first chunk, in order."""
         return [leaf for rest in self._given[0] for leaf in rest.leaves() if isinstance(leaf, Tensor)]
 
     @torch.no_grad()
@@ -236,30 +240,30 @@ class Calls:
         return self.forward(block, stage, hidden, part)
 
     def chunks(self, hidden: Tensor) -> Iterator[Tensor]:
-        """Cut `hidden` into forwards' worth, in the order of their numbers."""
+        """Split `hidden` into chunks, in order."""
         for part in hidden.split(self.chunk):
             yield part.to(self.device)
 
     @torch.no_grad()
     def run_all(self, block: nn.Module, stage: int, hidden: Tensor) -> Tensor:
-        """Run a block on everything, [samples, tokens, width]; the output is on disk if it is large."""
+        """Run a block on all chunks, [samples, tokens, width]; a large output is on disk."""
         parts = (self.run(block, stage, part, number) for number, part in enumerate(self.chunks(hidden)))
         return gathered(parts, hidden.shape[0], hidden.device)
 
     def pass_on(self, stage: int, hidden: Tensor) -> Tensor:
-        """Return what the next call is given as hidden states, of what this one has put out."""
+        """Return the hidden states for the next call, from the output of this one."""
         return hidden
 
 
 def unsupported(where: str, value: str) -> InputError:
-    """Make the error for a model that cannot be run block by block."""
-    rule = "a model runs block by block, each on the hidden states of the one before"
-    remedy = "no recipe works on this architecture yet; the ONNX graph of it can be compiled (docs/models.md)"
+    """Make the error for a model that cannot run block by block."""
+    rule = "a model must run block by block, each on the hidden states of the previous one"
+    remedy = "no recipe works on this architecture yet; its ONNX graph can be compiled (docs/models.md)"
     return InputError("stream-unsupported", where, value, rule, remedy)
 
 
 def primary(output: Any) -> Tensor:
-    """Return the hidden states out of what a block returns: a tensor, or a tuple or mapping that begins with it."""
+    """Return the hidden states from a block's output: a tensor, or the first of a tuple or mapping."""
     if isinstance(output, Mapping):
         output = next(iter(output.values()))
     hidden: Tensor = output[0] if isinstance(output, tuple | list) else output
@@ -267,7 +271,7 @@ def primary(output: Any) -> Tensor:
 
 
 def gathered(parts: Iterable[Tensor], samples: int, device: torch.device | None = None) -> Tensor:
-    """Gather chunks [n, tokens, width] in one tensor; from `ON_DISK` bytes on, in a file."""
+    """Join chunks [n, tokens, width] to one tensor; in a file from `ON_DISK` bytes on."""
     whole: Tensor | None = None
     start = 0
     for part in parts:
@@ -290,9 +294,9 @@ def gathered(parts: Iterable[Tensor], samples: int, device: torch.device | None 
 
 @contextmanager
 def uncached(model: nn.Module) -> Iterator[None]:
-    """Let no forward of the model make a cache, whichever of its classes would by its config.
+    """Prevent the model's forwards from making a cache, in all its configs.
 
-    What is put back is what was there when it began: one is left before another that began earlier is.
+    The settings at the start are restored at the end, also if overlapping uses end in another order.
     """
     before = [(config, config.use_cache) for config in _caching(model)]
     without_cache(model)
@@ -304,7 +308,7 @@ def uncached(model: nn.Module) -> Iterator[None]:
 
 
 def without_cache(model: nn.Module) -> None:
-    """Do the same for good, for a model that is nobody else's; the configs of blocks behind stand-ins are left."""
+    """Prevent caches permanently, for a model of our own; configs of blocks behind stand-ins stay."""
     for config in _caching(model):
         config.use_cache = False
 
@@ -316,19 +320,22 @@ def _caching(model: nn.Module) -> list[Any]:
 
 
 def forward(model: nn.Module, ids: Tensor) -> Any:
-    """Run the model's own forward on ids [samples, tokens]; `uncached` has to be around it."""
+    """Run the model's own forward on ids [samples, tokens], inside of `uncached`."""
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     return model(input_ids=ids, **options)
 
 
 class Stand(nn.Module):
-    """Stands where a block stands: `takes` is handed its number, the hidden states and the other arguments, and gives
-    what the block returns; whatever else a model asks of a block, `block` answers.
+    """Stand-in for a block.
+
+    `takes` receives its number, the hidden states and the other arguments, and returns the block's output. Other
+    attributes
+    come from the block.
     """
 
     def __init__(self, block: nn.Module, index: int, takes: Callable[[int, Tensor, Given], Any]) -> None:
         super().__init__()
-        self.__dict__["stands_for"] = block  # not a submodule: its weights are not there
+        self.__dict__["stands_for"] = block  # not a submodule: its weights are not loaded
         self.index, self.takes = index, takes
 
     def __getattr__(self, name: str) -> Any:
@@ -338,12 +345,12 @@ class Stand(nn.Module):
             return getattr(self.__dict__["stands_for"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Take what the block would be called with."""
+        """Pass on the arguments for the block."""
         return self.takes(self.index, *Given.of(args, kwargs))
 
 
 def stand_in(model: nn.Module, path: str, takes: Callable[[int, Tensor, Given], Any]) -> None:
-    """Put a `Stand` in the place of every block of `model`, for good."""
+    """Replace every block of `model` by a `Stand`, permanently."""
     parent, _, leaf = path.rpartition(".")
     blocks = model.get_submodule(path)
     assert isinstance(blocks, nn.ModuleList)
@@ -353,7 +360,7 @@ def stand_in(model: nn.Module, path: str, takes: Callable[[int, Tensor, Given], 
 
 @contextmanager
 def standing_in(model: nn.Module, path: str, takes: Callable[[int, Tensor, Given], Any]) -> Iterator[None]:
-    """Put a `Stand` in the place of every block of `model`, as long as it lasts."""
+    """Replace every block of `model` by a `Stand`, temporarily."""
     parent, _, leaf = path.rpartition(".")
     blocks = model.get_submodule(path)
     stand_in(model, path, takes)
@@ -367,7 +374,7 @@ def standing_in(model: nn.Module, path: str, takes: Callable[[int, Tensor, Given
 
 
 def in_file(count: int, dtype: torch.dtype) -> Tensor:
-    """Make room for so many elements in a file without a name: it is gone when nothing refers to it any more."""
+    """Allocate elements in an unnamed file; it is deleted with the last reference."""
     folder = content.cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix="hidden-") as file:
@@ -376,14 +383,14 @@ def in_file(count: int, dtype: torch.dtype) -> Tensor:
 
 
 class Shelf:
-    """Files that tensors are put into, one after the other; a file is gone when no tensor in it is left."""
+    """Files for tensors, filled one after the other; a file is deleted with the last tensor in it."""
 
     def __init__(self) -> None:
         self._file: Tensor | None = None
         self._taken = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor into a file; a small one, and what lies in one, stays as it is."""
+        """Copy a tensor into a file; small ones, and those in a file, stay."""
         if tensor.nbytes < _LEAST or _is_in_file(tensor):
             return tensor
         file, start = self._room(tensor.nbytes)
@@ -391,10 +398,11 @@ class Shelf:
         return place.view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
 
     def move(self, tensors: Iterable[Tensor], fixed: Collection[int] = ()) -> None:
-        """Move what tensors hold into files, in place: each stays the object that it is, and views stay views.
+        """Move the storage of tensors into files, in place: objects stay the same, and views stay views.
 
-        What somebody else has a view of too is left: a change of one would not be seen in the other any more. So is
-        what lies at `fixed` addresses, such as parameters.
+        A storage with other users is left, since they would no longer share changes; so is one at a `fixed` address,
+        such as a
+        parameter.
         """
         for users in _by_storage(tensors):
             storage = users[0].untyped_storage()
@@ -419,7 +427,7 @@ class Shelf:
 
 
 def held(frame: FrameType | None) -> list[Tensor]:
-    """List the tensors in the variables of a frame that stands still and of its callers, with what they view."""
+    """List the tensors in the variables of a suspended frame and its callers, with the tensors that they view."""
     tensors: dict[int, Tensor] = {}
     while frame is not None:
         for leaf in tree_flatten(list(frame.f_locals.values()))[0]:
@@ -432,7 +440,7 @@ def held(frame: FrameType | None) -> list[Tensor]:
 
 
 def size(tensors: Iterable[Tensor], fixed: Collection[int] = ()) -> int:
-    """Count the bytes that they hold, wherever that is, each once; without what lies at `fixed` addresses."""
+    """Return the bytes of their storages, each once, except those at `fixed` addresses."""
     storages = (users[0].untyped_storage() for users in _by_storage(tensors))
     return sum(storage.nbytes() for storage in storages if storage.data_ptr() not in fixed)
 
@@ -450,5 +458,5 @@ def _is_in_file(tensor: Tensor) -> bool:
 
 
 def _can_move(tensor: Tensor) -> bool:
-    # one that is conjugated or negated when it is read says so in itself, and not by what it holds
+    # a lazily conjugated or negated tensor has a flag that its storage lacks
     return type(tensor) is Tensor and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())

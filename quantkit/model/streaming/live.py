@@ -1,11 +1,12 @@
-"""Calls of a model whose forward cannot be cut into blocks beforehand: it runs as it is, suspended at each block.
+"""Calls of a model whose forward cannot be cut into blocks: it runs as it is, suspended at each block.
 
-Each sequence has a forward of its own, in a greenlet (a function that can be left in the middle and entered again). It
-is left where it calls a block, and goes on with what the block has put out. So relative positions that one block makes
-for all others, keys that several blocks share, or a convolution between two of them are what the model's class makes of
-them. It costs what the recorded way does not: everything outside the blocks stays in memory, and a forward that was
-left cannot be stored, so a compile that is killed begins with the first block again. What all forwards together hold in
-their variables lies in files, from as many bytes on as hidden states do (`calls.Shelf`).
+Each sequence has its own forward, in a greenlet (a function that can be left and resumed). It is left at each call of a
+block, and resumes with the block's output. So relative positions from one block for all others, shared keys, or a
+convolution between two blocks are computed by the model's own class. The costs, compared with recorded calls:
+everything
+outside of the blocks stays in memory, and a suspended forward cannot be stored, so a killed compile starts again with
+the first block. The variables of all forwards are kept in files, from as many bytes on as hidden states are
+(`calls.Shelf`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _ORDER = "calls its blocks in an order that depends on what they put out"
 
 
 class LiveCalls(Calls):
-    """Forwards that stand at the same call, one a sequence, which `batch` counts; the model is ours from here on."""
+    """Forwards suspended at the same call, one per sequence, in dimension `batch`; takes over the model."""
 
     live = True
 
@@ -48,8 +49,8 @@ class LiveCalls(Calls):
         super().__init__(torch.empty(0), 1, [], device=ids.device)
         self.model, self.visits, self.batch = model, visits, batch
         stand_in(model, path, self._leave)
-        # never put back: several of these may be open, and end in any order. The blocks' own configs may be a user's,
-        # and are left alone: a block makes no cache, but writes to one that it is given
+        # never restored: several of these may be open, and end in any order. The blocks' own configs may be a user's,
+        # and are not changed: a block makes no cache, it only writes to the one in its arguments
         without_cache(model)
         self._forwards = [greenlet(forward) for _ in ids]
         self._stands: list[tuple[int, Tensor, Given]] = []
@@ -63,63 +64,63 @@ class LiveCalls(Calls):
         self.hidden = self._gathered()
 
     @staticmethod
-    def _leave(index: int, hidden: Tensor, given: Given) -> Any:
-        """Called by the model instead of a block: leave the forward, and enter it with the block's output."""
-        return greenlet.getcurrent().parent.switch((index, hidden, given))  # type: ignore[union-attr]
+    def _leave(index: int, hidden: Tensor, rest: Given) -> Any:
+        """Suspend the forward at a call of a block, and resume it with the block's output."""
+        return greenlet.getcurrent().parent.switch((index, hidden, rest))  # type: ignore[union-attr]
 
-    def _left(self, found: Any, number: int, stage: int) -> tuple[int, Tensor, Given]:
-        """Check that a forward was left at the call that is expected."""
-        if self._forwards[number].dead or found[0] != self.visits[stage]:
+    def _left(self, stand: Any, number: int, stage: int) -> tuple[int, Tensor, Given]:
+        """Check the position of a suspended forward."""
+        if self._forwards[number].dead or stand[0] != self.visits[stage]:
             raise unsupported(type(self.model).__name__, _ORDER)
-        return found  # type: ignore[no-any-return]
+        return stand  # type: ignore[no-any-return]
 
     def _gathered(self) -> Tensor:
         return gathered((hidden.movedim(self.batch, 0) for _, hidden, _ in self._stands), len(self._stands))
 
     def call(self, stage: int) -> Call:
-        """Return the call that the first sequence's forward stands at."""
+        """Return the present call of the first sequence's forward."""
         return Call(*self._stands[0][1:])
 
     def forward(self, block: nn.Module, stage: int, hidden: Tensor, part: int = 0) -> Tensor:
-        """Run a block on sequence number `part`; the last output is what its forward goes on with."""
+        """Run a block on sequence number `part`; its forward resumes with the last output."""
         returned = self._stands[part][2].run(block, hidden.movedim(0, self.batch))
-        self._returned[part] = _replaced(returned, torch.empty(0), self._kept)  # `_output` puts others there
+        self._returned[part] = _replaced(returned, torch.empty(0), self._kept)  # `_output` inserts the hidden states
         return primary(returned).movedim(self.batch, 0)
 
     def forward_row(self, block: nn.Module, stage: int, hidden: Tensor, row: int) -> Tensor:
-        """Do the same: a chunk is one sequence."""
+        """Run a block likewise: a chunk is one sequence."""
         return self.forward(block, stage, hidden, row)
 
     @torch.no_grad()
     def pass_on(self, stage: int, hidden: Tensor) -> Tensor:
-        """Let the forwards go on to the next call; after the last, `finish` lets them end."""
+        """Resume the forwards up to the next call; after the last one, `finish` ends them."""
         if stage + 1 == len(self.visits):
             self.hidden = hidden
             return hidden
-        self._shelf = Shelf()  # what is put into it lives as long as what was, or shorter: its files go with it
+        self._shelf = Shelf()  # tensors of one step end together, and so do their files
         for number, part in enumerate(hidden.split(1)):
-            found = self._forwards[number].switch(self._output(number, part))
-            self._stands[number] = self._left(found, number, stage + 1)
+            stand = self._forwards[number].switch(self._output(number, part))
+            self._stands[number] = self._left(stand, number, stage + 1)
             self._returned[number] = None
-            del found
+            del stand
             self._put_away(number)
         return self._gathered()
 
     @torch.no_grad()
     def finish(self, number: int) -> Any:
-        """Return what the model gives for one sequence. Once each."""
+        """Return the model's output for one sequence, once each."""
         try:
-            found = self._forwards[number].switch(self._output(number, self.hidden[number : number + 1]))
+            output = self._forwards[number].switch(self._output(number, self.hidden[number : number + 1]))
         finally:
-            # the variables went with the forward; what it stood at does not
+            # the forward's variables are gone; drop its last call too
             self._returned[number] = None
             self._stands[number] = (self.visits[-1], torch.empty(0), Given())
         if not self._forwards[number].dead:
             raise unsupported(type(self.model).__name__, _ORDER)
-        return found
+        return output
 
     def _kept(self, value: Any) -> Any:
-        """Keep a value in a file, if everything is."""
+        """Copy a value into a file, if variables are kept in files."""
 
         def copied(leaf: Any) -> Any:
             return self._shelf.copy(leaf) if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
@@ -127,7 +128,7 @@ class LiveCalls(Calls):
         return tree_map(copied, value) if self._on_disk else value
 
     def _put_away(self, number: int) -> None:
-        """Move what one forward holds in its variables into files, if all of them together hold too much."""
+        """Move one forward's variables into files, if those of all forwards are too large."""
         if number and not self._on_disk:
             return
         tensors = held(self._forwards[number].gr_frame)
@@ -137,12 +138,12 @@ class LiveCalls(Calls):
             self._shelf.move(tensors, self._fixed)
 
     def _output(self, number: int, hidden: Tensor) -> Any:
-        """Return what the block returned, with these hidden states in it."""
+        """Return the block's output with these hidden states."""
         return _replaced(self._returned[number], hidden.movedim(0, self.batch), lambda value: value)
 
 
 def _replaced(returned: Any, hidden: Tensor, keep: Callable[[Any], Any]) -> Any:
-    """Return what a block returned with other hidden states, the values behind them as `keep` has them."""
+    """Return a block's output with other hidden states, and the other values after `keep`."""
     if isinstance(returned, tuple | list):
         return type(returned)((hidden, *map(keep, returned[1:])))
     if isinstance(returned, dict):

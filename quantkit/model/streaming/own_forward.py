@@ -1,15 +1,17 @@
-"""Is the stream the model? Held against the model's own forward, as plain transformers loads it.
+"""Comparison of a streamed model with the model's own forward, as plain transformers loads it.
 
-Two chunks of sequences of different content go through both, in float32. At each block, every token's hidden states are
-compared, before and behind it, and after the last one what the model gives:
+Two chunks of sequences of different content go through both, in float32. At each block, the hidden states of every
+token
+are compared before and behind it, and after the last one the model's output:
 
     |streamed - own| / |own| <= 1e-4      (Euclidean norms over the width; of logits, less their mean)
 
-Nothing of what is compared with comes from quantkit: transformers finds the weights, builds the masks and calls its
-blocks. Where the model does not fit into the memory that a compile takes anyway, its first blocks are compared, as a
-model of so many layers; where its class makes no such model, all of them, left on disk until they are called. That is
-`device_map` of `from_pretrained`: accelerate reads each module of a block when its forward begins, and drops it when
-that ends, so each forward reads all weights once; merged experts are converted first, and written into a folder.
+The reference contains no code of quantkit: transformers loads the weights, builds the masks and calls its blocks. If
+the
+model does not fit the memory that a compile needs anyway, its first blocks are compared, as a model of so many layers.
+If its class cannot build such a model, all blocks are compared, loaded from disk one by one. That is `device_map` of
+`from_pretrained`: accelerate reads each module of a block when its forward begins and drops it at the end, so each
+forward reads all weights once; merged experts are converted first, and written into a folder.
 """
 
 from __future__ import annotations
@@ -36,31 +38,36 @@ from quantkit.model.structure.traced import hooked
 
 LIMIT = 1e-4
 NAME = "stream.own_forward"
-# of the sequences that both are run on
+# sequences of the comparison, sequences per chunk, tokens of a sequence
 _ROWS, _CHUNK, _TOKENS = 4, 2, 32
-# of a block in half precision, in units of its rounding
+# limit for a block in half precision, in units of its rounding
 _HALF = 4
 
 
 @dataclass(frozen=True)
 class Own:
-    """What the model's own forward gave: hidden states [samples, tokens, width] to each call of a block, what the last
-    block put out, and whatever it returned.
+    """Record of the model's own forward.
+
+    Args:
+        inputs: hidden states [samples, tokens, width] at each call of a block.
+        last: output of the last block.
+        output: the model's output.
     """
 
-    given: list[Tensor]
+    inputs: list[Tensor]
     last: Tensor
     output: Any
 
 
 def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
-    """Make the check `stream.own_forward` of a model as opened, before any pass has changed it.
+    """Return the check `stream.own_forward` of a model as opened, before any pass has changed it.
 
     Args:
         ids: [samples, tokens] of different content; a few are used.
-        blocks: how many the model's own forward may have in memory.
+        blocks: number of blocks that the model's own forward may hold in memory.
 
-    Raises InputError: `stream-differs`, naming the first block that departs; `stream-unsupported`; `out-of-memory`.
+    Raises:
+        InputError: `stream-differs`, with the first block that differs; `stream-unsupported`; `out-of-memory`.
     """
     with _as_unsupported(model.source.architecture):
         return _demand_equal(model, few_of(ids), blocks)
@@ -68,11 +75,13 @@ def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
 
 @torch.no_grad()
 def demand_equal_in_memory(model: LoadedModel, ids: Tensor) -> None:
-    """Refuse likewise a model in memory, of whatever dtype it is in: nothing of it is changed.
+    """Check a model in memory likewise, in its own dtype, without changing it.
 
-    Each block is given what it is given in the model's own forward, so that rounding does not add up, and both run on
-    chunks of the same size, so that it hardly differs. What follows the blocks is left out: no pass looks at it. A
-    module that is one block is its own forward.
+    Each block receives its input in the model's own forward, so that rounding errors do not add up, and both run on
+    chunks
+    of the same size, so that rounding hardly differs. Parts behind the blocks are left out: no pass uses them. A module
+    that
+    is one block is its own forward.
     """
     if not model.path:
         return
@@ -81,7 +90,7 @@ def demand_equal_in_memory(model: LoadedModel, ids: Tensor) -> None:
         few = few_of(ids)
         calls = model.begin(few, _CHUNK)
         parts = [_watched(model.model, model.path, model.flow, part, model.model) for part in few.split(calls.chunk)]
-        expected = [torch.cat(hidden) for hidden in zip(*(part.given for part in parts), strict=True)]
+        expected = [torch.cat(hidden) for hidden in zip(*(part.inputs for part in parts), strict=True)]
         expected.append(torch.cat([part.last for part in parts]))
         names = [model.block_names[index] for index in model.visits]
         half = expected[-1].dtype.itemsize < torch.float32.itemsize
@@ -94,7 +103,7 @@ def demand_equal_in_memory(model: LoadedModel, ids: Tensor) -> None:
 
 @contextmanager
 def _as_unsupported(architecture: str) -> Iterator[None]:
-    """Turn whatever a class makes of a few sequences, run as a whole or by its blocks, into one of our errors."""
+    """Turn errors of a class on a few sequences, run whole or by blocks, into errors of ours."""
     try:
         yield
     except QuantkitError:
@@ -109,10 +118,11 @@ def _as_unsupported(architecture: str) -> Iterator[None]:
 
 
 def few_of(ids: Tensor) -> Tensor:
-    """Take two chunks of short sequences that differ out of `ids` [samples, tokens].
+    """Return two chunks of short sequences with different content from `ids` [samples, tokens].
 
-    Conversations may all begin with one system prompt: from where they differ, then. And where there are few of them,
-    each is taken for several.
+    Conversations may share a system prompt, so the sequences start at the first difference. A few long sequences are
+    cut
+    into several.
     """
     length = ids.shape[1]
     if len(ids) < _ROWS and length >= 2 * _TOKENS:
@@ -139,23 +149,23 @@ def _demand_equal(model: StreamedModel, few: Tensor, blocks: int) -> Check:
     hidden, before = calls.hidden, -1
     for stage in stages:
         index = model.visits[stage]
-        worst = max(worst, _held(hidden, own.given[stage], architecture, _before(names, stage)))
+        worst = max(worst, _held(hidden, own.inputs[stage], architecture, _before(names, stage)))
         if index != before:
             block = model.load(index)
         put_out, before = calls.run_all(block, stage, hidden), index
         if stage == stages[-1]:
             worst = max(worst, _held(put_out, own.last, architecture, _before(names, stage + 1)))
         hidden = put_out if stage == stages[-1] and not whole else calls.pass_on(stage, put_out)
-    if whole or not calls.live:  # what follows the blocks is the same behind fewer of them, but where they left more
+    if whole or not calls.live:  # the parts behind the blocks do not depend on their number, except in a live model
         calls.hidden = hidden
         answers = model.answers_of(calls, few)
-        # a decoder's in two parts, as scores are taken
+        # a decoder's answers in two parts, as in scoring
         half = few.shape[1] // 2
         parts = [slice(0, half), slice(half, None)] if model.source.kind == "decoder" else [slice(None)]
         output = answer(own.output).float()
         for row in range(len(few)):
             streamed, expected = _centered(torch.cat([answers(row, part) for part in parts])), _centered(output[row])
-            worst = max(worst, _held(streamed, expected, architecture, "what follows the last block"))
+            worst = max(worst, _held(streamed, expected, architecture, "the part behind the last block"))
     return Check(name=NAME, value=worst, limit=LIMIT, ok=True)
 
 
@@ -171,7 +181,7 @@ def own_forward(
     """Run the model as plain `from_pretrained` loads it, or its first `blocks`, on `ids` [samples, tokens] in one
     batch.
 
-    `runs` gives the part of the model whose forward runs; `placed`: where its blocks are, if not in memory.
+    `runs` returns the part of the model to run; `placed` says where its blocks are, if not in memory.
     """
     with quiet_loading():
         model = source.load(blocks, placed)
@@ -183,7 +193,7 @@ def own_forward(
 
 @torch.no_grad()
 def _watched(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module) -> Own:
-    """Note what a model's own forward gives its blocks, and what it gives; its hooks are gone when it returns."""
+    """Record a model's own forward with temporary hooks."""
     inputs: list[Tensor] = []
     last: list[Tensor] = []
 
@@ -202,12 +212,12 @@ def _watched(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Modu
 
 
 def _before(names: Sequence[str], stage: int) -> str:
-    """Name what made the hidden states that call number `stage` is given."""
-    return names[stage - 1] if stage else "what lies before the first block"
+    """Name the source of the hidden states of call number `stage`."""
+    return names[stage - 1] if stage else "the part before the first block"
 
 
 def _held(streamed: Tensor, own: Tensor, architecture: str, where: str, limit: float = LIMIT) -> float:
-    """Return how far they are apart, at the worst token; refuse where that is more than rounding."""
+    """Return the difference at the worst token; refuse one larger than rounding."""
     streamed, worst = streamed.to(own.device), float("inf")
     if streamed.shape == own.shape:
         size = own.double().norm(dim=-1)
@@ -219,19 +229,19 @@ def _held(streamed: Tensor, own: Tensor, architecture: str, where: str, limit: f
         "stream-differs",
         f"{architecture}: {where}",
         f"differs from the model's own forward by {worst:.1e}",
-        f"a model that is run block by block gives what it gives as a whole, to {limit:.1g}",
+        f"a model run block by block must equal its own forward to {limit:.1g}",
         "no recipe is right on this architecture yet (docs/models.md); please report it",
     )
 
 
 def _centered(logits: Tensor) -> Tensor:
-    """Take off their mean, which no probability depends on."""
+    """Subtract the mean of logits, on which probabilities do not depend."""
     return logits.float() - logits.float().mean(dim=-1, keepdim=True)
 
 
 @contextmanager
 def on_disk(model: nn.Module, path: str) -> Iterator[dict[str, object]]:
-    """Make options of `from_pretrained` that leave the blocks on disk; the folder is gone behind it."""
+    """Yield options of `from_pretrained` that leave the blocks on disk; the folder is deleted at the end."""
     folder = content.cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="offloaded-") as place:

@@ -1,10 +1,10 @@
-"""One block in memory at a time: a model's forward pass, cut at its decoder or encoder layers.
+"""Streaming of a model: its forward pass, cut at its decoder or encoder layers, with one block in memory at a time.
 
-A transformer is `rest -> block 0 -> block 1 -> ... -> rest`. The skeleton (no weights) runs once with every block
-replaced by a stand-in, which notes how the model calls its blocks (masks, rotary tables, per-layer options) and hands
-the hidden states through (`calls.py`). From then on blocks are loaded, run on all hidden states and dropped, one after
-the other, so memory is one block plus activations whatever the model's size. Which module holds the blocks is found,
-not listed: the `ModuleList` of like children that owns most of the parameters.
+A transformer is `rest -> block 0 -> block 1 -> ... -> rest`. The skeleton (no weights) runs once with a stand-in for
+every block, which records the model's calls (masks, rotary tables, per-layer options) and passes hidden states through
+(`calls.py`). Then blocks are loaded, run on all hidden states and dropped, one after the other, so memory is one block
+plus activations for a model of any size. The module of blocks is found, not listed: the `ModuleList` of like children
+with most of the parameters.
 """
 
 from __future__ import annotations
@@ -43,45 +43,45 @@ from quantkit.model.structure.names import match_names
 from quantkit.model.structure.traced import find_blocks, find_head
 
 CPU = torch.device("cpu")
-# what a live model gives for one sequence is held in a file from so many bytes on: 256 tokens of 262,144 logits
+# bytes from which on a live model's answers for one sequence are kept in a file: 256 tokens of 262,144 logits
 ANSWERS_ON_DISK = 1 << 28
-# texts that go through a block at once
+# texts per forward of a block
 _TOGETHER = 32
 
 
 class BlockStream(Protocol):
-    """What the pipeline needs of a model: its blocks by number, and how they are called."""
+    """Interface of a model for the pipeline: its blocks by number, and their calls."""
 
     block_names: list[str]
 
     @property
     def visits(self) -> tuple[int, ...]:
-        """The number of the block that each call is to, in order; known once a forward has begun."""
+        """Number of the block of each call, in order; known once a forward has begun."""
 
     def load(self, index: int) -> nn.Module:
         """Load block `index` with its weights, float32, eval mode."""
 
     def begin(self, ids: Tensor, chunk: int) -> Calls:
-        """Compute the hidden states [samples, tokens, width] before block 0, and note how each block is called."""
+        """Compute the hidden states [samples, tokens, width] before block 0, and record each block's call."""
 
 
 class Whole(BlockStream, Protocol):
-    """What a pass of scope `model` needs of a model: what lies outside its blocks, too."""
+    """Interface of a model for passes of scope `model`: also its parts outside of the blocks."""
 
     @property
     def path(self) -> str:
-        """Of the `ModuleList` of blocks; empty where the whole model is the block."""
+        """Path of the `ModuleList` of blocks; empty if the whole model is the block."""
 
     @property
     def beside(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each tensor of its files that no parameter of it holds: a draft head's, a tower's."""
+        """Shape of each tensor of its files without a parameter: a draft head's, a tower's."""
 
     def rest(self) -> nn.Module:
-        """Load the model with weights everywhere but in its blocks: a copy, which may be changed."""
+        """Load the model with weights everywhere except in its blocks: a copy, which may be changed."""
 
 
 class ReadAhead:
-    """A stream whose next block is on its way when one is asked for; two blocks are on the device at a time."""
+    """Stream that loads the next block ahead; two blocks are on the device at a time."""
 
     def __init__(self, stream: BlockStream, lane: Lane) -> None:
         self.block_names, self.begin = stream.block_names, stream.begin
@@ -90,11 +90,11 @@ class ReadAhead:
 
     @property
     def visits(self) -> tuple[int, ...]:
-        """As of the stream."""
+        """Visits of the stream."""
         return self._stream.visits
 
     def load(self, index: int) -> nn.Module:
-        """Load block `index`; the one after it is on its way from here on, where a block is done again too."""
+        """Return block `index`, and start loading the next one."""
         coming, self._coming = self._coming, None
         here = coming is not None and coming[0] == index
         block = (coming[1] if coming and here else self._lane.submit(self._stream.load, index)).result()
@@ -116,16 +116,16 @@ def record(
     runs: nn.Module | None = None,
     place: torch.device | None = None,
 ) -> Calls:
-    """Note how a model calls its blocks on `ids` [samples, tokens], without running them; of a live model, let its own
-    forwards begin, which `model` is then for.
+    """Record a model's calls of its blocks on `ids` [samples, tokens]; for a live model, start its forwards and take it
+    over.
 
     Args:
-        model: with weights everywhere but in its blocks.
-        path: of the `ModuleList` of blocks.
-        chunk: sequences per forward. Where blocks are given what depends on the text, and that cannot be told apart by
-            sequence, it becomes 1.
-        runs: the part of the model whose forward runs; all of it by default.
-        place: where hidden states of all sequences lie; where the model does by default.
+        model: model with weights everywhere except in its blocks.
+        path: path of the `ModuleList` of blocks.
+        flow: its flow of hidden states.
+        chunk: sequences per forward. It becomes 1 if arguments depend on the text and cannot be split by sequence.
+        runs: part of the model to run; by default all of it.
+        place: device of all sequences' hidden states; by default the model's.
     """
     if flow.live:
         from quantkit.model.streaming.live import LiveCalls
@@ -155,7 +155,7 @@ def record(
 
 
 class _AllRecorded(Exception):
-    """Ends a forward where what was looked for is known: what follows is not needed."""
+    """Signal that ends a forward early."""
 
 
 def _record(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module) -> tuple[Tensor, list[Given]]:
@@ -174,14 +174,14 @@ def _record(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Modul
 
 
 def put_on(device: torch.device, module: nn.Module, kept: Container[str] = ()) -> None:
-    """Move parameters and buffers that have values there, but those named in `kept`."""
+    """Move parameters and buffers with values to a device, except those named in `kept`."""
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         if not value.is_meta and value.device != device and name not in kept:
             set_tensor(module, name, value.detach().to(device))
 
 
 def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
-    """Put a parameter or buffer, by its dotted name, in the place of one without data."""
+    """Replace a parameter or buffer, by its dotted name."""
     parent, _, leaf = name.rpartition(".")
     owner = module.get_submodule(parent)
     if leaf in owner._parameters:
@@ -194,10 +194,11 @@ class StreamedModel:
     """A model on disk, block by block.
 
     Args:
-        files: parameter -> tensor of the files, where that is known already. Parameters that the skeleton ties may have
-            tensors of their own here; each then loads its own.
-        device: where blocks, and what lies around them, are loaded and run.
-        place: where hidden states of many sequences lie; None: on the device.
+        source: the opened model.
+        files: parameter -> tensor of the files, if known. Parameters that the skeleton ties may have separate tensors
+            here.
+        device: device of the blocks and the other parts.
+        place: device of the hidden states of many sequences; None for the same.
     """
 
     def __init__(
@@ -222,13 +223,13 @@ class StreamedModel:
         self.transforms: list[Transform] = []
 
     def on(self, device: torch.device, place: torch.device | None = None) -> StreamedModel:
-        """Return the same model, loaded and run there; `place` as of the class."""
+        """Return the same model on another device; `place` as for the class."""
         other = copy.copy(self)
         other.device, other.place, other.transforms = device, place, list(self.transforms)
         return other
 
     def with_head(self) -> StreamedModel:
-        """Return the same model, giving the logits of an encoder's class, where that makes any."""
+        """Return the same model with the logits of an encoder's class, if it has any."""
         other = self.on(self.device, self.place)
         other._flow, other._headed = self.flow, True
         return other
@@ -237,47 +238,47 @@ class StreamedModel:
 
     ways: Mapping[str, float] = MappingProxyType({})
     prompt_rows, headed = 0, False
-    together = None  # all its blocks are read each time
+    together = None  # reads all its blocks each time
     settings: Mapping[str, Any] = MappingProxyType({"dtype": "float32"})
 
     @property
     def where(self) -> dict[str, str]:
-        """The device that it runs on, for rows."""
+        """Device for rows."""
         if self.device.type == "cuda":
             return machine.gpu(torch.cuda.get_device_name(self.device))
         return machine.device()
 
     def scores(self, ids: Tensor, at_once: int | None = None) -> Answers:
-        """Compute logits of ids [n, T], at the positions of one sequence each time."""
+        """Return logits of ids [n, T], by positions of one sequence at a time."""
         return self.answers(ids)
 
     def encode(self, ids: NDArray[Any], mask: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Compute the last hidden states [n, T, width] float32 of texts of one length, ids [n, T]."""
+        """Return the last hidden states [n, T, width] float32 of texts of one length, ids [n, T]."""
         with torch.inference_mode():
             states: NDArray[Any] = self.answers(torch.from_numpy(ids), chunk=_TOGETHER).all().float().cpu().numpy()
         return states
 
     def logits(self, ids: NDArray[Any], mask: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Compute what it gives; of `with_head` the logits of its class."""
+        """Return its output; after `with_head` the logits of its class."""
         return self.encode(ids)
 
     @property
     def flow(self) -> Flow:
-        """Which way hidden states go through it; learned when it is first asked for."""
+        """Flow of hidden states; learned at the first use."""
         return self._learn(self.rest()) if self._flow is None else self._flow
 
     @property
     def visits(self) -> tuple[int, ...]:
-        """The number of the block that each call is to, in order."""
+        """Number of the block of each call, in order."""
         return self.flow.visits
 
     @property
     def head(self) -> str | None:
-        """The linear that makes a decoder's logits, by its name in the skeleton; None for other models."""
+        """Name of the linear for a decoder's logits in the skeleton; None for other models."""
         return find_head(self.skeleton) if self.source.kind == "decoder" else None
 
     def tensor(self, name: str) -> Tensor:
-        """Read a parameter by its name in the skeleton, its floats in float32, onto the device."""
+        """Read a parameter by its name in the skeleton, floats as float32, to the device."""
         value: Tensor = self.source.weights.read(self.files[name], self.device)
         return value.float() if value.is_floating_point() else value
 
@@ -294,11 +295,11 @@ class StreamedModel:
         return block.eval()
 
     def rest_names(self) -> list[str]:
-        """List the parameters outside the blocks, as the skeleton names them; tied ones under each of their names."""
+        """List the parameters outside of the blocks by their names in the skeleton; tied ones under each name."""
         return [name for name in self.files if not name.startswith(f"{self.path}.")]
 
     def rest(self) -> nn.Module:
-        """Load the model with weights everywhere but in its blocks. The caller drops it when done."""
+        """Load the model with weights everywhere except in its blocks; the caller drops it."""
         blocks = self.skeleton.get_submodule(self.path)
         model = copy.deepcopy(self.skeleton, {id(blocks): blocks})
         loaded: dict[str, Tensor] = {}
@@ -319,27 +320,27 @@ class StreamedModel:
         return value.detach()
 
     def runs(self, model: nn.Module) -> nn.Module:
-        """Return the part of `model` that is scored: a decoder with its head, else what gives hidden states."""
+        """Return the part of `model` to score: a decoder with its head, else the part up to the hidden states."""
         base = getattr(model, "base_model", None)
         return base if not self._headed and isinstance(base, nn.Module) else model
 
     def _learn(self, model: nn.Module) -> Flow:
         if self._flow is None:
             size = self.source.config.get("vocab_size")
-            # the first ids are mostly padding and the like, by which some classes count positions
+            # skips the first ids, mostly padding and special tokens, from which some classes count positions
             ids = torch.arange(5, 21).reshape(2, 8).remainder(size if isinstance(size, int) else 16)
             self._flow = learn(model, self.path, self.load, ids.to(self.device), self.runs(model))
         return self._flow
 
     @torch.no_grad()
     def begin(self, ids: Tensor, chunk: int) -> Calls:
-        """Compute the hidden states before block 0 for `ids` [samples, tokens], and note how each block is called."""
+        """Compute the hidden states before block 0 for `ids` [samples, tokens], and record each block's call."""
         model = self.rest()
         return record(model, self.path, self._learn(model), ids.to(self.device), chunk, self.runs(model), self.place)
 
     @torch.no_grad()
     def through(self, ids: Tensor, chunk: int = 4) -> Calls:
-        """Run all blocks on `ids` [samples, tokens], one in memory; `hidden` of the result is the last one's output."""
+        """Run all blocks on `ids` [samples, tokens], one in memory; `hidden` of the result is the last output."""
         calls = self.begin(ids, chunk)
         hidden, before = calls.hidden, -1
         for stage, index in enumerate(self.visits):
@@ -350,7 +351,9 @@ class StreamedModel:
         return calls
 
     def run(self, ids: Tensor, chunk: int = 4) -> Tensor:
-        """Return the last block's output for `ids` [samples, tokens]: [samples, tokens, width], one block in memory."""
+        """Return the last block's output for `ids` [samples, tokens]: [samples, tokens, width], with one block in
+        memory.
+        """
         return self.through(ids, chunk).hidden
 
     def answers(self, ids: Tensor, chunk: int = 4) -> Answers:
@@ -358,9 +361,9 @@ class StreamedModel:
         return self.answers_of(self.through(ids, chunk), ids)
 
     def answers_of(self, calls: Calls | None, ids: Tensor, hidden: Tensor | None = None) -> Answers:
-        """Return what the model gives for `ids` [samples, tokens], once all blocks have run.
+        """Return the model's answers for `ids` [samples, tokens], once all blocks have run.
 
-        `calls`: None: they are not live. `hidden`: the last block's output; None: that of the calls.
+        `calls` is None for calls that are not live; `hidden` is the last block's output, None for that of the calls.
         """
         ids = ids.to(self.device)
         if calls is not None and calls.live:
@@ -372,17 +375,18 @@ class StreamedModel:
 
 
 class Head:
-    """What follows the last block: final norm and language-model head, run on hidden states.
+    """Part behind the last block: final norm and language-model head, run on hidden states.
 
-    The model's own forward runs with a single stand-in block that returns the hidden states it is given, so that final
-    norms, logit scales and soft caps are whatever the model's class makes of them.
+    The model's own forward runs with stand-ins that return the given hidden states, so that final norms, logit scales
+    and
+    soft caps come from the model's class.
 
     Args:
-        model, path, flow, runs: as of `record`; the model is ours from here on.
+        model, path, flow, runs: as for `record`; takes over the model.
     """
 
     def __init__(self, model: nn.Module, path: str, flow: Flow, runs: nn.Module | None = None) -> None:
-        assert not flow.live, "what follows the blocks of a live model is its own forward"
+        assert not flow.live, "a live model ends in its own forward"
         self.model, self.runs = model, runs or model
         self._plays = torch.empty(0)
         blocks = list(model.get_submodule(path).children())
@@ -394,14 +398,16 @@ class Head:
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Compute logits [samples, tokens, vocabulary], or an encoder's last hidden states, of the last block's."""
+        """Return logits [samples, tokens, vocabulary], or an encoder's last hidden states, from the last block's
+        output.
+        """
         self._plays = hidden
         with uncached(self.model):
             return answer(forward(self.runs, ids))
 
 
 def answer(output: Any) -> Tensor:
-    """Take logits out of what a model gives, those of spans side by side, or its last hidden states."""
+    """Return the logits in a model's output, those of spans side by side, or its last hidden states."""
     if hasattr(output, "start_logits"):
         return torch.stack((output.start_logits, output.end_logits), dim=-1)
     logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
@@ -409,17 +415,17 @@ def answer(output: Any) -> Tensor:
 
 
 class Answers:
-    """What a model gives for some ids [samples, tokens]: logits, or an encoder's last hidden states.
+    """A model's answers for ids [samples, tokens]: logits, or an encoder's last hidden states.
 
-    Of a live model a sequence's are computed once, all of them, when its first part is asked for, and held until those
-    of another are: in a file where they are many, since two models are compared. So they are where hidden states are
-    not of one token each (a prompt of the model's own before the text, several streams, patches), because what follows
-    the blocks then needs all of them.
+    A live model's answers for a sequence are computed whole at the first request, and kept until another sequence is
+    requested: in a file if they are large, since two models are compared. The same holds if hidden states are not one
+    per
+    token (a prompt of the model's own, several streams, patches), because the head then needs all of them.
 
     Args:
-        of: a head, or the calls of a live model that have gone through all blocks.
+        of: a head, or the calls of a live model after all blocks.
         ids: [samples, tokens].
-        hidden: the last block's output, for a head.
+        hidden: output of the last block, for a head.
     """
 
     def __init__(self, of: Head | Calls, ids: Tensor, hidden: Tensor | None = None) -> None:
@@ -428,14 +434,14 @@ class Answers:
 
     @torch.no_grad()
     def __call__(self, index: int, part: slice = slice(None)) -> Tensor:
-        """Return those of some positions of one sequence: [P, vocabulary or width]."""
+        """Return the answers at some positions of one sequence: [P, vocabulary or width]."""
         if isinstance(self._of, Head):
             assert self._hidden is not None
             row, ids = self._hidden[index : index + 1], self._ids[index : index + 1]
             if row.shape[1] == ids.shape[1]:
                 return self._of(row[:, part].to(ids.device), ids[:, part])[0]
         if self._held is None or self._held[0] != index:
-            self._held = None  # before the next ones are made
+            self._held = None  # free the old ones first
             whole = self._whole(index)
             large = not whole.is_cuda and whole.nbytes >= ANSWERS_ON_DISK
             self._held = index, Shelf().copy(whole[0]) if large else whole[0]
@@ -443,7 +449,7 @@ class Answers:
 
     @torch.no_grad()
     def given(self, linear: str, index: int) -> Tensor:
-        """Return what a linear behind the blocks is given for a sequence, [tokens, K]; of a live model, once each."""
+        """Return the input of a linear behind the blocks for a sequence, [tokens, K]; for a live model, once each."""
         inputs: list[Tensor] = []
 
         def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -459,27 +465,28 @@ class Answers:
         return inputs[0].reshape(-1, inputs[0].shape[-1])
 
     def _whole(self, index: int) -> Tensor:
-        """Return those of all positions of one sequence, [1, tokens, vocabulary or width]."""
+        """Return the answers at all positions of one sequence, [1, tokens, vocabulary or width]."""
         if isinstance(self._of, Head):
             assert self._hidden is not None
             return self._of(self._hidden[index : index + 1].to(self._ids.device), self._ids[index : index + 1])
         return answer(self._of.finish(index))  # type: ignore[attr-defined]
 
     def all(self) -> Tensor:
-        """Return all of them, [samples, tokens, vocabulary or width]."""
+        """Return all answers, [samples, tokens, vocabulary or width]."""
         return torch.stack([self(index) for index in range(len(self._ids))])
 
 
 class LoadedModel:
-    """An `nn.Module` with its weights, quantized in place by whoever works on its blocks. A transformer's stack of like
-    layers is the blocks; all else is one block.
+    """An `nn.Module` with its weights, quantized in place.
+
+    The blocks are a transformer's stack of like layers; any other module is one block.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval()
         self.path = ""
         self.beside: Mapping[str, tuple[int, ...]] = {}
-        # how a transformer hands hidden states from layer to layer is known; what another module does is not
+        # only transformers are known to pass hidden states from layer to layer
         if "input_ids" in inspect.signature(model.forward).parameters:
             with suppress(InputError):
                 self.path = find_blocks(model)
@@ -489,7 +496,7 @@ class LoadedModel:
 
     @property
     def visits(self) -> tuple[int, ...]:
-        """The number of the block that each call is to, in order; known once a forward has begun."""
+        """Number of the block of each call, in order; known once a forward has begun."""
         return self.flow.visits
 
     def load(self, index: int) -> nn.Module:
@@ -497,7 +504,7 @@ class LoadedModel:
         return self._blocks[index]
 
     def rest(self) -> nn.Module:
-        """Copy what lies outside the blocks."""
+        """Copy the parts outside of the blocks."""
         blocks = self.model.get_submodule(self.path)
         return copy.deepcopy(self.model, {id(blocks): blocks})
 
@@ -509,7 +516,7 @@ class LoadedModel:
 
     @torch.no_grad()
     def begin(self, ids: Tensor, chunk: int) -> Calls:
-        """Compute hidden states before block 0 for `ids` [samples, tokens]; of a single block, `ids` is its input."""
+        """Compute hidden states before block 0 for `ids` [samples, tokens]; for a single block, `ids` is its input."""
         if not self.path:
             nothing = [Given()]
             return Calls(ids, chunk, [nothing for _ in ids.split(chunk)], nothing)

@@ -1,27 +1,27 @@
-"""Changes of a streamed model that are made as its parts load, each by hooks alone: no model's own code is changed.
+"""Changes of a streamed model, made by hooks as its parts load: no model's own code is changed.
 
-Inputs of linears: a pre-hook quantizes what its linear is given, as a kernel would.
+Inputs of linears: a pre-hook quantizes the linear's input, as a kernel would.
 
-Keys and values: every attention of transformers hands its keys, after the rotary embedding, and its values to
-`past_key_values.update` and attends to what comes back. A pre-hook of the block puts a cache there whose `update`
-quantizes first, and then hands on to the cache that was there, if any.
+Keys and values: every attention of transformers passes its keys, after the rotary embedding, and its values to
+`past_key_values.update`, and attends to the result. A pre-hook of the block inserts a cache whose `update` quantizes
+first, and then calls the cache that was there, if any.
 
     keys, values [batch B, heads H, tokens T, features D]
     scales of a  tensor [1], a head [H, 1, 1], a channel [H, 1, D], a token [B, H, T, 1]
 
-Rounded products: how far a right model's outputs may depart where a library multiplies in kernels of half precision.
-Such a kernel sums in float32, but what it multiplies, and the result, have 8 significant bits on some processors,
-whatever the model's dtype. Where that ends depends on the model: how deep it is, how sharp its attention, how wide its
-logits spread. So it is not forecast: the expected model runs once more with the same products rounded (`rounding`), and
-departs from itself by some d. The library's outputs are the same sum of roundings, drawn another time:
+Rounded products: allowed difference of a correct model's outputs, if a library multiplies in kernels of half precision.
+Such a kernel sums in float32, but its factors and result have 8 significant bits on some processors, whatever the
+model's dtype. The effect depends on the model: its depth, its attention, the spread of its logits. So it is measured:
+the expected model runs once more with the same products rounded (`rounding`), and differs from itself by d. The
+library's outputs are the same sum of roundings, drawn once more:
 
-    d       = √(Σ (rounded - expected)² / Σ expected²)   over all outputs: of the largest alone, chance decides
-    √(5/3) d   where the library rounds the scale and the code's value as well: five roundings for three
-    2 d        is allowed, half as much again, besides what float32 may be off
+    d       = √(Σ (rounded - expected)² / Σ expected²)   over all outputs: a maximum would depend on chance
+    √(5/3) d   if the library rounds the scale and the code's value too: five roundings instead of three
+    2 d        is allowed, half as much again, beside the error of float32
 
-Of random Llamas, GPT-NeoX and Gemma 3, 2 to 8 blocks deep, models whose products are rounded five times depart by 0.97
-to 1.49 d, 1.27 d on average (`tests/model/test_transforms.py`). What this lets through is found elsewhere: stored
-tensors are compared one by one, to 1e-4.
+For random Llamas, GPT-NeoX and Gemma 3, 2 to 8 blocks deep, models with five roundings differ by 0.97 to 1.49 d, 1.27 d
+on average (`tests/model/test_transforms.py`). Smaller errors are found elsewhere: stored tensors are compared one by
+one, to 1e-4.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from quantkit.model.structure.traced import set_parameter
 from quantkit.scheme import ActivationScheme, CacheScheme
 
 DEPARTURES = 2.0
-# sees keys and values as they come, [batch, heads, tokens, features], before they are quantized
+# function of keys and values [batch, heads, tokens, features], before they are quantized
 Observer = Callable[[Tensor, Tensor], None]
 
 
 class Transform(Protocol):
-    """An exact change of the whole model, made in place as its parts load: a rotation, an untying, a permutation."""
+    """Exact change of the whole model, made in place as its parts load: a rotation, an untying, a permutation."""
 
     def block(self, index: int, block: nn.Module) -> None:
         """Change a block."""
         return
 
     def rest(self, model: nn.Module) -> None:
-        """Change what lies outside the blocks."""
+        """Change the parts outside of the blocks."""
         return
 
 
 @dataclass
 class QuantizedInput:
-    """The pre-hook of one linear.
+    """Pre-hook of one linear.
 
     Args:
-        scheme: how its input [..., K] is quantized.
-        static: its scale, where calibration fixes it.
-        on: whether the linear gets the quantized input; while its weight has no codes yet, it does not.
-        moved: what becomes of the channels before; the linear's weight and bias are for what comes out.
+        scheme: scheme of its input [..., K].
+        static: fixed scale from calibration.
+        on: True to quantize; False while its weight has no codes yet.
+        moved: transform of the channels before; the linear's weight and bias already include its inverse.
     """
 
     scheme: ActivationScheme
@@ -75,30 +75,30 @@ class QuantizedInput:
 
     @property
     def waits(self) -> bool:
-        """Whether calibration still has to find its scale."""
+        """True if calibration still has to set its scale."""
         return not self.scheme.dynamic and self.static is None
 
     def quantize(self, x: Tensor) -> Tensor:
-        """Return what the kernel multiplies instead of `x`."""
+        """Return `x` as the kernel multiplies it."""
         return activation.fake_quantize(self.move(x), self.scheme, self.static)
 
     def move(self, x: Tensor) -> Tensor:
-        """Move the channels of `x`."""
+        """Apply the transform of channels to `x`."""
         return x if self.moved is None else (x - self.moved.shift) / self.moved.scale
 
     def settle(self, static: InputScale) -> None:
-        """Fix the scale; where its channels lie is stored with it."""
+        """Set the fixed scale, with the transform of channels."""
         self.static = replace(static, moved=self.moved)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Quantize, as a pre-hook."""
+        """Quantize the input, as a pre-hook."""
         if not self.on and self.moved is None:
             return None
         return (self.quantize(args[0]) if self.on else self.move(args[0]), *args[1:])
 
 
 def attach_inputs(module: nn.Module, schemes: Mapping[str, ActivationScheme]) -> dict[str, QuantizedInput]:
-    """Attach hooks, off, to linears of a module by their names within it."""
+    """Attach hooks, switched off, to linears of a module by their names in it."""
     hooks = {name: QuantizedInput(scheme) for name, scheme in schemes.items()}
     for name, hook in hooks.items():
         module.get_submodule(name).register_forward_pre_hook(hook)
@@ -107,12 +107,14 @@ def attach_inputs(module: nn.Module, schemes: Mapping[str, ActivationScheme]) ->
 
 @dataclass(frozen=True)
 class QuantizedInputs(Transform):
-    """Every linear of the blocks that is named sees its input quantized; linears go by their full names.
+    """Transform that quantizes the inputs of the named linears, by full names.
 
     Args:
-        scales: of those whose scheme is not dynamic.
-        dtype: what the model is loaded in; a scale is cast to it.
-        on: whether they are quantized; if not, channels are moved all the same, because weights are for that.
+        block_names: names of the blocks.
+        schemes: linear -> scheme of its input.
+        scales: linear -> fixed scale, for schemes that are not dynamic.
+        dtype: dtype of the loaded model; scales are cast to it.
+        on: False only to move channels, because weights already include that.
     """
 
     block_names: list[str]
@@ -122,7 +124,7 @@ class QuantizedInputs(Transform):
     on: bool = True
 
     def block(self, index: int, block: nn.Module) -> None:
-        """Attach hooks, on."""
+        """Attach the hooks."""
         prefix = f"{self.block_names[index]}."
         chosen = {name.removeprefix(prefix): how for name, how in self.schemes.items() if name.startswith(prefix)}
         for name, hook in attach_inputs(block, chosen).items():
@@ -135,12 +137,13 @@ class QuantizedInputs(Transform):
 
 @dataclass
 class QuantizedCache:
-    """The pre-hook of one block.
+    """Pre-hook of one block.
 
     Args:
-        keys, values: their scales, where calibration fixes them.
-        on: whether anything is done.
-        observer: sees what comes; while it does, nothing is quantized that still lacks its scale.
+        scheme: scheme of keys and values.
+        keys, values: fixed scales from calibration.
+        on: True to act.
+        observer: observer of keys and values; until the scales are set, nothing is quantized.
     """
 
     scheme: CacheScheme
@@ -151,13 +154,13 @@ class QuantizedCache:
 
     @property
     def waits(self) -> bool:
-        """Whether calibration still has to find its scales."""
+        """True if calibration still has to set its scales."""
         return not self.scheme.dynamic and self.keys is None
 
     def stored(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they are read from the cache."""
+        """Return keys and values as read from the cache."""
         if self.waits and self.observer is not None:
-            self.observer(keys, values)  # which may find the scales
+            self.observer(keys, values)  # may set the scales
         if self.waits:
             return keys, values
         stored = activation.fake_quantize(keys, self.scheme, self.keys)
@@ -166,7 +169,7 @@ class QuantizedCache:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Put a cache that stores quantized values among the block's arguments, as a pre-hook."""
+        """Insert a quantizing cache into the block's arguments, as a pre-hook."""
         if not self.on:
             return None
         place = list(inspect.signature(module.forward).parameters).index("past_key_values")
@@ -176,7 +179,7 @@ class QuantizedCache:
 
 
 class _Storing:
-    """Stands where a cache stands."""
+    """Wrapper of a cache that quantizes."""
 
     def __init__(self, hook: QuantizedCache, behind: Any) -> None:
         self._hook, self._behind = hook, behind
@@ -195,9 +198,9 @@ class _Storing:
 
 
 def attach_cache(block: nn.Module, scheme: CacheScheme) -> QuantizedCache:
-    """Attach a hook, off, to a block. Raises InputError (`cache-unknown`, a block that takes no cache)."""
+    """Attach a hook, switched off, to a block. Raises InputError (`cache-unknown` for a block without a cache)."""
     if "past_key_values" not in inspect.signature(block.forward).parameters:
-        rule = "a KV cache is quantized where a block is handed one"
+        rule = "only blocks with a KV cache can have it quantized"
         remedy = "--set scheme.kv_cache=null"
         raise InputError("cache-unknown", type(block).__name__, "takes no past_key_values", rule, remedy)
     hook = QuantizedCache(scheme)
@@ -206,7 +209,7 @@ def attach_cache(block: nn.Module, scheme: CacheScheme) -> QuantizedCache:
 
 
 def rows_of(states: Tensor, scheme: CacheScheme) -> Tensor:
-    """Lay keys or values [B, H, T, D] out as [scales, values of each]: [1, …], a head [H, …] or a channel [H D, …]."""
+    """Reshape keys or values [B, H, T, D] to [scales, values]: [1, …], per head [H, …] or per channel [H D, …]."""
     if scheme.granularity == "tensor":
         return states.reshape(1, -1)
     if scheme.granularity == "head":
@@ -215,16 +218,19 @@ def rows_of(states: Tensor, scheme: CacheScheme) -> Tensor:
 
 
 def shaped(scale: InputScale, scheme: CacheScheme, heads: int) -> InputScale:
-    """Shape scales of `rows_of` to broadcast against [B, H, T, D]."""
+    """Reshape scales of `rows_of` to broadcast against [B, H, T, D]."""
     shape = {"tensor": (1,), "head": (heads, 1, 1), "channel": (heads, 1, -1)}[scheme.granularity]
     return InputScale(scale.scale.reshape(shape), None if scale.zero is None else scale.zero.reshape(shape))
 
 
 @dataclass(frozen=True)
 class QuantizedCaches(Transform):
-    """Every block stores keys and values as `scheme` says; `scales` of them are cast to the model's `dtype`.
+    """Transform that quantizes every block's keys and values.
 
-    `scales` is empty where the scheme takes them from the values.
+    Args:
+        scheme: scheme of keys and values.
+        scales: fixed scales of each block's keys and values; empty for a dynamic scheme.
+        dtype: dtype of the model; scales are cast to it.
     """
 
     scheme: CacheScheme
@@ -232,7 +238,7 @@ class QuantizedCaches(Transform):
     dtype: torch.dtype
 
     def block(self, index: int, block: nn.Module) -> None:
-        """Attach the hook, on."""
+        """Attach the hook."""
         hook = attach_cache(block, self.scheme)
         if not self.scheme.dynamic:
             device = next(block.parameters()).device
@@ -242,7 +248,7 @@ class QuantizedCaches(Transform):
 
 
 def departure(outputs: Tensor, expected: Tensor) -> float:
-    """Return how far outputs are from others, of the size of those: by their norms."""
+    """Return the relative difference of outputs, by norms."""
     if outputs.shape != expected.shape:
         return float("inf")
     wide = expected.double()
@@ -250,7 +256,7 @@ def departure(outputs: Tensor, expected: Tensor) -> float:
 
 
 def rounding(model: nn.Module, linears: Iterable[str]) -> nn.Module:
-    """Have linears of a model round their inputs, weights and results to bfloat16; what they sum is not rounded."""
+    """Round inputs, weights and results of a model's linears to bfloat16; their sums stay in float32."""
     for name in linears:
         linear = model.get_submodule(name)
         set_parameter(linear, "weight", _rounded(linear.weight.detach()))  # type: ignore[operator, union-attr]
@@ -261,13 +267,13 @@ def rounding(model: nn.Module, linears: Iterable[str]) -> nn.Module:
 
 @dataclass(frozen=True)
 class RoundedProducts(Transform):
-    """Linears of the blocks, by their full names, round their products."""
+    """Transform that rounds the products of linears, by full names."""
 
     block_names: Sequence[str]
     linears: Collection[str]
 
     def block(self, index: int, block: nn.Module) -> None:
-        """Attach hooks."""
+        """Attach the hooks."""
         prefix = f"{self.block_names[index]}."
         rounding(block, [name.removeprefix(prefix) for name in self.linears if name.startswith(prefix)])
 

@@ -1,1 +1,1 @@
-"""The structure of a model, found by running it: blocks, shared inputs, folds, skips, the residual stream, experts."""
+"""Structure of a model, found by running it: blocks, shared inputs, folds, skips, the residual stream, experts."""

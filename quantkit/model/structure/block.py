@@ -1,4 +1,4 @@
-"""A block as passes see it: linears by name, schemes, folds, and the codes assigned so far."""
+"""A block as passes see it: linears by name, schemes, folds, and codes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from quantkit.scheme import WeightScheme
 
 @dataclass
 class Block:
-    """One decoder or encoder layer, with weights, while it is being worked on.
+    """One decoder or encoder layer with weights, while passes work on it.
 
     Args:
-        name: its full name, such as `model.layers.3`; empty when the whole model is the block.
-        module: with float32 weights; passes change it in place.
-        folds: shared input's name -> where its scale can go, proved on this block.
-        declined: shared input's name -> why there is no fold.
-        schemes: linear -> how its weight is to be stored; None leaves it in high precision.
-        dtype: what unquantized tensors of this block will be stored in.
-        fuses: whether any destination gains from linears that are stored as one: `fusions`.
-        tensors: linear -> its codes; what `assign` was given.
-        original: the module as it came, when a pass looks at the original stream; folds reach it too.
-        inputs: linear -> how its input is quantized, for those where it is; in force from `assign` on.
-        keeps_errors: whether `weight_errors` is wanted: as large as the block.
-        weight_errors: linear -> [N, K], its weight less what its codes stand for, of those with a bias.
+        name: full name, such as `model.layers.3`; empty if the whole model is the block.
+        index: number of the block.
+        module: the layer, with float32 weights; passes change it in place.
+        structure: its traced structure.
+        folds: name of a shared input -> place for its scale, proved on this block.
+        declined: name of a shared input -> reason why there is no fold.
+        schemes: linear -> scheme of its weight; None for high precision.
+        dtype: stored dtype of unquantized tensors of this block.
+        fuses: True if an export gains from linears stored as one: `fusions`.
+        tensors: linear -> its codes, set by `assign`.
+        original: original module, if a pass needs the original stream; folds change it too.
+        inputs: linear -> quantizer of its input, active after `assign`.
+        keeps_errors: True to keep `weight_errors`, as large as the block.
+        weight_errors: linear with a bias -> its weight less the dequantized codes, [N, K].
     """
 
     name: str
@@ -55,11 +57,11 @@ class Block:
     weight_errors: dict[str, Tensor] = field(default_factory=dict)
 
     def full_name(self, linear: str) -> str:
-        """Map `self_attn.q_proj` to `model.layers.3.self_attn.q_proj`."""
+        """Return the full name: `model.layers.3.self_attn.q_proj` for `self_attn.q_proj`."""
         return f"{self.name}.{linear}" if self.name else linear
 
     def linears(self) -> list[str]:
-        """List the linears that are to be quantized, in the order they run."""
+        """List the linears to quantize, in the order in which they run."""
         return [name for name in self.structure.linears if self.schemes.get(name) is not None]
 
     def groups(self) -> list[SharedInput]:
@@ -71,7 +73,7 @@ class Block:
         return [group for group in kept if group.members]
 
     def alike(self, members: Iterable[str]) -> list[list[str]]:
-        """Group the linears that are to be quantized by scheme, in their order."""
+        """Group linears to quantize by scheme, in their order."""
         groups: dict[WeightScheme, list[str]] = {}
         for name in members:
             if self.schemes.get(name) is not None:
@@ -79,17 +81,17 @@ class Block:
         return list(groups.values())
 
     def scheme(self, linear: str) -> WeightScheme:
-        """Return the scheme of a linear that is to be quantized."""
+        """Return the scheme of a linear to quantize."""
         scheme = self.schemes[linear]
         assert scheme is not None
         return scheme
 
     def weight(self, linear: str) -> Tensor:
-        """Return the current weight [N, K + padding], float32; not to be written to."""
+        """Return the current weight [N, K + padding], float32; do not change it."""
         return self._padded(linear, self.module)
 
     def original_weight(self, linear: str) -> Tensor:
-        """Return what a linear's codes stand for, float32: folds applied, clipping not; of the original stream."""
+        """Return a linear's weight in the original stream, float32: with folds, without clipping."""
         assert self.original is not None
         weight = self._padded(linear, self.original)
         moved = self.inputs[linear].moved if linear in self.inputs else None
@@ -103,45 +105,51 @@ class Block:
         return torch.nn.functional.pad(weight, (0, padding)) if padding else weight
 
     def assign(self, linear: str, tensor: QuantTensor, known: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Decide the codes of a linear; from here on the block computes with what they stand for, on inputs as its
-        kernel sees them.
+        """Set the codes of a linear; the block then computes with dequantized weights, on inputs quantized as in its
+        kernel.
 
-        `known`: what the codes stand for, [N, K] float32, and what is returned, where it was computed already. Returns
-        the relative squared weight error, `||W - dequantize(codes)||² / ||W||²`, [] float64 on its device.
+        Args:
+            linear: name of the linear.
+            tensor: its codes.
+            known: the dequantized weight [N, K] float32, and the result of this method, if already computed.
+
+        Returns:
+            Relative squared weight error, `||W - dequantize(codes)||² / ||W||²`, [] float64 on its device.
         """
         module = self.module.get_submodule(linear)
         weight = weight_of(module).float()
         values = known[0] if known else load_format(tensor.scheme.format).dequantize(tensor)[:, : weight.shape[1]]
         self.tensors[linear] = tensor
         if self.keeps_errors and getattr(module, "bias", None) is not None:
-            # where a later pass improves codes, what the first ones lost is in it
+            # if a later pass improves codes, this includes the error of the first ones
             self.weight_errors[linear] = weight - values + self.weight_errors.get(linear, 0.0)
         set_weight(module, values)
         if linear in self.inputs:
             self.inputs[linear].on = True
         if known:
             return known[1]
-        energy, lost = (each.double().square().sum() for each in (weight, weight - values))
+        energy, lost = (matrix.double().square().sum() for matrix in (weight, weight - values))
         return lost / torch.where(energy > 0, energy, 1.0)
 
     def input_scales(self) -> dict[str, InputScale]:
-        """Map full names of linears with codes to the fixed scale of their input, for those that have one."""
+        """Map full names of linears with codes to the fixed scale of their input, if any."""
         hooks = {name: hook for name, hook in self.inputs.items() if name in self.tensors}
         return {self.full_name(name): hook.static for name, hook in hooks.items() if hook.static is not None}
 
     def cache_scales(self) -> tuple[str, InputScale, InputScale] | None:
-        """Return the block's name, the fixed scales of its keys and of its values; None where there are none."""
+        """Return the block's name and the fixed scales of its keys and values, or None."""
         if self.cache is None or self.cache.keys is None or self.cache.values is None:
             return None
         return self.name, self.cache.keys, self.cache.values
 
     def replace(self, linear: str, weight: Tensor) -> None:
-        """Give a linear another weight [N, K], before its codes are assigned."""
+        """Replace a linear's weight [N, K], before its codes are assigned."""
         set_weight(self.module.get_submodule(linear), weight)
 
     def move(self, linear: str, moved: Moved) -> None:
-        """Move the channels of a linear's input before they are quantized, and make up for it in weight and bias; a
-        shift of zeros where the linear has none.
+        """Transform the channels of a linear's input before quantization, and compensate in weight and bias.
+
+        The shift must be zeros for a linear without a bias.
         """
         module = self.module.get_submodule(linear)
         weight = weight_of(module).double()
@@ -153,13 +161,13 @@ class Block:
         self.inputs[linear].moved = moved
 
     def fold(self, group: SharedInput, scales: Tensor, ways: Ways | None = None) -> Tensor:
-        """Multiply the group's inputs' columns by `scales` [K] and divide the producer by them; see `folds.apply`."""
+        """Multiply the group's input columns by `scales` [K] and divide the producer by them; see `folds.apply`."""
         fold = self.folds[self.group_name(group)]
         whole = next(traced for traced in self.structure.groups if traced.name == fold.group)
-        if self.original is not None:  # or its inputs would be others, not the same in better precision
+        if self.original is not None:  # keeps the inputs of both streams comparable
             folds.apply(self.original, fold, whole, scales, self.dtype, ways)
         return folds.apply(self.module, fold, whole, scales, self.dtype, ways)
 
     def group_name(self, group: SharedInput) -> str:
-        """Name the shared input as tracing found it, of which `group` may hold only some members."""
+        """Return the traced name of a shared input, of which `group` may have only some members."""
         return next(traced.name for traced in self.structure.groups if group.name in traced.members)

@@ -1,13 +1,14 @@
-"""Mixture of experts, one linear at a time.
+"""Splitting of merged experts into linears.
 
-transformers keeps the experts of a layer merged in 3-D parameters, [experts, N, K], while checkpoints hold a linear for
-each. Here such a module is replaced by one that holds the linears as the files do, under the names that they have
-there:
+transformers merges the experts of a layer in 3-D parameters, [experts, N, K], while checkpoints store a linear for
+each.
+Here such a module is replaced by one with the linears and names of the files:
 
-    y = Σ_e  p_e · down_e( act(gate_e x) · (up_e x) )      over the experts that token x is routed to
+    y = Σ_e  p_e · down_e( act(gate_e x) · (up_e x) )      over the experts on the route of token x
 
-What is merged is found in transformers' own conversion rules, by structure: a rule that stacks `experts.*.NAME.weight`
-to a 3-D parameter. Nothing is known of any model. `prove` holds the two forms against each other in float64.
+Merged parameters are found in transformers' own conversion rules, by structure: a rule that stacks
+`experts.*.NAME.weight` to a 3-D parameter. Nothing here depends on a particular model. `prove` compares both forms in
+float64.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from torch import Tensor, nn
 from quantkit.errors import InputError
 
 TOLERANCE = 1e-10
-# a rule's pattern: what stands before the expert's number, its place, and what a linear's weight is called
+# a rule's pattern: place of the expert's number, suffix of a linear's weight
 _PLACE, _WEIGHT = ".*.", ".weight"
-# what a router is called, and what a config calls the number of experts
+# names of routers, and of the number of experts in a config
 _ROUTES = ("router", "gate", "gating")
 _COUNT = re.compile(r"(^|_)(num|n)_((local|routed|moe)_)*experts$")
-# of a proof
+# proof: experts, tokens, experts per token
 _EXPERTS, _TOKENS, _CHOSEN = 4, 16, 2
 
 
 class Expert(nn.Module):
-    """One expert: its linears by the names that they have in the files."""
+    """One expert: its linears under their names in the files."""
 
     def __init__(self, first: Mapping[str, tuple[int, int]], last: str, sizes: tuple[int, int]) -> None:
         super().__init__()
@@ -45,16 +46,16 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts of one layer, called as the merged module is.
+    """The experts of one layer, with the interface of the merged module.
 
     Args:
         merged: transformers' module, with its parameters on the meta device.
-        first: names of the linears that read the layer's input, in the order in which they are merged.
-        last: name of the linear that writes its output.
+        first: names of the linears on the layer's input, in the order of merging.
+        last: name of the linear of its output.
 
     Attributes:
-        every: each expert runs on every token and adds to the output, so that a trace or a proof sees all of them.
-        forced: these run on every token first, for whoever watches their inputs; the output is as if they did not.
+        every: True to run each expert on every token and add its output, so that a trace or a proof reaches all.
+        forced: experts that run on every token first, for observers of their inputs; the output is unchanged.
     """
 
     def __init__(self, merged: nn.Module, first: Sequence[str], last: str) -> None:
@@ -65,14 +66,14 @@ class Experts(nn.Module):
         with torch.device("meta"):
             for number in range(count):
                 self.add_module(str(number), Expert(sizes, last, (down.shape[1], down.shape[2])))
-        # in a list, or its parameters would be ours
+        # in a list, so that its parameters are not registered here
         self._merged = [merged]
         self.every = False
         self.forced: frozenset[int] = frozenset()
 
     @property
     def merged(self) -> nn.Module:
-        """transformers' module: its activation, and what `prove` compares with."""
+        """transformers' module: its activation, and the reference of `prove`."""
         return self._merged[0]
 
     def __len__(self) -> int:
@@ -89,11 +90,11 @@ class Experts(nn.Module):
         return output
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Map tokens [n, K], the experts that each goes to [n, k], and their weights [n, k] to [n, K]."""
+        """Compute tokens [n, K] with their experts [n, k] and weights [n, k]: [n, K]."""
         result = torch.zeros_like(hidden_states)
         for number in range(len(self)):
             if self.every:
-                # a tensor of its own, or all experts would seem to share an input
+                # a copy, so that experts do not seem to share an input
                 result += self.run(number, hidden_states.clone()) / len(self)
             elif number in self.forced:
                 self.run(number, hidden_states.clone())
@@ -105,7 +106,7 @@ class Experts(nn.Module):
 
 
 def found_in(module: nn.Module) -> dict[str, Experts]:
-    """Map path to experts, of those in a module."""
+    """Map path -> experts of a module."""
     return {path: child for path, child in module.named_modules() if isinstance(child, Experts)}
 
 
@@ -123,8 +124,10 @@ def all_running(module: nn.Module) -> Iterator[None]:
 
 
 def are_apart(one: str, other: str, module: nn.Module) -> bool:
-    """Tell whether no scale can go from one module of a block to the other, since one of them is an expert's and the
-    other not that expert's: what flows into experts flows into several, what flows out is their sum."""
+    """Tell whether no scale can move between two modules of a block, because of experts.
+
+    The input of experts reaches several of them, and their outputs are added up.
+    """
     owners = []
     for name in (one, other):
         inside = (path for path in found_in(module) if name.startswith(f"{path}."))
@@ -133,16 +136,20 @@ def are_apart(one: str, other: str, module: nn.Module) -> bool:
 
 
 def is_merged(module: nn.Module) -> bool:
-    """Tell whether a module holds several linears' weights in 3-D parameters, as experts that were not split do."""
+    """Tell whether a module has several linears' weights in 3-D parameters, as unsplit experts do."""
     return sum(value.dim() == 3 for _, value in _stacked(module)) > 1
 
 
 def routers(model: nn.Module) -> set[str]:
-    """Find linears that choose or weigh experts: those beside experts, in the module that holds both, that give a value
-    for each expert or end in a router's name, and those that by their path are a router or gate and give as many values
-    as the config has experts. Other linears beside experts, such as projections into a latent space, are linears."""
+    """Return linears for choosing or weighing experts.
+
+    These are linears beside experts with one value per expert or a router's name, and linears with a router's or gate's
+    path
+    and one value per expert of the config. Other linears beside experts, such as projections into a latent space, are
+    none.
+    """
     counts = _counts(getattr(model, "config", None))
-    found = {
+    paths = {
         path
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear)
@@ -152,15 +159,15 @@ def routers(model: nn.Module) -> set[str]:
     for path, beside in found_in(model).items():
         owner = path.rpartition(".")[0]
         for name, child in model.get_submodule(owner).named_children():
-            # `shared_expert_gate` is a router's name, but not `gate_proj`, which is an expert's own
+            # `shared_expert_gate` is a router; `gate_proj` is part of an expert
             named = name.rpartition("_")[2] in _ROUTES
             if isinstance(child, nn.Linear) and (child.out_features == len(beside) or named):
-                found.add(f"{owner}.{name}" if owner else name)
-    return found
+                paths.add(f"{owner}.{name}" if owner else name)
+    return paths
 
 
 def _counts(config: Any) -> set[int]:
-    """Collect how many experts a config, or a part of it, says that there are."""
+    """Return all numbers of experts in a config and its parts."""
     fields = vars(config) if hasattr(config, "__dict__") else {}
     parts = [value for value in fields.values() if hasattr(value, "to_dict")]
     own = {value for name, value in fields.items() if _COUNT.search(name) and isinstance(value, int) and value > 1}
@@ -168,7 +175,7 @@ def _counts(config: Any) -> set[int]:
 
 
 def split(model: nn.Module, rules: Sequence[Any]) -> None:
-    """Replace in place, in a model on the meta device, every module of merged experts that a rule makes."""
+    """Replace every module of merged experts in place, in a model on the meta device."""
     for path, module in list(model.named_modules()):
         names = _names(path, module, rules)
         if names is not None:
@@ -177,7 +184,7 @@ def split(model: nn.Module, rules: Sequence[Any]) -> None:
 
 
 def other_rules(model: nn.Module, rules: Sequence[Any]) -> list[Any]:
-    """Drop the rules that are not needed any more."""
+    """Return the rules except those for split experts."""
     merged = [
         f".{path}.{name}" for path, experts in found_in(model).items() for name, _ in experts.merged.named_parameters()
     ]
@@ -190,7 +197,7 @@ def stacks(rule: Any) -> bool:
 
 
 def prove(experts: Experts) -> float:
-    """Measure, on a few experts, how far our form is from transformers': relative to the largest, in float64."""
+    """Return the difference between both forms on a few experts, relative to the largest value, in float64."""
     count = min(_EXPERTS, len(experts))
     generator = torch.Generator().manual_seed(0)
     ours = copy.deepcopy(experts)
@@ -210,19 +217,19 @@ def prove(experts: Experts) -> float:
     index = torch.stack([torch.randperm(count, generator=generator)[:chosen] for _ in range(_TOKENS)])
     weights = torch.rand(_TOKENS, chosen, generator=generator, dtype=torch.float64)
     with torch.no_grad():
-        # the class's own loop, whatever faster one is set
+        # the class's own loop, not a faster replacement
         expected = inspect.unwrap(type(theirs).forward)(theirs, x, index, weights)
-        found = ours(x, index, weights)
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-300))
+        actual = ours(x, index, weights)
+    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-300))
 
 
 def demand_equal(block: nn.Module, name: str) -> None:
-    """Refuse experts that are not what the linears make of them. Raises InputError (`architecture-unsupported`)."""
+    """Refuse experts unless their linears compute the same. Raises InputError (`architecture-unsupported`)."""
     for path, experts in found_in(block).items():
         difference = prove(experts)
         if difference > TOLERANCE:
             value = f"its experts as linears differ by {difference:.1e} in float64"
-            rule, remedy = "experts are a gated product of two linears, and a third", "leave the model as it is"
+            rule, remedy = "experts are a gated product of two linears, and a third", "this model cannot be quantized"
             raise InputError("architecture-unsupported", f"{name}.{path}", value, rule, remedy)
 
 
@@ -232,22 +239,22 @@ def _stacked(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _names(path: str, module: nn.Module, rules: Sequence[Any]) -> tuple[list[str], str] | None:
-    """Name the linears of a module of merged experts; None for any other module, or what cannot be told apart."""
+    """Return the names of the linears of merged experts; None for other modules, or unclear ones."""
     stacked = _stacked(module)
     if len(stacked) != 2 or any(value.dim() != 3 for _, value in stacked):
         return None
-    if stacked[0][1].shape[0] != stacked[1][1].shape[0]:  # experts without weights are among them
+    if stacked[0][1].shape[0] != stacked[1][1].shape[0]:  # some experts have no weights
         return None
     odd = ("is_transposed", "has_bias", "has_post_expert_norm")
     if any(getattr(module, name, False) for name in odd) or not getattr(module, "is_concatenated", True):
         return None
-    found: list[list[str]] = []
+    parts: list[list[str]] = []
     for name, _ in stacked:
         rule = next((rule for rule in rules if _makes(rule, f".{path}.{name}")), None)
         if rule is None:
             return None
-        found.append([pattern.rpartition(_PLACE)[2].removesuffix(_WEIGHT) for pattern in rule.source_patterns])
-    first, last = found
+        parts.append([pattern.rpartition(_PLACE)[2].removesuffix(_WEIGHT) for pattern in rule.source_patterns])
+    first, last = parts
     plain = all("." not in name and "*" not in name for name in [*first, *last])
     if not plain or len(last) != 1 or len(first) != (2 if getattr(module, "has_gate", True) else 1):
         return None
@@ -255,5 +262,5 @@ def _names(path: str, module: nn.Module, rules: Sequence[Any]) -> tuple[list[str
 
 
 def _makes(rule: Any, name: str) -> bool:
-    """Tell whether a rule stacks the linears of experts to the parameter of that name (with a dot in front)."""
+    """Tell whether a rule stacks the linears of experts to this parameter (with a dot in front)."""
     return stacks(rule) and any(name.endswith("." + target.lstrip(".")) for target in rule.target_patterns)

@@ -1,9 +1,9 @@
-"""Which way hidden states flow through a model: found out on a few tokens, with its forward and without most weights.
+"""Flow of hidden states through a model, found on a few tokens by its own forward, without most weights.
 
-Every block is replaced by a stand-in. The first of each class runs a real block, to see what a block returns; the
-others return what they were given. Then the forward runs again, and they return something else: if a later block is
-given other arguments now, or hidden states that differ from what the one before returned, blocks depend on each other
-in ways that cannot be noted beforehand, and the model is live (see `streaming/calls.py`).
+Every block is replaced by a stand-in. The first of each class runs a real block, to learn the form of its output; the
+others return their input. Then the forward runs again with different outputs. If a later block now receives other
+arguments, or hidden states other than the previous block's output, blocks depend on each other in ways that cannot be
+recorded, and the model is live (see `streaming/calls.py`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from quantkit.errors import InputError
 from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.model.streaming.calls import Given, Stand, forward, primary, same, standing_in, uncached, unsupported
 
-# of the tokens that it is found out on
+# sequences and tokens of the probe
 _ROWS, _TOKENS = 2, 8
-# how far the second run's outputs are from the first's
+# change of the outputs in the second run
 _MOVED = 0.25
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Which way hidden states flow.
+    """Flow of hidden states.
 
     Args:
-        visits: the number of the block that each call is to, in order; a block may be called again and again.
-        live: whether the forward itself has to run.
-        forms: class of a block -> how many other values it returns in a tuple; None where it returns a tensor alone.
-        batch: the dimension of hidden states that counts sequences.
+        visits: number of the block of each call, in order; a block may be called several times.
+        live: True if the forward itself has to run.
+        forms: class of a block -> number of other values in its output tuple; None for a plain tensor.
+        batch: dimension of the sequences in hidden states.
     """
 
     visits: tuple[int, ...]
@@ -43,7 +43,7 @@ class Flow:
     batch: int = 0
 
     def output(self, block: nn.Module, hidden: Tensor) -> Any:
-        """Return hidden states as a block of that class does."""
+        """Wrap hidden states like the output of a block of that class."""
         while isinstance(block, Stand):
             block = block.__dict__["stands_for"]
         others = self.forms[type(block)]
@@ -54,9 +54,11 @@ class Flow:
 def learn(
     model: nn.Module, path: str, load: Callable[[int], nn.Module], ids: Tensor, runs: nn.Module | None = None
 ) -> Flow:
-    """Learn the flow of a model, as of `stream.record`, on a few of `ids`; `load` gives a block with its weights.
+    """Learn the flow of a model, with the arguments of `stream.record`, on a few of `ids`; `load` returns a block with
+    weights.
 
-    Raises InputError: `stream-unsupported`, with what the model's class said; `out-of-memory`.
+    Raises:
+        InputError: `stream-unsupported`, with the error of the model's class; `out-of-memory`.
     """
     few = ids[:_ROWS, :_TOKENS]
     if len(few) < _ROWS:
@@ -66,7 +68,7 @@ def learn(
             return _learn(_Runner(model, path, load, runs or model, few))
     except InputError:
         raise
-    except Exception as problem:  # whatever a class makes of blocks that are stand-ins
+    except Exception as problem:  # a class may raise anything on stand-ins
         if is_out_of_memory(problem):
             raise out_of_memory(type(model).__name__, problem) from problem
         text = " ".join(str(problem).split())[:160]
@@ -80,11 +82,11 @@ def _learn(runner: _Runner) -> Flow:
         runner.moving = True
         runner.run()
         live = runner.departed or [index for index, _ in first] != [index for index, _ in runner.noted]
-        live = live or not same([given for _, given in first], [given for _, given in runner.noted])
+        live = live or not same([call for _, call in first], [call for _, call in runner.noted])
     except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as problem:
         if is_out_of_memory(problem):
             raise
-        live = True  # it uses more of what blocks return than their hidden states
+        live = True  # it uses other outputs of blocks than hidden states
     batch = runner.batch() if runner.shape else 0
     live = live or batch != 0
     if live:
@@ -98,7 +100,7 @@ def _learn(runner: _Runner) -> Flow:
 
 
 class _Runner:
-    """Runs a forward with stand-ins and notes what they are given; with `real`, every block runs with its weights."""
+    """Runner of a forward with stand-ins that record their arguments; with `real`, every block runs."""
 
     def __init__(
         self, model: nn.Module, path: str, load: Callable[[int], nn.Module], runs: nn.Module, ids: Tensor
@@ -119,26 +121,26 @@ class _Runner:
             forward(self.runs, self.ids)
 
     def batch(self) -> int:
-        """Find the dimension that counts sequences."""
+        """Return the dimension of the sequences."""
         if len(self.ids) not in self.shape:
             raise unsupported("hidden states", f"of shape {list(self.shape)} for {len(self.ids)} sequences")
         return self.shape.index(len(self.ids))
 
-    def _takes(self, index: int, hidden: Tensor, given: Given) -> Any:
+    def _takes(self, index: int, hidden: Tensor, rest: Given) -> Any:
         block = self.blocks[index]
-        self.noted.append((index, given))
+        self.noted.append((index, rest))
         self.shape = self.shape or tuple(hidden.shape)
-        if any(hasattr(leaf, "get_seq_length") for leaf in given.leaves()):
-            raise unsupported(type(block).__name__, "is given a cache although none was asked for")
-        values = (*given.args, *given.kwargs.values())
+        if any(hasattr(leaf, "get_seq_length") for leaf in rest.leaves()):
+            raise unsupported(type(block).__name__, "receives a cache although caching is off")
+        values = (*rest.args, *rest.kwargs.values())
         if any(isinstance(value, MutableMapping) and (not isinstance(value, dict) or not value) for value in values):
-            self.departed = True  # one block may leave something in it for another
+            self.departed = True  # a block may pass values to another through it
         if not hidden.is_floating_point():
             raise unsupported(type(block).__name__, f"is given {hidden.dtype} for hidden states")
         if self._before is not None and (hidden.shape != self._before.shape or not torch.equal(hidden, self._before)):
             self.departed = True
         if self.real or type(block) not in self.forms:
-            returned = given.run(self._block(index), hidden)
+            returned = rest.run(self._block(index), hidden)
             self.forms[type(block)] = len(returned) - 1 if isinstance(returned, tuple) else None
             if isinstance(returned, tuple) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(returned[1:])):
                 self.leaves_more.add(type(block))
@@ -154,7 +156,7 @@ class _Runner:
         if others is None:
             return after
         if self.moving and type(block) in self.leaves_more:
-            return (after, *given.run(self._block(index), hidden)[1:])
+            return (after, *rest.run(self._block(index), hidden)[1:])
         return (after, *[None] * others)
 
     def _block(self, index: int) -> nn.Module:

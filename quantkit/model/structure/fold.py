@@ -1,18 +1,20 @@
-"""Folds: where a scale on a linear's inputs can be absorbed by what produces them, found by probing and then proved.
+"""Folds: places where the producer of a linear's input can absorb a scale, found by probing and then proved.
 
 For an input x of linears W and any s > 0, `W x = (W diag(s)) (x / s)`. The division is free if the producer of x
-absorbs it: a norm divides its weight, a linear its output rows, provided that everything in between commutes with a
-gain per channel (attention's value path, with grouped heads; the product gate * up; ReLU).
+absorbs
+it: a norm divides its weight, a linear its output rows, if everything in between commutes with a gain per channel
+(attention's value path, with grouped heads; the product gate * up; ReLU).
 
-Found: multiply the outputs of a candidate producer by distinct random gains, in float64, and look at x. If the path
-commutes, every channel x_j is its old self times exactly one of the gains, which names the producer's channel. Where
-only part of the producer's outputs commutes (the value part of a fused q/k/v, the up half of gate_up), a bisection over
-single channels finds that part.
+Probe: multiply the outputs of a candidate producer by distinct random gains, in float64, and compare x. If the path
+commutes, every channel x_j changes by exactly one of the gains, which identifies the producer's channel. If only part
+of
+the producer's outputs commutes (the value part of a fused q/k/v, the up half of gate_up), a bisection over single
+channels finds that part.
 
-Proved: on every block, in float64, with random scales in 0.25..4, the block's outputs before and after agree within
-1e-10. What does not hold is declined with its reason. On a GPU, a block that computes what an earlier one did
-(`Computed`) is not run for it: there they were also proved with all weights moved at random, none of which is zero,
-so that they hold for that function and not only for those weights.
+Proof: on every block, in float64, with random scales in 0.25..4, the block's outputs before and after agree within
+1e-10. A fold that fails is declined with its reason. On a GPU, a block that computes the same as an earlier one
+(`Computed`) is not run again: there the folds were also proved with all weights moved at random, none of which is zero,
+so that they hold for the function and not only for those weights.
 """
 
 from __future__ import annotations
@@ -36,16 +38,16 @@ TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class Fold:
-    """A place where the scale of a shared input can go.
+    """Place for the scale of a shared input.
 
     Args:
-        group: the shared input's first member.
-        producer: the module that absorbs the division.
-        index: [K] int64, the producer's output channel behind each input channel. Grouped heads map several inputs to
-            one channel, which ties their scales.
-        channels: how many outputs the producer has.
+        group: first member of the shared input.
+        producer: module that absorbs the division.
+        index: [K] int64, producer's output channel behind each input. Grouped heads map several inputs to one channel,
+            which ties their scales.
+        channels: number of the producer's outputs.
         form: a linear's rows, a norm's `weight`, or a norm that multiplies by `1 + weight`.
-        tied: whether any two inputs come from one channel.
+        tied: True if two inputs come from one channel.
     """
 
     group: str
@@ -57,10 +59,12 @@ class Fold:
 
 
 class InDouble(TorchDispatchMode):
-    """What asks for a shorter float gets float64: models compute norms, softmax and sums in an explicit float32."""
+    """Mode that replaces requests for a shorter float by float64: models compute norms, softmax and sums in explicit
+    float32.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the dtype that is asked for."""
+        """Replace the requested dtype."""
         kwargs = dict(kwargs or {})
         dtype = kwargs.get("dtype")
         if dtype is not None and dtype.is_floating_point:
@@ -71,27 +75,30 @@ class InDouble(TorchDispatchMode):
 
 
 def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply [S, K] x [experts, K, N] -> [S, N]; expert e has the rows up to `ends`[e]; torch has none of it."""
+    """Multiply [S, K] x [experts, K, N] -> [S, N]; expert e has the rows up to `ends`[e]; torch lacks a float64
+    version.
+    """
     starts = [0, *ends.tolist()]
     parts = [rows[starts[e] : starts[e + 1]] @ weight for e, weight in enumerate(weights)]
     return torch.cat([*parts, rows.new_zeros(len(rows) - starts[-1], weights.shape[-1])])
 
 
 def spread(scales: Tensor, index: Tensor, channels: int) -> Tensor:
-    """Spread scales of inputs [K] to the channels behind them [channels], 1 where no input comes from."""
+    """Map scales of inputs [K] to the channels behind them [channels]; 1 for channels without inputs."""
     return torch.ones(channels, dtype=scales.dtype, device=scales.device).index_copy_(0, index, scales)
 
 
 def absorbed(
     weight: Tensor, scales: Tensor, index: Tensor, offset: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """Divide a norm's weight [channels] by the scales [K] of the inputs behind it; also those scales once it is stored.
+    """Divide a norm's weight [channels] by the scales [K] of its inputs; also return the scales after rounding the
+    weight.
 
     Args:
-        scales: non-zero; inputs from one channel have the same.
-        index: [K], the channel behind each input; a channel that no input comes from keeps its weight.
-        offset: added to the weight where it is used.
-        dtype: what the weight will be stored in, if it is to be rounded to it.
+        scales: non-zero; equal for inputs from one channel.
+        index: [K], channel behind each input; channels without inputs keep their weight.
+        offset: constant that the norm adds to the weight.
+        dtype: stored dtype of the weight, to round to.
     """
     wide = spread(scales, index, len(weight))
     # a weight whose scale is 1 stays what it is, to the last bit
@@ -105,7 +112,7 @@ def absorbed(
 
 @dataclass(frozen=True)
 class Ways:
-    """Computes `spread` and `absorbed`: those, or kernels that are their twins."""
+    """Implementations of `spread` and `absorbed`: these functions, or equal kernels."""
 
     spread: Callable[[Tensor, Tensor, int], Tensor] = spread
     absorbed: Callable[[Tensor, Tensor, Tensor, float, torch.dtype | None], tuple[Tensor, Tensor]] = absorbed
@@ -123,10 +130,13 @@ def apply(
     """Divide the producer by `scales`, multiply the consumers' input columns by them, in place.
 
     Args:
-        scales: [K] > 0 (or non-zero), one for each input; inputs from one channel have the same.
-        dtype: what a norm's weight will be stored in. Its new values are rounded to it first and the scales adapted, so
-            that the fold is exact in the stored model; they are returned.
-        ways: twins of what computes channels' scales and a norm's weight here.
+        scales: [K], positive (or non-zero), one per input; equal for inputs from one channel.
+        dtype: stored dtype of a norm's weight. Its new values are rounded to it first and the scales adapted, so that
+            the fold is exact in the stored model.
+        ways: implementations of the computations.
+
+    Returns:
+        The adapted scales.
     """
     producer = block.get_submodule(fold.producer)
     weight: Tensor = producer.weight.detach()  # type: ignore[operator, union-attr, assignment]
@@ -149,14 +159,14 @@ def apply(
 
 
 def disagreement(before: Tensor, after: Tensor) -> float:
-    """Return the largest difference over the largest value."""
+    """Return the largest difference divided by the largest value."""
     before, after = before.detach(), after.detach()
     top = before.abs().max()
     return float((before - after).abs().max() / torch.where(top > 0, top, 1.0))
 
 
 def in_double(block: nn.Module) -> nn.Module:
-    """Copy a block in float64. Not by `Module.double`, which tensors without values do not take."""
+    """Copy a block in float64; unlike `Module.double`, this accepts tensors without values."""
     exact = copy.deepcopy(block)
     for module in exact.modules():
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
@@ -169,7 +179,7 @@ def in_double(block: nn.Module) -> nn.Module:
 
 
 def prove(block: nn.Module, structure: Structure, fold: Fold, call: Call, seed: int = 0) -> float:
-    """Measure how far a block's outputs move when one fold is applied; see `prove_all`."""
+    """Return the change of a block's outputs under one fold; see `prove_all`."""
     return prove_all(block, structure, {fold.group: fold}, call, seed)
 
 
@@ -183,11 +193,11 @@ def prove_all(
     *,
     whatever_weights: bool = False,
 ) -> float:
-    """Measure how far a block's outputs move when folds are applied with random scales in 0.25..4, in float64: the
-    relative disagreement; the folds hold if it is at most 1e-10.
+    """Return the relative change of a block's outputs under folds with random scales in 0.25..4, in float64.
 
-    `whatever_weights`: move all weights at random first: a bias that is zero, or a channel that is dead, may hide that
-    a fold holds for these weights only.
+    Folds hold if it is at most 1e-10. `whatever_weights` first moves all weights at random: a zero bias or a dead
+    channel
+    may hide that a fold holds only for these weights.
     """
     exact = in_double(block)
     twice = call.double()
@@ -209,7 +219,7 @@ def prove_all(
 
 @torch.no_grad()
 def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, Fold], dict[str, str]]:
-    """Find the folds of a block, each proved on it: group name -> fold, and group name -> why there is none."""
+    """Find the folds of a block, each proved on it: group name -> fold, and group name -> reason without one."""
     probe = _Probe(in_double(block), call.double())
     folds: dict[str, Fold] = {}
     declined: dict[str, str] = {}
@@ -221,7 +231,7 @@ def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, 
             if name in group.members or not _can_absorb(producer):
                 continue
             if are_apart(name, group.name, block):
-                reason = "what flows into an expert flows into others too"
+                reason = "its input goes to other experts too"
                 continue
             if (path := probe.index(name, group)) is None:
                 reason = "no producer's channels reach it unmixed"
@@ -251,7 +261,7 @@ def _can_absorb(module: nn.Module) -> bool:
 
 
 class _Probe:
-    """Runs a block in float64 with gains on one module's outputs and looks at one shared input."""
+    """Runner of a block in float64 with gains on one module's outputs, which returns one shared input."""
 
     def __init__(self, block: nn.Module, call: Call) -> None:
         self.block, self.call = block, call
@@ -276,7 +286,9 @@ class _Probe:
         return caught[0], width[0]
 
     def index(self, producer: str, group: SharedInput) -> tuple[Tensor, int] | None:
-        """Map [K] to channels of the producer, and how many it has; None if the path does not commute."""
+        """Return the producer's channel behind each of [K] inputs, and the number of channels; None if the path does
+        not commute.
+        """
         base, channels = self.seen(group, producer)
         if channels == 0:
             return None
@@ -312,7 +324,7 @@ class _Probe:
             return None
         index = places[nearer] + low
         if not bool(known.all()):
-            # a channel that was zero on every probed token (ReLU): only the identity may be assumed; the proof decides
+            # for a channel of zeros on every probed token (ReLU), assume the identity; the proof decides
             identity = torch.arange(group.features, device=base.device)
             if channels != group.features or not bool(((index == identity) | ~known).all()):
                 return None
@@ -330,7 +342,7 @@ class _Probe:
             return bool(touched.any()) and bool((doubled | ~touched).all())
 
         def boundary(good: int, bad: int) -> int:
-            """The last channel that commutes, going from `good` towards `bad`."""
+            """Return the last commuting channel, from `good` towards `bad`."""
             while abs(good - bad) > 1:
                 middle = (good + bad) // 2
                 good, bad = (middle, bad) if commutes(middle) else (good, middle)

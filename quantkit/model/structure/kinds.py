@@ -1,8 +1,7 @@
-"""Which class a config means, what kind of model that is (decoder, encoder or network), and how long its sequences are.
+"""Class and kind of a model (decoder, encoder or network) from its config, and the length of its sequences.
 
-The class is the first of `architectures`; where a config does not say, transformers' own table from `model_type` does.
-The kind follows from what the class takes (`input_modalities`, as far as its forward has arguments for it) and gives (a
-language-model head or not).
+The class is the first of `architectures`, or transformers' default for the `model_type`. The kind follows from the
+class's inputs (`input_modalities`, if its forward has arguments for them) and outputs (a language-model head or not).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from quantkit.lazy import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# arguments of a forward: text, what a decoder is given beside its encoder, and words in the names of all else
+# arguments of a forward: text, text for a decoder beside an encoder; words in the names of other inputs
 _IDS, _DECODER_IDS = "input_ids", "decoder_input_ids"
 _DECODERS = ("ForCausalLM", "LMHeadModel")
 _NO_TEXT = ("pixel", "image", "video", "audio", "input_features", "input_values", "bbox", "speech", "spectrogram")
@@ -29,11 +28,13 @@ _KINDS = "a decoder, an encoder or an image model"
 
 
 def class_name(config: dict[str, Any], where: str, *, embeds: bool = False) -> str:
-    """Name the class that a config.json means.
+    """Return the class of a config.json.
 
-    `embeds`: vectors are pooled from what the model gives: then it has no language-model head, whatever class it was
-    made from (Qwen3-Embedding: `Qwen3ForCausalLM`). Raises InputError (`config-invalid`, neither `architectures` nor
-    `model_type` of use; `architecture-unknown`).
+    `embeds` means that the model's outputs are pooled into vectors: it then has no language-model head, whatever class
+    it was
+    made from (Qwen3-Embedding: `Qwen3ForCausalLM`). Raises InputError (`config-invalid` without usable `architectures`
+    or
+    `model_type`; `architecture-unknown`).
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -44,7 +45,7 @@ def class_name(config: dict[str, Any], where: str, *, embeds: bool = False) -> s
         name, base = str(stated[0]), auto.MODEL_MAPPING_NAMES.get(model_type)
         return base if embeds and name.endswith(_DECODERS) and isinstance(base, str) else name
     if not isinstance(model_type, str):
-        rule, remedy = "one of them says what the model is", 'add "architectures": ["..."] as in the original config'
+        rule, remedy = "one of them names the model", 'add "architectures": ["..."] as in the original config'
         raise InputError("config-invalid", where, "neither architectures nor model_type", rule, remedy)
     tables = [auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES]
     if model_type not in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:  # BERT has a causal class too, but is an encoder
@@ -64,18 +65,18 @@ def native_class(name: str) -> type[PreTrainedModel] | None:
 
 
 def unknown_architecture(name: str, where: str, model_type: Any = None) -> InputError:
-    """Make the error for a class that transformers does not offer: a part of its models, or unknown to it."""
+    """Make the error for a class that transformers does not offer: an internal part, or unknown."""
     from transformers.models.auto import modeling_auto as auto
 
     if _is_part(name, model_type):
-        value = f"{name} is a part of transformers' models, and none of its own"
+        value = f"{name} is a part of transformers' models, not a model of its own"
         return InputError("architecture-unsupported", where, value, _KINDS, by_python("part"))
     known = [*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()]
     return _unknown(name, name, {name: None for name in known if isinstance(name, str)}, where)
 
 
 def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: str) -> Kind:
-    """Judge a model's kind. Raises `architecture-unsupported`: encoder-decoders, several modalities, sound."""
+    """Return a model's kind. Raises `architecture-unsupported` for encoder-decoders, several modalities, sound."""
     from transformers.models.auto import modeling_auto as auto
 
     claimed = model_class.input_modalities
@@ -90,17 +91,17 @@ def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: s
 def judge(
     name: str, into: Collection[str], both: bool, config: Mapping[str, Any], where: str, encoder: str | None
 ) -> Kind:
-    """Judge the kind of a class. Raises InputError (`architecture-unsupported`).
+    """Return the kind of a class. Raises InputError (`architecture-unsupported`).
 
     Args:
-        into: what it takes: text, image, audio, ...
-        both: whether text goes through an encoder and a decoder.
-        encoder: the class of its encoder alone, if transformers has one.
+        into: its inputs: text, image, audio, ...
+        both: True if text goes through an encoder and a decoder.
+        encoder: class of its encoder alone, if transformers has one.
     """
     if set(into) == {"image"}:
         return "network"
     if name.endswith(_DECODERS) and not {"vision_config", "audio_config"} & set(config):
-        return "decoder"  # Gemma3ForCausalLM inherits a claim to images; what it has no tower for, it does not take
+        return "decoder"  # Gemma3ForCausalLM inherits images as an input, but has no vision tower
     if set(into) == {"text"} and not both:
         return "encoder"
     value = f"{name} takes {' and '.join(sorted(into))}{' through an encoder and a decoder' if both else ''}"
@@ -113,31 +114,33 @@ def judge(
 
 
 def model_graph(name: str, where: str) -> InputError:
-    """Make the error for an image model of transformers, whose folder is no graph."""
+    """Make the error for an image model of transformers in a folder."""
     value, rule = f"{name}, an image model of transformers", "image models are compiled as float ONNX graphs"
     return InputError("model-graph", where, value, rule, by_python("model"))
 
 
 def by_python(part: str) -> str:
-    """Return how a module is compiled: it goes in through an ONNX graph."""
+    """Return the Python call for compiling a module through an ONNX graph."""
     return f"in Python: quantkit.compile({part}, 'int8-dynamic', example_inputs=inputs, calibration='./inputs.npz')"
 
 
 def takes(claimed: set[str], arguments: Collection[str]) -> set[str]:
-    """Return what goes into a class, by what it claims and its forward's arguments.
+    """Return the inputs of a class, from its declaration and its forward's arguments.
 
-    The text part of a model of several modalities inherits a claim to all of them.
+    The text part of a model of several modalities inherits the declaration of all of them.
     """
     text_alone = _IDS in arguments and not any(word in name for name in arguments for word in _NO_TEXT)
     return {"text"} if text_alone else claimed
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
-    """Count the tokens that a sequence can have; None where the config.json does not say.
+    """Return the longest sequence in tokens; None if the config.json does not say.
 
-    RoBERTa and its relatives count from behind the padding's index, in a table that has that index: of 514 rows with
-    padding 1 they take 512. The table is looked at, in a model of one block without weights; of a class that is not
-    transformers' own, what the config states is taken.
+    RoBERTa and relatives count positions from behind the padding's index, so that a table of 514 rows with padding 1
+    has 512
+    positions. The table is read from a model of one block without weights; for a class outside of transformers, the
+    config's
+    number is used.
     """
     text = config.get("text_config")
     inner: Mapping[str, Any] = {**config, **text} if isinstance(text, Mapping) else config
@@ -147,13 +150,13 @@ def positions(config: Mapping[str, Any]) -> int | None:
         return stated
     try:
         loaded = model_class.config_class.from_dict({k: v for k, v in config.items() if k != "quantization_config"})
-        # XLNet's is -1: any number
+        # XLNet has -1, for no limit
         sizes = (getattr(loaded.get_text_config(), name, None) for name in _POSITIONS)
         stated = next((size for size in sizes if type(size) is int and size > 0), stated)
         cut_config(loaded, 1)
         with torch.device("meta"):
             modules = dict(model_class._from_config(loaded).named_modules())
-    except Exception:  # whatever a class makes of a config: opening the model says what is wrong with it
+    except Exception:  # opening the model reports an error of its config
         return stated
     behind = [
         module.padding_idx + 1
@@ -167,18 +170,18 @@ def positions(config: Mapping[str, Any]) -> int | None:
 
 
 def cut_config(config: Any, blocks: int) -> None:
-    """Make a config that of a model with only the first blocks, in place."""
+    """Limit a config to the first blocks, in place."""
     inner = config.get_text_config()
     count = inner.num_hidden_layers
     for key, value in list(vars(inner).items()):
-        # one entry a layer: layer_types and the like
+        # lists with one entry per layer, such as layer_types
         if isinstance(value, list) and len(value) == count:
             setattr(inner, key, value[:blocks])
     inner.num_hidden_layers = min(blocks, count)
 
 
 def _is_part(name: str, model_type: Any) -> bool:
-    """Tell whether transformers has such a class, but opens no model with it."""
+    """Tell whether transformers has such a class only as an internal part."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES or not name.isidentifier():

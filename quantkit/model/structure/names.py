@@ -1,19 +1,19 @@
-"""Which tensor of the files fills which parameter of the skeleton, and what transformers cannot load once it is packed.
+"""Matching of the files' tensors with the skeleton's parameters, and obstacles to loading packed weights in
+transformers.
 
-Names differ for three reasons: the class has the base model under a prefix that the file lacks, or lacks it where the
-file has it (`h.0.ln_1.weight` and `transformer.h.0.ln_1.weight`); a name was changed since the file was written
-(`LayerNorm.gamma`); a tied parameter is stored once. The first two are transformers' own rules, applied by its own
-function; the third follows the skeleton, in which tied parameters are one object.
+Names differ for three reasons: the class has the base model under a prefix that the file lacks, or the reverse
+(`h.0.ln_1.weight` and `transformer.h.0.ln_1.weight`); a name has changed since the file was written
+(`LayerNorm.gamma`); a tied parameter is stored once. The first two follow transformers' own rules and function; the
+third follows the skeleton, in which tied parameters are one object.
 
-What is left over must not matter: a tensor inside a block, or of a module that the skeleton has, means that the config
-describes another model (a bias that would silently be dropped), and is an error; a pooler or head that the class does
-not have is left unused.
+Unmatched tensors must not matter. One inside a block, or of a module in the skeleton, means that the config describes
+another model (a bias that would silently be dropped), and is an error. A pooler or head that the class lacks is
+ignored.
 
-Obstacles are found in transformers' own rules and tables, before any work: another class takes a module's place where a
-checkpoint is quantized, with other parameters (`quantizers/base.py`); compressed-tensors' parts join a rule that makes
-a linear's weight of tensors of the files, which may then not give several, and are found by a pattern that takes the
-first `weight` in a name, even of a linear called `…weight`; a name that loading changes may not be changed so with a
-part's suffix behind it.
+Obstacles come from transformers' own rules and tables, before any work: a module whose class is replaced for quantized
+checkpoints, with other parameters (`quantizers/base.py`); a rule that makes a linear's weight from several tensors,
+which compressed-tensors cannot combine with its parts; a linear named `…weight`, since compressed-tensors matches the
+first `weight` in a name; and a name that loading changes, but not with a part's suffix.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ _WEIGHT, _PART = ".weight", ".weight_packed"
 
 
 def same(name: str, other: str) -> bool:
-    """Tell whether two names are one but for the base model's prefix, which the files may lack or have."""
+    """Tell whether two names are equal up to the base model's prefix."""
     return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
 
 
 def match_names(weights: Weights, skeleton: PreTrainedModel) -> dict[str, str]:
-    """Assign a tensor of the files to every parameter and persistent buffer.
+    """Match every parameter and persistent buffer with a tensor of the files.
 
-    Raises InputError (`weights-missing`, `weights-shape`, `weights-dtype`, `weights-unexpected`, `weights-ambiguous`,
-    `weights-tied`; `architecture-unsupported`, stacked experts that cannot be taken apart).
+    Raises:
+        InputError: `weights-missing`, `weights-shape`, `weights-dtype`, `weights-unexpected`, `weights-ambiguous`,
+            `weights-tied`; `architecture-unsupported` for stacked experts that cannot be split.
     """
     wanted = skeleton.state_dict(keep_vars=True)
     stored = _renamed(weights, skeleton, wanted)
@@ -80,7 +81,7 @@ def match_names(weights: Weights, skeleton: PreTrainedModel) -> dict[str, str]:
 
 
 def merging_rules(skeleton: PreTrainedModel) -> list[Any]:
-    """List transformers' rules by which several tensors of the files become one parameter."""
+    """List transformers' rules for merging several tensors of the files into one parameter."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -90,25 +91,25 @@ def merging_rules(skeleton: PreTrainedModel) -> list[Any]:
 def rename(
     file: str, mapping: Sequence[Any], rules: Sequence[Any], prefix: str, wanted: Mapping[str, Tensor]
 ) -> tuple[str, str | None]:
-    """Name a tensor of the files in the skeleton's terms, and the pattern of the rule that applies, as loading does it.
+    """Return the skeleton's name of a tensor of the files, and the pattern of the rule that applies, as loading does.
 
     Args:
-        mapping: transformers' rules for the skeleton, of which those that only rename are used.
-        rules: the `WeightConverter`s that count.
-        prefix: of the base model.
+        mapping: transformers' rules for the skeleton; only renamings are used.
+        rules: `WeightConverter`s to apply.
+        prefix: prefix of the base model.
         wanted: the skeleton's parameters and persistent buffers.
     """
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
     renamed: tuple[str, str | None] = rename_source_key(file, renamings, rules, prefix, wanted)
-    if renamed[0] not in wanted and file in wanted:  # a renaming that is for another part of the model, as when loading
+    if renamed[0] not in wanted and file in wanted:  # a renaming for another part of the model
         renamed = rename_source_key(file, [], [], prefix, wanted)
     return renamed
 
 
 def _renamed(weights: Weights, skeleton: PreTrainedModel, wanted: dict[str, Tensor]) -> dict[str, str]:
-    """Map the name in the skeleton's terms to the name in the file, for all tensors of the files."""
+    """Map the skeleton's name to the file's name, for all tensors of the files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     from quantkit.model.structure.experts import other_rules
@@ -119,9 +120,9 @@ def _renamed(weights: Weights, skeleton: PreTrainedModel, wanted: dict[str, Tens
     for file in sorted(weights.entries):  # some renamings depend on the order
         name, converted = rename(file, mapping, converters, prefix, wanted)
         if converted is not None and name in wanted:
-            rule = "a parameter is one tensor of the files (of stacked experts, only gated ones are taken apart)"
+            rule = "a parameter is one tensor of the files (only gated experts can be split)"
             raise InputError("architecture-unsupported", file, f"becomes part of {name} while loading", rule)
-        if converted is not None:  # of no parameter: several would have one name
+        if converted is not None:  # without a parameter, several would have one name
             name, _ = rename(file, mapping, [], prefix, wanted)
         if name in stored:
             raise InputError("weights-ambiguous", name, f"both {stored[name]} and {file} fill it", "one tensor does")
@@ -144,7 +145,7 @@ def _check_shape(name: str, tensor: Tensor, file: str, weights: Weights) -> None
 
 
 def _check_unused(unused: Mapping[str, str], skeleton: PreTrainedModel) -> None:
-    """Refuse tensors of the files (-> names in the skeleton's terms) that no parameter takes, where that matters."""
+    """Refuse unused tensors of the files (-> names in the skeleton) that matter."""
     from torch import nn
 
     modules = dict(skeleton.named_modules())
@@ -162,13 +163,13 @@ def _check_unused(unused: Mapping[str, str], skeleton: PreTrainedModel) -> None:
         owner = name.rpartition(".")[0]
         if (owner and owner in modules) or name.startswith(tuple(f"{path}." for path in lists)):
             value = "the architecture in config.json has no such parameter"
-            rule = "what the files hold inside a block is used"
+            rule = "every tensor inside a block must be used"
             remedy = "check config.json (number of layers, biases) against the weights"
             raise InputError("weights-unexpected", file, value, rule, remedy)
 
 
 def _number(name: str, path: str) -> int:
-    """Return the number of the block of a list that a tensor is in; -1 of none."""
+    """Return the number of a tensor's block in a list; -1 for none."""
     number = name.removeprefix(f"{path}.").partition(".")[0] if name.startswith(f"{path}.") else ""
     return int(number) if number.isdecimal() and len(number) < 10 else -1
 
@@ -178,12 +179,13 @@ def _number(name: str, path: str) -> int:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Something that transformers would not load.
+    """Something that transformers would fail to load.
 
     Args:
-        where: the linear or module; a linear that is not packed is none.
-        libraries: with which of them, by import names; none is all.
-        always: whether it is in the way whatever is packed.
+        where: the linear or module; an unpacked linear is no obstacle.
+        why: reason.
+        libraries: import names of the libraries concerned; empty for all.
+        always: True if it does not depend on the packed linears.
     """
 
     where: str
@@ -192,14 +194,14 @@ class Obstacle:
     always: bool = False
 
     def hinders(self, linears: Collection[str], libraries: Collection[str]) -> bool:
-        """Tell whether a checkpoint with these linears packed, by a layout of these libraries, cannot be loaded."""
+        """Tell whether a checkpoint with these packed linears, in a layout of these libraries, fails to load."""
         if self.libraries and self.libraries.isdisjoint(libraries):
             return False
         return self.always or self.where in linears
 
 
 def obstacles(skeleton: PreTrainedModel, files: Mapping[str, str]) -> list[Obstacle]:
-    """List all obstacles of a model; `files`: its parameters -> tensors of the files."""
+    """List all obstacles of a model; `files` maps its parameters to tensors of the files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
     from transformers.quantizers import base
@@ -208,7 +210,7 @@ def obstacles(skeleton: PreTrainedModel, files: Mapping[str, str]) -> list[Obsta
 
     mapping = get_model_conversion_mapping(skeleton)
     table: Mapping[str, Any] = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
-    why = "transformers puts another class in its place where it loads a packed checkpoint"
+    why = "transformers replaces its class when it loads a packed checkpoint"
     listed = []
     for path, module in skeleton.named_modules():
         if (name := type(module).__name__) in table:
@@ -218,10 +220,10 @@ def obstacles(skeleton: PreTrainedModel, files: Mapping[str, str]) -> list[Obsta
         sources = rule.source_patterns
         gathers = isinstance(rule, WeightConverter) and all(source.endswith(_WEIGHT) for source in sources)
         if gathers and len(rule.target_patterns) > 1:
-            why = f"transformers has a rule that cuts {sources[0]}, which takes no packed linears of the model"
+            why = f"transformers has a rule that cuts {sources[0]}, which fails on packed linears"
             listed.append(Obstacle(type(skeleton).__name__, why, _COMPRESSED, always=True))
     linears = [name for name, module in skeleton.named_modules() if is_linear(module)]
-    why = "transformers does not find a packed linear whose name ends in `weight`"
+    why = "transformers cannot load a packed linear whose name ends in `weight`"
     listed += [Obstacle(linear, why, _COMPRESSED) for linear in linears if _CALLED_WEIGHT.search(linear)]
     return listed + _misnamed(skeleton, files, linears, mapping)
 
@@ -229,15 +231,17 @@ def obstacles(skeleton: PreTrainedModel, files: Mapping[str, str]) -> list[Obsta
 def _misnamed(
     skeleton: PreTrainedModel, files: Mapping[str, str], linears: Iterable[str], mapping: Sequence[Any]
 ) -> list[Obstacle]:
-    """List linears whose parts loading would give other names than the weight; asked in the order of all files, since
-    some rules remember what they have seen."""
+    """List linears with parts renamed differently from the weight on loading.
+
+    Files are visited in the order of loading, since some rules keep state.
+    """
     owners: dict[str, list[str]] = {}
     for name, file in files.items():
         owners.setdefault(file, []).append(name)
     weights = {linear + _WEIGHT for linear in linears}
     listed, wanted = [], skeleton.state_dict(keep_vars=True)
     for file, names in sorted(owners.items()):
-        packs = len(names) == 1 and names[0] in weights  # what is shared is not packed
+        packs = len(names) == 1 and names[0] in weights  # shared weights are not packed
         part = file.removesuffix(_WEIGHT) + _PART if packs else file
         loaded = rename(part, mapping, [], skeleton.base_model_prefix, wanted)[0]
         linear = names[0].removesuffix(_WEIGHT)

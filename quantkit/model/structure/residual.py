@@ -1,19 +1,19 @@
-"""What of a model reads from and writes to the residual stream, found by running it.
+"""Readers and writers of the residual stream, found by running the model.
 
 A reader is a linear whose every input row is an output row of a norm; a module is a norm if it commutes with a
-reflection; a writer is a linear whose output, when something is added to it, puts just that into the next norm's input,
-or into the block's output. A value path leads, head by head, from one linear into another and only mixes tokens. No
-architecture is known by name. What is found is proved afterwards, see `turn.py`.
+reflection; a writer is a linear whose output reaches the next norm's input, or the block's output, by addition. A value
+path leads, head by head, from one linear into another and only mixes tokens. No architecture is known by name. The
+result is proved afterwards, see `turn.py`.
 
-Skips: the tensor that a linear's output is added to, found by running the block and comparing.
+Skips: the tensor to which a linear's output is added, found by running the block and comparing.
 
     x_c = y_L + x_m
 
-y_L is the output of linear L; x_c the input of a module that runs after it, or the block's output; x_m the input of a
-module that runs before it. In a decoder layer, the attention's output projection is added to what the first norm reads,
-the last projection of the MLP to what the second norm reads. Nothing is known of any architecture: all pairs of one run
-are tried, and a sum holds only if it does in every element, within its rounding. A path with anything in between (a
-norm after the linear, an expert's weight) is no sum, and has no entry; nor has a tensor that is written to later on.
+y_L is the output of linear L; x_c the input of a later module, or the block's output; x_m the input of an earlier
+module. In a decoder layer, the attention's output projection is added to the first norm's input, the last projection of
+the MLP to the second norm's input. All pairs of one run are tried, and a sum counts only if it holds in every element,
+within rounding. A path with anything in between (a norm after the linear, an expert's weight) is no sum and has no
+entry; nor has a tensor that is changed later.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from quantkit.model.structure.fold import InDouble, disagreement
 from quantkit.model.structure.traced import SharedInput, Structure, hooked, is_linear, set_parameter, trace, weight_of
 from quantkit.model.structure.turn import Form, Heads, ModelPart, Norm, Residual, Rotations, gain_of, turn_heads
 
-# of what was measured: a path that holds exactly is far below, one that does not is far above
+# relative tolerance: exact paths are far below, others far above
 _EXACT = 1e-8
 
 
 class Unturnable(Exception):
-    """The residual stream cannot be turned; the message says why."""
+    """Reason why the residual stream cannot be rotated."""
 
 
 @torch.no_grad()
 def find(part: ModelPart) -> Residual:
-    """Find a part's norms, readers and writers, not embeddings and heads. Raises Unturnable."""
+    """Find a part's norms, readers and writers, without embeddings and heads. Raises Unturnable."""
     with InDouble():  # type: ignore[no-untyped-call]
         seen = _watch(part)
         width = part.hidden.shape[-1]
@@ -51,7 +51,7 @@ def find(part: ModelPart) -> Residual:
         linears = [name for name, module in modules.items() if is_linear(module)]
         for name in linears:
             if name not in seen.inputs and width in weight_of(modules[name]).shape:
-                raise Unturnable(f"no token reached {name}, so that it is not known what it reads")
+                raise Unturnable(f"no token reached {name}, so its input is unknown")
         norms = _norms(part, seen, [name for name in linears if name in seen.inputs], width)
         order = list(seen.inputs)
         points = sorted((order.index(norm.name), norm.name) for norm in norms)
@@ -73,7 +73,7 @@ def find(part: ModelPart) -> Residual:
 
 @dataclass
 class _Seen:
-    """What each leaf module was given and returned when it first ran, in order; and the part's output."""
+    """Input and output of each leaf module in its first run, in order; and the part's output."""
 
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
@@ -81,7 +81,7 @@ class _Seen:
 
 
 def _watch(part: ModelPart, add: tuple[str, Tensor] | None = None) -> _Seen:
-    """Run a part, with something added to the output of one module."""
+    """Run a part, with an optional addition to the output of one module."""
     seen = _Seen({}, {}, torch.empty(0))
 
     def note(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
@@ -102,7 +102,7 @@ def _watch(part: ModelPart, add: tuple[str, Tensor] | None = None) -> _Seen:
 
 
 def _norms(part: ModelPart, seen: _Seen, linears: Sequence[str], width: int) -> list[Norm]:
-    """Find norms by the linears that read them."""
+    """Find norms through the linears behind them."""
     order = list(seen.inputs)
     kinds: dict[str, tuple[Form, bool] | None] = {}
     readers: dict[str, list[str]] = {}
@@ -120,7 +120,7 @@ def _norms(part: ModelPart, seen: _Seen, linears: Sequence[str], width: int) -> 
             if kinds[name] is not None:
                 readers.setdefault(name, []).append(linear)
                 break
-    found = []
+    norms = []
     for name, names in readers.items():
         kind = kinds[name]
         assert kind is not None
@@ -129,8 +129,8 @@ def _norms(part: ModelPart, seen: _Seen, linears: Sequence[str], width: int) -> 
         gain = gain_of(module, norm.form)
         if gain is not None and getattr(module, "bias", None) is not None and float(gain.abs().min()) < 1e-4:
             raise Unturnable(f"a weight of {name}, which has a bias, is too close to zero to divide by")
-        found.append(norm)
-    return found
+        norms.append(norm)
+    return norms
 
 
 def _holds_rows(whole: Tensor, part: Tensor) -> bool:
@@ -143,11 +143,11 @@ def _holds_rows(whole: Tensor, part: Tensor) -> bool:
     return all(row.numpy().tobytes() in known for row in some)
 
 
-def _kind(module: nn.Module, given: Tensor, returned: Tensor) -> tuple[Form, bool] | None:
-    """Tell how a module normalises, and whether it takes the mean off; None if it is no norm."""
-    if given.shape != returned.shape or torch.equal(given, returned):
+def _kind(module: nn.Module, inputs: Tensor, returned: Tensor) -> tuple[Form, bool] | None:
+    """Return the form of a norm, and True if it subtracts the mean; None for other modules."""
+    if inputs.shape != returned.shape or torch.equal(inputs, returned):
         return None
-    width = given.shape[-1]
+    width = inputs.shape[-1]
     plain = copy.deepcopy(module)
     bias = getattr(module, "bias", None)
     if isinstance(bias, Tensor):
@@ -162,7 +162,7 @@ def _kind(module: nn.Module, given: Tensor, returned: Tensor) -> tuple[Form, boo
     for form in forms:
         if form != "none":
             set_parameter(plain, "weight", torch.full_like(weight, 1.0 if form == "weight" else 0.0))  # type: ignore[arg-type]
-        neutral = plain(given)
+        neutral = plain(inputs)
         gain = gain_of(module, form)
         if disagreement(base, neutral if gain is None else neutral * gain) > _EXACT:
             continue
@@ -174,13 +174,13 @@ def _kind(module: nn.Module, given: Tensor, returned: Tensor) -> tuple[Form, boo
             def mirrored(rows: Tensor, away: Tensor = away) -> Tensor:
                 return rows - 2 * (rows @ away).unsqueeze(-1) * away
 
-            if disagreement(mirrored(neutral), plain(mirrored(given))) <= _EXACT:
+            if disagreement(mirrored(neutral), plain(mirrored(inputs))) <= _EXACT:
                 return form, centres
     return None
 
 
 def _writes(part: ModelPart, seen: _Seen, name: str, points: Sequence[str]) -> bool:
-    """Tell whether what is added to a linear's output is added to what the next norm reads, or to the part's output."""
+    """Tell whether an addition to a linear's output reaches the next norm's input, or the part's output, unchanged."""
     output = seen.outputs[name]
     noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     noise *= output.abs().mean() + 1e-6
@@ -190,14 +190,14 @@ def _writes(part: ModelPart, seen: _Seen, name: str, points: Sequence[str]) -> b
         if change.numel() == noise.numel() and float(change.abs().max()) > 0:
             change = change.reshape(noise.shape)
             share = float((change * noise).sum() / noise.square().sum())
-            # the sum was rounded at the size of the stream
+            # rounding error is relative to the stream
             slack = _EXACT * float(noise.abs().max()) + 1e-14 * float(before.abs().max())
             return bool((change - share * noise).abs().max() <= slack) and share != 0
     return False
 
 
 def _through(part: ModelPart, seen: _Seen, name: str) -> str:
-    """Name the module that a linear's output goes straight into, if that changes it."""
+    """Return the module directly behind a linear, if it changes the linear's output."""
     order = list(seen.inputs)
     for later in order[order.index(name) + 1 :]:
         if torch.equal(seen.inputs[later], seen.outputs[name]):
@@ -208,7 +208,7 @@ def _through(part: ModelPart, seen: _Seen, name: str) -> str:
 
 
 def _ends_in(part: ModelPart, seen: _Seen) -> str:
-    """Name the module whose output is the part's."""
+    """Return the module with the part's output."""
     for name in reversed(list(seen.outputs)):
         if torch.equal(seen.outputs[name], seen.end) and not torch.equal(seen.inputs[name], seen.end):
             return name
@@ -217,27 +217,27 @@ def _ends_in(part: ModelPart, seen: _Seen) -> str:
 
 @torch.no_grad()
 def find_heads(block: nn.Module, call: Call, writers: Sequence[str], rotation: Rotations) -> tuple[Heads, ...]:
-    """Find the value paths into linears that may be the output projection, each with the largest head that holds;
-    `rotation` gives a random one of a size to try.
+    """Find the value paths into possible output projections, each with its largest valid head; `rotation` returns a
+    random one.
     """
     traced = trace(block, lambda: call(block))
     groups = tuple(group for group in traced.groups if any(member in writers for member in group.members))
     paths, _ = folds.find(block, Structure(groups, traced.idle, traced.order), call)
-    found = []
+    value_paths = []
     for group in groups:
         fold = paths.get(group.name)
         if fold is None or fold.form != "linear":
             continue
         size = _head_size(block, call, group, fold.producer, fold.index, rotation)
         if size > 1:
-            found.append(Heads(fold.producer, group.members, fold.index, size))
-    return tuple(found)
+            value_paths.append(Heads(fold.producer, group.members, fold.index, size))
+    return tuple(value_paths)
 
 
 def _head_size(
     block: nn.Module, call: Call, group: SharedInput, producer: str, index: Tensor, rotation: Rotations
 ) -> int:
-    """The largest number of consecutive channels that may be turned together; 1 if none."""
+    """Return the largest number of consecutive channels that may be rotated together; 1 if none."""
     breaks = (torch.nonzero(index[1:] != index[:-1] + 1).flatten() + 1).tolist()
     longest = math.gcd(index.numel(), *breaks)
 
@@ -250,20 +250,21 @@ def _head_size(
 
     sizes = [size for size in range(longest, 1, -1) if longest % size == 0]
     primes = [size for size in sizes if all(size % factor for factor in range(2, math.isqrt(size) + 1))]
-    # what commutes channel by channel only (gate * up) fails for each of these, and needs no longer search
+    # a path that only commutes channel by channel (gate * up) fails for every prime size
     if not any(holds(size) for size in primes):
         return 1
     return next(size for size in sizes if holds(size))
 
 
-# a sum and a difference are each rounded once, and a sum of three twice
+# roundings: one each for a sum and a difference, two for a sum of three
 _ROUNDING = 4
 
 
 @torch.no_grad()
 def skips(block: nn.Module, run: Callable[[nn.Module], Tensor]) -> Mapping[str, str]:
-    """Map linears to the module whose input their output is added to; `run` runs the block once, on anything that
-    reaches all of it, and gives its output [..., width].
+    """Map each linear to the module whose input its output is added to.
+
+    `run` runs the block once, on any input that reaches all of it, and returns its output [..., width].
     """
     inputs: dict[str, tuple[int, Tensor, Tensor, int]] = {}
     outputs: dict[str, tuple[int, Tensor]] = {}
@@ -291,7 +292,7 @@ def skips(block: nn.Module, run: Callable[[nn.Module], Tensor]) -> Mapping[str, 
                 hooks.append(module.register_forward_hook(after(name)))
     with hooked(hooks):
         last = run(block)
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for linear, (end, output) in outputs.items():
         sums = [x for start, x, _, _ in inputs.values() if start > end] + [last]
         terms = [
@@ -302,12 +303,12 @@ def skips(block: nn.Module, run: Callable[[nn.Module], Tensor]) -> Mapping[str, 
         pairs = ((name, whole, term) for whole in sums for name, term in terms)
         source = next((name for name, whole, term in pairs if _is_sum(whole, output, term)), None)
         if source is not None:
-            found[linear] = source
-    return found
+            sources[linear] = source
+    return sources
 
 
 def _is_sum(whole: Tensor, output: Tensor, term: Tensor) -> bool:
-    """Tell whether `whole = output + term` but for rounding; a sum with nothing is none."""
+    """Tell whether `whole = output + term` within rounding, with a non-zero term."""
     if not whole.shape[-1] == output.shape[-1] == term.shape[-1] or not whole.numel() == output.numel() == term.numel():
         return False
     whole, output, term = (x.reshape(-1, x.shape[-1]) for x in (whole, output, term))

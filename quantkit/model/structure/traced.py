@@ -1,13 +1,11 @@
-"""The structure of a block, traced by running it: which linears share an input, in which order they run.
+"""Structure of a block, traced by running it: linears with a shared input, and their order.
 
-Linears that receive the very same tensor share an input: one Hessian, one scale, one fused operation. Nothing is known
-about any architecture; a batch runs through the block and hooks note what each linear was given.
+Linears with the same input tensor share one Hessian, one scale, one fused operation. Nothing depends on a particular
+architecture: a batch runs through the block, and hooks record each linear's input.
 
-What a block computes, whatever its values: the operators that it runs, each with its numbers and with where its
-tensors come from.
-
-Two blocks that compute the same are one function of their weights and inputs. What was proved of that function at
-random weights, as where scales can be folded, holds for both; nothing has to be run for the second.
+`Computed` records a block's computation without its values: its operators, with their numbers and the origin of their
+tensors. Two blocks with equal records are one function of their weights and inputs. A property proved of that function
+at random weights, such as a fold, holds for both, and the second block need not run.
 """
 
 from __future__ import annotations
@@ -28,25 +26,25 @@ from quantkit.errors import InputError
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Tell whether a module is a product with a 2-D weight that can be quantized: Linear, or GPT-2's Conv1D."""
+    """Tell whether a module is a product with a 2-D weight for quantization: Linear, or GPT-2's Conv1D."""
     weight = getattr(module, "weight", None)
     named = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     return named and isinstance(weight, Tensor) and weight.dim() == 2
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Tell whether the weight is stored [K, N], as Conv1D does, instead of [N, K]."""
+    """Tell whether the weight is stored as [K, N], as in Conv1D, instead of [N, K]."""
     return not isinstance(module, nn.Linear)
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """View the weight as [N, K]: outputs by inputs; not to be written to."""
+    """Return a view of the weight as [N, K]: outputs by inputs; do not change it."""
     weight = module.weight.detach()  # type: ignore[operator, union-attr]
     return weight.T if is_transposed(module) else weight  # type: ignore[union-attr, return-value]
 
 
 def set_weight(module: nn.Module, weight: Tensor) -> None:
-    """Replace a linear's weight by [N, K] values, kept in its dtype."""
+    """Replace a linear's weight by [N, K] values, in its dtype."""
     value = weight.T if is_transposed(module) else weight
     old = module.weight
     set_parameter(module, "weight", value.to(old.dtype))  # type: ignore[arg-type, union-attr]
@@ -59,7 +57,7 @@ def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove hooks of modules when it is left."""
+    """Remove hooks of modules at the end."""
     held = list(handles)
     try:
         yield
@@ -70,21 +68,25 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SharedInput:
-    """Linears that receive the same tensor, in the order they run, by names within the block; `features` is K."""
+    """Linears with the same input tensor, in order, by names in the block; `features` is K."""
 
     members: tuple[str, ...]
     features: int
 
     @property
     def name(self) -> str:
-        """The first member, which names the group."""
+        """First member, as the group's name."""
         return self.members[0]
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Shared inputs in the order they run, linears that never ran on the traced batch (an expert that was never routed
-    to), and every leaf module that ran, in order, each once.
+    """Structure of a block.
+
+    Args:
+        groups: shared inputs in order.
+        idle: linears that did not run on the traced batch (an expert without tokens).
+        order: leaf modules that ran, in order, each once.
     """
 
     groups: tuple[SharedInput, ...]
@@ -93,16 +95,16 @@ class Structure:
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """All linears that ran, in order."""
+        """Linears of all groups, in order."""
         return tuple(member for group in self.groups for member in group.members)
 
 
 @torch.no_grad()
 def trace(block: nn.Module, run: Callable[[], object]) -> Structure:
-    """Trace the structure of a block, from one run of it on anything that reaches all of it."""
+    """Trace the structure of a block from one run on any input that reaches all of it."""
     leaves = {name: module for name, module in block.named_modules() if not list(module.children())}
-    # of each input where it lies (its memory, of tensors that have no values too; its version tells whether it was
-    # written to in between) -> the tensor, kept alive so that its memory is not given to another, and who reads it
+    # place of each input (its memory, also for tensors without values; its version shows changes in between) -> the
+    # tensor, kept alive so that its memory is not reused, and its readers
     inputs: dict[object, tuple[Tensor, list[str]]] = {}
     order: dict[str, None] = {}
 
@@ -124,15 +126,16 @@ def trace(block: nn.Module, run: Callable[[], object]) -> Structure:
 
 
 def find_blocks(model: nn.Module) -> str:
-    """Find the path of the `ModuleList` whose children are the blocks, such as `model.layers`.
+    """Return the path of the `ModuleList` of blocks, such as `model.layers`.
 
-    Of lists whose children are of one class, the one with most parameters; or the list of several classes that this one
-    is part of, as where layers with and without attention alternate. Raises InputError (`blocks-not-found`).
+    It is the list with most parameters among those with children of one class; or the list of several classes around
+    it, as
+    for alternating layers with and without attention. Raises InputError (`blocks-not-found`).
     """
     lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
     sizes = {path: sum(value.numel() for value in module.parameters()) for path, module in lists.items()}
     alike = [path for path, module in lists.items() if len({type(child) for child in module}) == 1]
-    # a block is made of parts: a list of embeddings is none, however large
+    # a block has parts: a list of embeddings is none, however large
     alike = [path for path in alike if any(True for child in lists[path] for _ in child.children())] or alike
     best = max(alike, key=lambda path: sizes[path], default="")
     around = [path for path in lists if path not in alike and (not best or best.startswith(f"{path}."))]
@@ -144,7 +147,7 @@ def find_blocks(model: nn.Module) -> str:
 
 
 def find_head(model: nn.Module) -> str | None:
-    """Find the path of the linear that makes logits, such as `lm_head`; None where a model names no such linear."""
+    """Return the path of the linear for logits, such as `lm_head`; None if the model names none."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(head, nn.Linear):
         return None
@@ -154,7 +157,7 @@ def find_head(model: nn.Module) -> str | None:
 def has_interface(model: nn.Module) -> bool:
     """Tell whether the attention of a model's blocks can go through transformers' AttentionInterface.
 
-    A file of classes that asks the interface holds it under some name; without it, attention is written out in place.
+    A file of classes that uses the interface imports it under some name; other files write attention out in place.
     """
     from transformers import AttentionInterface
 
@@ -162,32 +165,32 @@ def has_interface(model: nn.Module) -> bool:
         base.__module__ for module in model.get_submodule(find_blocks(model)).modules() for base in type(module).__mro__
     }
     files = [vars(sys.modules[name]) for name in inside if name in sys.modules]
-    return any(isinstance(value, AttentionInterface) for held in files for value in held.values())
+    return any(isinstance(value, AttentionInterface) for names in files for value in names.values())
 
 
 class Computed(TorchDispatchMode):
-    """Notes the operators that run within it.
+    """Recorder of the operators that run in it.
 
     Args:
-        named: the tensors that are there before, by a name that says what they are.
-        given: what the run is given, in order; of these the tensors.
+        named: existing tensors by a descriptive name.
+        inputs: inputs of the run, in order; only tensors count.
 
     Attributes:
-        steps: equal to those of another run only if that computes the same. A tensor that comes from elsewhere equals
-            no other: its values are not looked at.
+        steps: record, equal to another run's only if that computes the same. A tensor of unknown origin equals no
+            other: its values are not compared.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], given: Iterable[Any]) -> None:
+    def __init__(self, named: Mapping[str, Tensor], inputs: Iterable[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Any] = []
-        # kept alive, so that no two have one id
+        # kept alive, so that ids stay unique
         self._seen: dict[int, tuple[Tensor, str]] = {id(value): (value, name) for name, value in named.items()}
-        for number, value in enumerate(given):
+        for number, value in enumerate(inputs):
             if isinstance(value, Tensor):
                 self._seen[id(value)] = value, f"given {number}"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note one operator."""
+        """Record one operator."""
         origins = tree_map(self._origin, (args, kwargs or {}))
         output = func(*args, **(kwargs or {}))
         for number, value in enumerate(tree_leaves(output)):
@@ -197,7 +200,7 @@ class Computed(TorchDispatchMode):
         return output
 
     def gives(self, output: Tensor) -> None:
-        """Note what is taken as the result."""
+        """Record the result."""
         self.steps.append(self._origin(output))
 
     def _origin(self, value: Any) -> Any:

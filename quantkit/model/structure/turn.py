@@ -1,19 +1,22 @@
-"""Turning the residual stream of a model by an orthogonal matrix, and the proof that nothing else changes.
+"""Rotation of a model's residual stream by an orthogonal matrix, and the proof that no output changes.
 
 The stream `x` [tokens, width] runs through all blocks of a pre-norm transformer. It becomes `x Q` without a change of
-any output, if everything that touches it is turned with it:
+any
+output, if everything on it is rotated too:
 
     embedding          E -> E Q
     norm and readers   n(x) -> n(x Q) = n(x) Q;  W diag(w) n(x) -> the norm's weight becomes 1, W becomes W diag(w) Q
     writer             W -> Qᵀ W,  b -> b Q
-    value path         v -> v R for each head, and R goes into the columns that read it: attention mixes tokens alone
+    value path         v -> v R for each head, and R goes into the columns that read it: attention only mixes tokens
 
-RMSNorm commutes with every Q, LayerNorm with those that keep the mean (`Q 1 = 1`). What touches the stream is found in
-`residual.py`. Proved: in float64, every part before and after; `prove` says how far the outputs are apart.
+RMSNorm commutes with every Q, LayerNorm with those that keep the mean (`Q 1 = 1`). `residual.py` finds the modules on
+the
+stream. `prove` compares every part before and after, in float64.
 (Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021; QuaRot, arXiv 2404.00456.)
 
-What lies before and behind the blocks is proved on a few rows of its tables: each row of an embedding or of a head is
-treated like every other, so a vocabulary of 100,000 rows is not copied for it.
+Parts before and behind the blocks are proved on a few rows of their tables: all rows of an embedding or head are
+treated
+alike, so a vocabulary of 100,000 rows need not be copied.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class Orthogonal(Protocol):
         """Rows and columns."""
 
     def apply(self, rows: Tensor, gain: Tensor | None = None) -> Tensor:
-        """`rows` [..., size], times `gain` [size] if there is one, times Q."""
+        """Return `rows` [..., size], times `gain` [size] if given, times Q."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,10 @@ class Norm:
     """A norm of the residual stream.
 
     Args:
-        readers: the linears that read it, and nothing else does.
-        form: how its weight multiplies.
-        centres: it takes the mean off, as LayerNorm does.
+        name: name of the module.
+        readers: linears on its output, its only readers.
+        form: form of its weight.
+        centres: True if it subtracts the mean, as LayerNorm does.
     """
 
     name: str
@@ -66,12 +70,13 @@ class Norm:
 
 @dataclass(frozen=True)
 class Heads:
-    """A linear whose outputs are mixed over tokens alone, head by head, on their way into others.
+    """A value path: a linear whose outputs are only mixed over tokens, head by head, on the way into others.
 
     Args:
-        producer: the value projection, or one that it is a part of.
+        producer: the value projection, or a linear that contains it.
         consumers: the output projection.
-        index: [K], the producer's output channel behind each of the consumers' inputs; consecutive within a head.
+        index: [K], producer's output channel behind each input of the consumers; consecutive within a head.
+        size: channels of a head.
     """
 
     producer: str
@@ -82,12 +87,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class Residual:
-    """The places in one part of a model that have to be turned.
+    """Modules of one part of a model that have to be rotated.
 
     Args:
+        norms: norms of the stream.
         writers: linears that add to the stream.
-        embeddings: tables whose rows are added up to the stream's beginning.
-        heads: value paths, which may be turned by a rotation of their own.
+        embeddings: tables whose rows add up to the stream's beginning.
+        heads: value paths, which may have a rotation of their own.
     """
 
     norms: tuple[Norm, ...] = ()
@@ -97,7 +103,7 @@ class Residual:
 
     @property
     def centres(self) -> bool:
-        """Whether the rotation has to keep the mean."""
+        """True if the rotation has to keep the mean."""
         return any(norm.centres for norm in self.norms)
 
     @property
@@ -107,9 +113,11 @@ class Residual:
         return frozenset({*norms, *self.writers})
 
 
-def turn(part: nn.Module, found: Residual, rotation: Orthogonal, heads: Rotations | None = None) -> None:
-    """Turn a part in place by a rotation as wide as the stream; `heads`: size -> R, None: no value paths."""
-    for norm in found.norms:
+def turn(part: nn.Module, residual: Residual, rotation: Orthogonal, heads: Rotations | None = None) -> None:
+    """Rotate a part in place, with a rotation as wide as the stream; `heads` maps a size to R, None to leave value
+    paths.
+    """
+    for norm in residual.norms:
         module = part.get_submodule(norm.name)
         gain = gain_of(module, norm.form)
         for name in norm.readers:
@@ -121,26 +129,26 @@ def turn(part: nn.Module, found: Residual, rotation: Orthogonal, heads: Rotation
             bias: Tensor = module.bias.detach()  # type: ignore[union-attr, operator, assignment]
             bias = bias if gain is None else (bias.double() / gain).to(bias.dtype)
             set_parameter(module, "bias", rotation.apply(bias))
-    for name in found.writers:
+    for name in residual.writers:
         writer = part.get_submodule(name)
         set_weight(writer, rotation.apply(weight_of(writer).T).T)
         if getattr(writer, "bias", None) is not None:
             set_parameter(writer, "bias", rotation.apply(writer.bias.detach()))  # type: ignore[union-attr, operator]
-    for name in found.embeddings:
+    for name in residual.embeddings:
         table = part.get_submodule(name)
         set_parameter(table, "weight", rotation.apply(table.weight.detach()))  # type: ignore[union-attr, operator]
-    for path in found.heads:
+    for path in residual.heads:
         if heads is not None:
             turn_heads(part, path, heads(path.size))
 
 
 def turn_heads(part: nn.Module, path: Heads, rotation: Orthogonal) -> None:
-    """Turn one value path in place by a rotation of its size."""
+    """Rotate one value path in place, with a rotation of its size."""
     producer = part.get_submodule(path.producer)
     starts = path.index[:: path.size].unique()
     rows = (starts.unsqueeze(1) + torch.arange(path.size, device=starts.device)).flatten()
     weight = weight_of(producer).clone()
-    # apply works on the last axis, in runs of a head's size
+    # `apply` works on the last axis, in pieces of a head's size
     weight[rows] = rotation.apply(weight[rows].T.contiguous().reshape(-1, path.size)).reshape(-1, rows.numel()).T
     set_weight(producer, weight)
     if getattr(producer, "bias", None) is not None:
@@ -154,7 +162,7 @@ def turn_heads(part: nn.Module, path: Heads, rotation: Orthogonal) -> None:
 
 
 def gain_of(norm: nn.Module, form: Form) -> Tensor | None:
-    """Return what a norm multiplies by, [width] float64."""
+    """Return a norm's factor, [width] float64; None without a weight."""
     if form == "none":
         return None
     weight: Tensor = norm.weight.detach().double()  # type: ignore[union-attr, operator, assignment]
@@ -163,7 +171,9 @@ def gain_of(norm: nn.Module, form: Form) -> Tensor | None:
 
 @dataclass
 class ModelPart:
-    """A float64 copy of a part and how to run it; `turns_output`: it is the stream again (a block), not logits."""
+    """A float64 copy of a part, and the function that runs it; `turns_output` if the output is the stream again (a
+    block), not logits.
+    """
 
     module: nn.Module
     run: Callable[[Tensor], Tensor]
@@ -178,21 +188,21 @@ class ModelPart:
 
 
 @torch.no_grad()
-def prove(part: ModelPart, found: Residual, rotation: Orthogonal, heads: Rotations | None = None) -> float:
-    """Measure how far a part's outputs move, relative to their largest, when it is turned; it stays turned.
+def prove(part: ModelPart, residual: Residual, rotation: Orthogonal, heads: Rotations | None = None) -> float:
+    """Rotate a part, and return the relative change of its outputs.
 
-    Infinity, where it lacks what was found: another block's residual, a dense one's of one with experts.
+    The result is infinite if the part lacks modules of the residual: that of a dense block for one with experts.
     """
-    if not found.modules <= {name for name, _ in part.module.named_modules()}:
+    if not residual.modules <= {name for name, _ in part.module.named_modules()}:
         return math.inf
     with InDouble():  # type: ignore[no-untyped-call]
         before = part.run(part.hidden)
-        turn(part.module, found, rotation, heads)
+        turn(part.module, residual, rotation, heads)
         after = part.run(rotation.apply(part.hidden))
         return disagreement(rotation.apply(before) if part.turns_output else before, after)
 
 
-# rows of an embedding or head that are kept; more than there are positions in a probe
+# rows kept of an embedding or head; more than the positions of a probe
 ROWS = 256
 
 
@@ -204,7 +214,7 @@ class Ends:
         self.model = stream.rest()
         self.flow = learn(self.model, self.path, stream.load, ids)
         self._head = Head(self.model, self.path, self.flow)
-        # in the place of the blocks stands what holds no weights
+        # the blocks are stand-ins without weights
         for module in self.model.modules():
             if isinstance(module, nn.Embedding) and module.weight.shape[0] > ROWS:
                 set_parameter(module, "weight", module.weight.detach()[:ROWS].clone())
@@ -217,18 +227,18 @@ class Ends:
 
     @torch.no_grad()
     def start(self) -> tuple[Tensor, list[Tensor]]:
-        """Compute the hidden states before block 0, and the other tensors that blocks are given."""
+        """Compute the hidden states before block 0, and the other tensor arguments of blocks."""
         with InDouble():  # type: ignore[no-untyped-call]
             calls = record(self.model, self.path, self.flow, self.ids, len(self.ids))
         return calls.hidden, calls.tensors()
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Compute logits, or an encoder's last hidden states, of the last block's output."""
+        """Compute logits, or an encoder's last hidden states, from the last block's output."""
         return self._head(hidden, self.ids)
 
     @torch.no_grad()
     def embeddings(self, width: int) -> tuple[str, ...]:
-        """List the tables with rows of that width which are read before block 0."""
+        """List the tables with rows of that width that are read before block 0."""
         read: list[Any] = []
         tables = {
             module: name

@@ -422,7 +422,7 @@ def _traced(module: nn.Module, call: Call) -> tuple[Structure, Sequence[Any]]:
     if call.hidden.is_cuda:
         shapes = call.shapes()
         values = {name: shape_of(value) for name, value in (*module.named_parameters(), *module.named_buffers())}
-        seen = Computed(values, (shapes.hidden, *shapes.given.leaves()))
+        seen = Computed(values, (shapes.hidden, *shapes.rest.leaves()))
 
         def run() -> None:
             with seen:

@@ -1,15 +1,16 @@
-"""GGUF to a Hugging Face folder in float32: by rules of ours (`rules.py`), else as transformers reads it.
+"""Conversion of GGUF to a Hugging Face folder in float32: by our rules (`rules.py`), else by transformers' tables.
 
-Done from the file's own metadata, because a load through transformers cannot be saved again and rebuilds the tokenizer
-with another pre-tokenizer. Every block type is decoded to float32 by the `gguf` package, exactly as llama.cpp defines
-it: a 6-bit code times an 8-bit code of its scale times a float16 has up to 24 significant bits, which no 16-bit type
-holds. What of the metadata or the tensors no rule speaks of is refused, since it could change what the model computes.
+It works from the file's own metadata, because a load through transformers cannot be saved again and builds the
+tokenizer
+with another pre-tokenizer. The `gguf` package decodes every block type to float32, exactly as llama.cpp defines it: a
+6-bit code times an 8-bit code of its scale times a float16 has up to 24 significant bits, which no 16-bit type holds.
+Metadata and tensors without a rule are refused, since they could change the model's computation.
 
-An architecture without rules of ours is read as transformers does: its tables say what config keys and tensors are
-called, and its processors undo what llama.cpp's converter did to a tensor; one tensor is in memory at a time. It passes
-over keys that it does not know, which could change what the model computes: a file that has any is refused, and one
-whose tensors are not just the model's. Experts, which it merges, are refused too.
-
+An architecture without our rules is read by transformers' tables: they map config keys and tensors, and its processors
+undo the changes of llama.cpp's converter, one tensor at a time. transformers skips unknown keys, which could change the
+computation, so a file with any is refused, and so is one with other tensors than the model's. Experts, which
+transformers
+merges, are refused too.
 Source: gguf-py (`gguf.quants`).
 """
 
@@ -50,11 +51,11 @@ __all__ = ["GGUF", "PROVENANCE", "convert_gguf", "demand_lengths", "fields", "no
 PROVENANCE, GGUF = "provenance.json", ".gguf"
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
-# elements in a byte, of the format that has most
+# most elements per byte of any format
 _DENSEST = 8
-# whose files were held against what they were made from; transformers' tables speak of others too, of Falcon's wrongly
+# architectures whose files were compared with their originals; transformers' tables have others, Falcon's wrongly
 _READ = ("bloom", "gpt2", "lfm2", "nemotron", "phi3", "stablelm", "starcoder2")
-# what transformers 5.23 does not read of these, though their configs have a place for it
+# key -> config attribute that transformers 5.23 does not set from it
 _PLACES = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_epsilon": "norm_eps",
@@ -62,7 +63,7 @@ _PLACES = {
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
 _PLACES_OF = {"gpt2": {"context_length": "n_positions", "feed_forward_length": "n_inner"}}
-# keys that say nothing beyond what is known from elsewhere; a Bloom reads texts of any length
+# keys whose values follow from others; a Bloom reads texts of any length
 _NOTHING = ("vocab_size", "context_length", "attention.value_length", "rope.freq_base", "rope.dimension_count")
 _PARTLY_TURNED = ("nemotron", "phi3", "stablelm")
 
@@ -70,20 +71,23 @@ _PARTLY_TURNED = ("nemotron", "phi3", "stablelm")
 def convert_gguf(gguf_file: Path, folder: Path) -> None:
     """Write config, generation config, float32 weights, tokenizer and `provenance.json` into an existing folder.
 
-    Memory: one tensor in float32 (Gemma 3 270M: its embedding, 671 MB). Raises InputError (`gguf-damaged`,
-    `gguf-split`, `gguf-architecture`, `gguf-tokenizer`); MissingDependency (the `gguf` package).
+    Memory: one tensor in float32 (Gemma 3 270M: its embedding, 671 MB).
+
+    Raises:
+        InputError: `gguf-damaged`, `gguf-split`, `gguf-architecture`, `gguf-tokenizer`.
+        MissingDependency: without the `gguf` package.
     """
     with reading(lambda problem: damaged(str(gguf_file), problem)):
         _convert(fields(gguf_file), tensors(gguf_file), gguf_file, folder)
 
 
 def note_on(name: str, was: str) -> str:
-    """Tell the reader of figures on a model out of a GGUF on which grid it lies."""
+    """Return a note on the original grid of a model from a GGUF file, for readers of its figures."""
     if was.removeprefix("gguf ").removeprefix("ALL_") in _FLOATS:
         return f"{name} was converted from {was}: losses are against that"
     return (
-        f"{name} was converted from {was}: its weights lie on the grids of that, and requantizing a quantized model "
-        "adds harm to harm; losses are against it, not against what it was made from"
+        f"{name} was converted from {was}: its weights are already quantized, and quantizing them again adds to that "
+        "loss; losses are against this model, not against its original"
     )
 
 
@@ -95,7 +99,7 @@ def _convert(meta: dict[str, Any], listed: Sequence[Any], gguf_file: Path, folde
     if int(meta.get("split.count", 1)) > 1:
         remedy = "join them with llama-gguf-split, and give the whole"
         raise InputError("gguf-split", where, f"one of {meta['split.count']} files", "a model is one file", remedy)
-    for tensor in listed:  # the library's own count of elements is of 64 bits, and overflows
+    for tensor in listed:  # the library's own count of elements overflows 64 bits
         if math.prod(shape_of(tensor)) > _DENSEST * size:
             raise damaged(where, f"{tensor.name}: {list(shape_of(tensor))} in a file of {size} bytes"[:300])
     stored = {tensor.name: tensor for tensor in listed}
@@ -140,8 +144,10 @@ def _convert(meta: dict[str, Any], listed: Sequence[Any], gguf_file: Path, folde
 
 
 def stored_as(meta: Mapping[str, Any], matrices: Counter[str]) -> str:
-    """Name what a file's matrices are: what it says (`Q4_K_M`, a mixture of types), and what most of their elements are
-    where the name speaks of another type. One with any codes is none of floats, whatever it says.
+    """Name the type of a file's matrices: the stated one (`Q4_K_M`, a mixture), with the most common type if it
+    differs.
+
+    A file with any codes is not one of floats, whatever it states.
     """
     import gguf
 
@@ -170,7 +176,7 @@ def _read(path: Path, meta: Mapping[str, Any], names: Mapping[str, Any]) -> Read
 
     loaded = pretrained.config_of_gguf(path)
     _demand_read(path, meta, stated, loaded)
-    for key, number in special_tokens(meta).items():  # a class's own are of another vocabulary
+    for key, number in special_tokens(meta).items():  # a class's defaults are for another vocabulary
         setattr(loaded, key, number)
     try:
         model_class = AutoModelForCausalLM._model_mapping[type(loaded)]
@@ -198,7 +204,7 @@ def _read(path: Path, meta: Mapping[str, Any], names: Mapping[str, Any]) -> Read
 
 
 def _demand_read(path: Path, meta: Mapping[str, Any], stated: str, config: Any) -> None:
-    """Check that each key of the architecture is read by transformers, is put in its place here, or is no news."""
+    """Check every key of the architecture: read by transformers, placed here, or redundant."""
     from transformers.integrations import GGUF_CONFIG_MAPPING
 
     known, places = GGUF_CONFIG_MAPPING[stated], _PLACES | _PLACES_OF.get(stated, {})
@@ -209,18 +215,18 @@ def _demand_read(path: Path, meta: Mapping[str, Any], stated: str, config: Any) 
     for key, value in keys.items():
         where = f"{stated}.{key} = {value!r:.40}"
         if key.endswith(("epsilon", "freq_base")) and not 0 < value < math.inf:
-            raise damaged(str(path), where, "above nothing, and finite")
+            raise damaged(str(path), where, "positive and finite")
         if key in places and hasattr(config, places[key]):
             setattr(config, places[key], value or None)
         elif known.get(key) is None and key not in _NOTHING and same.get(key, getattr(config, key, None)) != value:
-            raise refused(str(path), where, "nothing is converted that would compute something else")
+            raise refused(str(path), where, "a conversion must not change the computation")
     if (rope := getattr(config, "rope_parameters", None)) is None:
         return
-    # the base of a rotary embedding, and how much of each head it turns
+    # base of the rotary embedding, and the part of each head that it rotates
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope["rope_theta"] = keys.get("rope.freq_base", 10000.0)
     turned = keys.get("rope.dimension_count", head)
     if stated in _PARTLY_TURNED:
         rope["partial_rotary_factor"] = turned / head
     elif turned != head:
-        raise refused(str(path), f"{stated}.rope.dimension_count = {turned}", f"heads of {head} are turned whole")
+        raise refused(str(path), f"{stated}.rope.dimension_count = {turned}", f"heads of {head} are rotated whole")

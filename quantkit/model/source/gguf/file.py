@@ -1,4 +1,4 @@
-"""What a GGUF file says of its own layout, held against the file: lengths, types, shapes and offsets."""
+"""Check of a GGUF file's own layout: lengths, types, shapes and offsets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-# GGUF's kinds of values of a fixed size, as `struct` names them; texts; arrays
+# kinds of values: those of a fixed size with their `struct` format; texts; arrays
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FIXED = {kind: struct.calcsize(f"<{form}") for kind, form in _FORMS.items()}
 _UINT32, _STRING, _ARRAY = 4, 8, 9
@@ -27,7 +27,7 @@ _VERSIONS = (2, 3)
 
 
 class _Cursor:
-    """Reads a mapped file from a place on."""
+    """Reader of a mapped file from a position on."""
 
     def __init__(self, data: mmap.mmap, at: int) -> None:
         self.data, self.at = data, at
@@ -44,7 +44,7 @@ class _Cursor:
         return int(self.take(form)[0])
 
     def skip(self, kind: int, count: int) -> None:
-        """Step over values; ValueError where the file is shorter."""
+        """Step over values; ValueError if the file is shorter."""
         if count * _FIXED.get(kind, 8) > len(self.data) - self.at:
             raise ValueError(f"{count} values at byte {self.at} of {len(self.data)}")
         if kind in _FIXED:
@@ -71,11 +71,18 @@ class _Cursor:
 
 
 def demand_lengths(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Check that what the metadata says is long fits into the file, and so do the tensors, each where the one before it
-    ends, as llama.cpp demands it. The library would go through 2**63 elements one by one, and read whatever lies at an
-    offset. Returns tensor -> its shape, and the number of its type.
+    """Check all stated lengths against the file; each tensor must begin at the end of the previous one, as in
+    llama.cpp.
 
-    Raises ValueError: it does not, or nests arrays. struct.error: the file ends. MissingDependency: the `gguf` package.
+    The library would iterate over 2**63 elements one by one, and read at any offset.
+
+    Returns:
+        tensor -> its shape, and the number of its type.
+
+    Raises:
+        ValueError: if they do not fit, or arrays are nested.
+        struct.error: at the end of the file.
+        MissingDependency: without the `gguf` package.
     """
     with MissingDependency.unless_found("gguf", extra="compile", purpose="reading a GGUF file"):
         import gguf
@@ -116,7 +123,7 @@ def demand_lengths(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
 
 
 def _tensor(cursor: _Cursor, known: Mapping[int, tuple[int, int]]) -> tuple[str, tuple[int, ...], int, int, int]:
-    """Read name, shape, type, offset and bytes; `known`: type -> elements and bytes of a block."""
+    """Read name, shape, type, offset and bytes; `known` maps a type to elements and bytes of a block."""
     name, dimensions = cursor.text(), cursor.number("I")
     if dimensions > _DIMENSIONS:
         raise ValueError(f"{name[:100]}: {dimensions} dimensions")
@@ -141,8 +148,9 @@ def fields(path: Path) -> dict[str, Any]:
 
 
 def tensors(path: Path) -> list[Any]:
-    """List a file's tensors as the library's reader has them, which goes through arrays of metadata element by element:
-    here they are stepped over, so that a vocabulary takes no seconds. `demand_lengths` was satisfied by the file.
+    """List a file's tensors as the library's reader does, but skip metadata arrays, which it reads element by element.
+
+    The file must have passed `demand_lengths`.
     """
     import gguf
     import numpy as np
@@ -161,8 +169,13 @@ def tensors(path: Path) -> list[Any]:
 
 @dataclass(frozen=True)
 class Read:
-    """A model out of a file: config.json, parameter -> shape, parameter -> the file's tensor, and what makes the values
-    of a parameter of that tensor's name and dequantized values.
+    """A model from a file.
+
+    Args:
+        config: contents of config.json.
+        shapes: parameter -> shape.
+        tensors: parameter -> tensor of the file.
+        values: function of (name of the file's tensor, dequantized values) to the values of a parameter.
     """
 
     config: dict[str, Any]
@@ -172,7 +185,7 @@ class Read:
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor of the package's reader, which counts the fastest dimension first."""
+    """Return the shape of a tensor of the package's reader, which lists the fastest dimension first."""
     return tuple(int(size) for size in reversed(tensor.shape))
 
 
@@ -184,13 +197,13 @@ def short(value: float) -> float:
 
 
 def special_tokens(meta: Mapping[str, Any]) -> dict[str, int | None]:
-    """Map config.json's key of each to its number, None where a file says none."""
+    """Map each key in config.json to its token number; None if the file has none."""
     named = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     return {key: meta.get(f"tokenizer.ggml.{theirs}_token_id") for key, theirs in named.items()}
 
 
 def refused(where: str, value: str, rule: str) -> InputError:
-    """Make the error for a sound file of a model that is not converted exactly: `gguf-architecture`."""
+    """Make the error for a sound file without an exact conversion: `gguf-architecture`."""
     remedy = "open what it was made from: a Hugging Face folder (./folder), or hf:org/name"
     return InputError("gguf-architecture", where, value, rule, remedy)
 

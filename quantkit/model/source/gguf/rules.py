@@ -1,26 +1,25 @@
-"""Architectures of llama.cpp whose files are read by rules of ours: names, config, and what was done to the values.
+"""Rules for architectures of llama.cpp: names, config, and changes of values.
 
-Three things differ between the two worlds besides names:
-
-- rotary embedding: in a llama GGUF it turns neighbouring rows (2i, 2i+1) of each head, in Hugging Face rows
+Beside names, three things differ from Hugging Face:
+- rotary embedding: in a llama GGUF it rotates neighbouring rows (2i, 2i+1) of each head, in Hugging Face rows
   (i, i + d/2). So the rows of q and k are permuted back, head by head:
   `W.reshape(heads, d/2, 2, K).swapaxes(1, 2).reshape(heads * d, K)`, e.g. d = 4: rows 0 1 2 3 -> 0 2 1 3. Most other
-  architectures turn halves in both;
-- norms: Gemma's multiply by 1 + w; GGUF holds 1 + w, Hugging Face w;
-- what llama.cpp knows by the architecture's name alone: activations, which layers see a window, 27B's attention.
+  architectures rotate halves in both;
+- norms: Gemma's multiply by 1 + w; GGUF stores 1 + w, Hugging Face w;
+- llama.cpp derives some things from the architecture's name: activations, layers with a window, 27B's attention.
 
-Sources: convert_hf_to_gguf.py of llama.cpp (what it changes, undone here), llama-model.cpp (what it knows of an
-architecture without the file saying so).
+Sources: convert_hf_to_gguf.py of llama.cpp (its changes are undone here), llama-model.cpp (its knowledge of an
+architecture beyond the file).
 
-How a GGUF file's rotary embedding is stretched over longer texts, as transformers' `rope_scaling`.
+Extension of a rotary embedding to longer texts, as transformers' `rope_scaling`:
 
     linear, yarn   by name, with their numbers
-    llama3         by a tensor: what each of the d / 2 frequencies is divided by. 1 for short waves, `factor` for long
+    llama3         by a tensor with the divisor of each of the d / 2 frequencies: 1 for short waves, `factor` for long
                    ones, between them 1 / ((1 - s) / factor + s) with s = (context / wave - low) / (high - low). That
-                   is a line over 1 / wave, of two numbers; `low` is taken to be 1, as in every Llama, and what is
-                   found has to give the file's factors again
+                   is a line over 1 / wave with two unknowns; `low` is assumed to be 1, as in every Llama, and the
+                   result must reproduce the file's divisors
 
-llama.cpp multiplies what a file says of YaRN's attention by 1 + 0.1 ln(factor); transformers takes the product.
+llama.cpp multiplies a file's YaRN attention factor by 1 + 0.1 ln(factor); transformers expects the product.
 Sources: `LlamaModel.generate_extra_tensors` of llama.cpp's converter, llama-context.cpp, modeling_rope_utils.py.
 """
 
@@ -77,16 +76,18 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What an architecture of llama.cpp is in Hugging Face's words.
+    """An architecture of llama.cpp in terms of Hugging Face.
 
     Args:
-        layer: names of a layer's tensors, all of which each layer has.
-        config: metadata without the architecture's name, and where the model's sizes are known -> what config.json says
-            besides what all say; takes what it reads of the metadata out of it.
-        biases: key of the config -> tensors that a layer has where it is true.
-        turns_neighbours: rotary embedding turns rows (2i, 2i + 1) in GGUF.
-        adds_one: GGUF holds 1 + w of every norm.
-        scalings: kinds of longer rotary embeddings that llama.cpp computes there as transformers does.
+        causal: class in transformers.
+        model_type: model type in transformers.
+        layer: names of a layer's tensors; each layer has all of them.
+        config: function of (metadata without the architecture's prefix, known sizes) to further keys of config.json;
+            removes the metadata that it uses.
+        biases: key of the config -> tensors that a layer has if it is true.
+        turns_neighbours: True if the rotary embedding rotates rows (2i, 2i + 1) in GGUF.
+        adds_one: True if GGUF stores 1 + w of every norm.
+        scalings: kinds of longer rotary embeddings that llama.cpp computes as transformers does.
     """
 
     causal: str
@@ -116,7 +117,7 @@ def _olmo2(stated: Fields, sizes: Fields) -> Fields:
 
 
 def _smollm3(stated: Fields, sizes: Fields) -> Fields:
-    """llama.cpp leaves every fourth layer without rotary embedding."""
+    """Add llama.cpp's rule: every fourth layer has no rotary embedding."""
     return {**_llama(stated, sizes), "use_sliding_window": False, "no_rope_layer_interval": 4}
 
 
@@ -135,7 +136,7 @@ def _gemma(stated: Fields, sizes: Fields) -> Fields:
 
 
 def _gemma2(stated: Fields, sizes: Fields) -> Fields:
-    """Every second layer sees a window."""
+    """Add the window of every second layer."""
     layers = sizes["num_hidden_layers"]
     return {
         "hidden_activation": _GELU,
@@ -150,7 +151,7 @@ def _gemma2(stated: Fields, sizes: Fields) -> Fields:
 
 
 def _gemma3(stated: Fields, sizes: Fields) -> Fields:
-    """Five layers of six see a window and turn by a base of their own; llama.cpp knows it from the name."""
+    """Add the window and the base of five layers of six, which llama.cpp derives from the name."""
     layers = sizes["num_hidden_layers"]
     capped = stated.pop("final_logit_softcapping", None)
     return {
@@ -189,7 +190,7 @@ RULES = {
     "gemma3": Conversion(
         *("Gemma3ForCausalLM", "gemma3_text", _LAYER | _HEAD_NORMS | _BOTH_NORMS, _gemma3),
         adds_one=True,
-        scalings=("linear",),  # of the layers that see everything, in both
+        scalings=("linear",),  # for the layers without a window, in both
     ),
     "smollm3": Conversion("SmolLM3ForCausalLM", "smollm3", _LAYER, _smollm3, _BIASES, turns_neighbours=True),
     "granite": Conversion("GraniteForCausalLM", "granite", _LAYER, _granite, _BIASES, turns_neighbours=True),
@@ -252,7 +253,7 @@ def _config(meta: Mapping[str, Any], rules: Conversion, stored: Mapping[str, Any
     def positive(key: str, *otherwise: float) -> float:
         value = stated.pop(key, *otherwise) if otherwise else need(key)
         if not isinstance(value, float) or not 0 < value < math.inf:
-            raise damaged(where, f"{prefix}{key} = {value!r:.40}", "above nothing, and finite")
+            raise damaged(where, f"{prefix}{key} = {value!r:.40}", "positive and finite")
         return short(value)
 
     hidden, heads = count("embedding_length"), count("attention.head_count")
@@ -281,7 +282,7 @@ def _config(meta: Mapping[str, Any], rules: Conversion, stored: Mapping[str, Any
     scaling = rope_scaling(stated, sizes["max_position_embeddings"])
     if _ROPE_FACTORS in stored and "llama3" in rules.scalings:
         if scaling is not None:
-            raise refused(where, f"{_ROPE_FACTORS} beside rope.scaling", "a rotary embedding is stretched in one way")
+            raise refused(where, f"{_ROPE_FACTORS} beside rope.scaling", "a rotary embedding has one extension")
         factors = stored[_ROPE_FACTORS]
         if (kind := factors.tensor_type.name) != "F32":
             raise damaged(where, f"{_ROPE_FACTORS} is {kind}", "it is float32")
@@ -297,12 +298,12 @@ def _config(meta: Mapping[str, Any], rules: Conversion, stored: Mapping[str, Any
             del stated[same]
     if stated:
         key, value = next(iter(stated.items()))
-        raise refused(where, f"{prefix}{key} = {value!r:.40}", "nothing is converted that would compute something else")
+        raise refused(where, f"{prefix}{key} = {value!r:.40}", "a conversion must not change the computation")
     return config | {key: number for key, number in special_tokens(meta).items() if number is not None}
 
 
 def _demand_shapes(stored: Mapping[str, Any], sizes: Fields, where: str) -> None:
-    """Check that tables and linears are as large as the metadata says: `gguf-damaged`."""
+    """Compare the sizes of tables and linears with the metadata: `gguf-damaged`."""
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     rows, keys = (sizes[key] * sizes["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     wanted = {"token_embd": (sizes["vocab_size"], hidden), "output": (sizes["vocab_size"], hidden)}
@@ -318,16 +319,16 @@ def _demand_shapes(stored: Mapping[str, Any], sizes: Fields, where: str) -> None
             raise damaged(where, f"{name}.weight is {list(shape_of(tensor))}", rule)
 
 
-# Llama 3.1's, and the contexts that are tried where a file's factors tell none
+# numbers of Llama 3.1, and contexts to try if a file's factors do not determine one
 _LOW, _HIGH, _CONTEXT = 1.0, 4.0, 8192
 _CONTEXTS = [2**exponent for exponent in range(4, 21)]
 
 
 def rope_scaling(stated: dict[str, Any], context: int) -> dict[str, Any] | None:
-    """Make transformers' `rope_scaling`, None for plain ones; takes out of `stated` what is understood."""
+    """Return transformers' `rope_scaling`, None for plain ones; remove the understood keys from `stated`."""
     kind = stated.pop("rope.scaling.type", None)
     factors = [stated.pop(key, 0) for key in ("rope.scaling.factor", "rope.scale_linear")]
-    factor = next((short(each) for each in factors if each), 1.0)
+    factor = next((short(value) for value in factors if value), 1.0)
     stated.pop("rope.scaling.finetuned", None)
     original = stated.pop("rope.scaling.original_context_length", None)
     if kind in (None, "linear") and factor != 1.0:
@@ -346,7 +347,7 @@ def rope_scaling(stated: dict[str, Any], context: int) -> dict[str, Any] | None:
 
 
 def llama3(factors: NDArray[np.float32], base: float, where: str) -> dict[str, Any] | None:
-    """Make Llama 3's `rope_scaling` of factors [d / 2]; None for ones. Raises `gguf-architecture`: no numbers fit."""
+    """Return Llama 3's `rope_scaling` for factors [d / 2]; None for ones. Raises `gguf-architecture` if none fits."""
     import numpy as np
 
     half = len(factors)
@@ -367,7 +368,7 @@ def llama3(factors: NDArray[np.float32], base: float, where: str) -> dict[str, A
 def _guesses(
     factors: NDArray[np.float32], waves: NDArray[np.float64], factor: float
 ) -> Iterator[tuple[float, float, int]]:
-    """List (low, high, context) to try: Llama's own, that of the line through what lies between, powers of two."""
+    """Yield (low, high, context) to try: Llama's own, that of the line between, powers of two."""
     import numpy as np
 
     yield _LOW, _HIGH, _CONTEXT

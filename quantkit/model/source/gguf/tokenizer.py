@@ -1,27 +1,26 @@
-"""The tokenizer in a GGUF file's metadata, as `tokenizer.json`.
+"""Conversion of the tokenizer in a GGUF file's metadata to `tokenizer.json`.
 
-GGUF holds the vocabulary; the rest it knows by a name only:
+GGUF stores the vocabulary, and only names for the rest:
 
-    gpt2     byte-level BPE with its merges. `pre` names what a text is split by before (`pretokenizers.py`);
-             a space before a text is none here, whatever a file says
-    llama    SentencePiece's BPE: a space is ▁, what is no token is spelled in bytes, and the two neighbours whose union
-             has the highest score are merged first. So the merges are all the ways to put a token together from two
-             others, by falling score: {▁t: 0, in: -1, ing: -2, ...} -> i n, in g, i ng. `add_space_prefix` puts a
-             space before a text, and before what follows a special token
+    gpt2     byte-level BPE with its merges. `pre` names the split of a text before merging; a leading space is never
+             added, whatever a file says
+    llama    SentencePiece's BPE: a space is ▁, characters without a token become bytes, and the two neighbours whose
+             union has the highest score are merged first. So the merges are all splits of a token into two tokens, by
+             falling score: {▁t: 0, in: -1, ing: -2, ...} -> i n, in g, i ng. `add_space_prefix` puts a space before a
+             text, and behind a special token
 
-Tokens of type *control* are special. *User-defined* ones are text that is one token wherever it stands (`<table>`, two
-spaces), found before any merge. *Unused* ones fill the embedding up and are no tokens.
-
+Tokens of type *control* are special. *User-defined* ones are text that is always one token (`<table>`, two spaces),
+matched before any merge. *Unused* ones pad the embedding and are no tokens.
 Sources: llama-vocab.cpp of llama.cpp; `Qwen2Tokenizer` and `GemmaTokenizer` of transformers.
 
-What byte-level tokenizers split a text by before they merge, and what llama.cpp calls it.
+Splits of byte-level tokenizers before merging, by llama.cpp's names:
 
     smollm    digits one by one, then GPT-2's expression: "in 2024" -> "in", " ", "2", "0", "2", "4"
-    qwen2     an expression of its own, with one digit a piece
-    llama-bpe the same with up to three, and a word that is a token stays whole whatever the merges say
+    qwen2     an expression of its own, with single digits
+    llama-bpe the same with up to three digits, and a word that is a token stays whole whatever the merges say
 
-Read from a tokenizer.json these give the name (`exporters/gguf/tokenizer.py`), read from a name they give the
-tokenizer (`tokenizer.py`). Source: llama-vocab.cpp of llama.cpp, which has each expression beside its own spelling.
+`exporters/gguf/tokenizer.py` maps a tokenizer.json to these names; this module maps the names to a tokenizer. Source:
+llama-vocab.cpp of llama.cpp, which has each expression beside its own spelling.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType
 _SPACE = "▁"
-# Phi-3's special tokens swallow what is white behind them, but for these: llama.cpp goes by the file's name
+# Phi-3's special tokens, except these, absorb whitespace behind them; llama.cpp decides by the file's name
 _STRIPPING, _NOT_STRIPPING = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 
 
 def tokenizer_json(meta: dict[str, Any], where: str) -> str:
-    """Make tokenizer.json of a GGUF file. Raises `gguf-tokenizer`: a kind or pre-tokenizer not known here."""
+    """Return tokenizer.json of a GGUF file. Raises `gguf-tokenizer` for an unknown kind or pre-tokenizer."""
     from tokenizers import AddedToken, processors
 
     tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
@@ -82,7 +81,7 @@ def tokenizer_json(meta: dict[str, Any], where: str) -> str:
 
 
 def demand_whole(meta: dict[str, Any], where: str) -> None:
-    """Hold lists against the vocabulary. Raises `gguf-damaged`; `gguf-tokenizer`: there is none."""
+    """Compare lists with the vocabulary. Raises `gguf-damaged`; `gguf-tokenizer` without a vocabulary."""
     if "tokenizer.ggml.tokens" not in meta:
         raise _unknown(where, "no tokens", "a model comes with its vocabulary")
     tokens = meta["tokenizer.ggml.tokens"]
@@ -100,13 +99,13 @@ def demand_whole(meta: dict[str, Any], where: str) -> None:
 
 
 def _pre(meta: dict[str, Any]) -> str | None:
-    """Name a file's pre-tokenizer, one of a kind."""
+    """Return a file's pre-tokenizer under its main name."""
     name = meta.get("tokenizer.ggml.pre")
     return SAME.get(str(name), name)
 
 
 def tokenizer_config(meta: dict[str, Any], length: int) -> dict[str, Any]:
-    """Make tokenizer_config.json: the names of special tokens and the chat template; `length`: the most tokens."""
+    """Return tokenizer_config.json: names of special tokens and the chat template; `length` is the most tokens."""
     tokens = meta["tokenizer.ggml.tokens"]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # whatever tokenizer.json says, no model's class on top
@@ -166,7 +165,7 @@ def _sentencepiece(meta: dict[str, Any], vocabulary: dict[str, int]) -> Tokenize
 
 
 def _merges(meta: dict[str, Any]) -> list[tuple[str, str]]:
-    """List all pairs of tokens whose union is a token, by the union's falling score."""
+    """List all pairs of tokens whose union is a token, by falling score of the union."""
     tokens, scores, types = (meta[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores", "token_type"))
     normal = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL}
     best_first = sorted(range(len(tokens)), key=lambda i: -scores[i])
@@ -199,7 +198,7 @@ _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _TEKKEN = rf"{_CASED.replace('{after}', '')}|\p{{N}}|{_CASED_REST}"
 _GPT4O = rf"{_CASED.replace('{after}', _CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_CASED_REST}"
-# (what a text is split by, in order; whether words that are tokens stay whole) -> llama.cpp's name
+# (expressions that split a text, in order; True if words that are tokens stay whole) -> llama.cpp's name
 PRE = {
     ((GPT2,), False): "gpt-2",
     ((DIGITS, GPT2), False): "smollm",
@@ -209,11 +208,11 @@ PRE = {
     ((_TEKKEN,), True): "tekken",
     ((_GPT4O,), False): "gpt-4o",
 }
-# other names that llama.cpp has for the same
+# other names of llama.cpp for the same splits
 SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "lfm2": "llama-bpe", "falcon3": "llama-bpe"}
 SAME |= {"starcoder": "smollm", "refact": "smollm", "command-r": "smollm", "phi-2": "gpt-2", "olmo": "gpt-2"}
 SAME |= {"stablelm2": "qwen2", "dbrx": "smaug-bpe", "llama4": "gpt-4o"}
-# where a file does not say it, these begin a text with a token of their own
+# pre-tokenizers with a begin token by default
 BEGINS = ("llama-bpe", "tekken")
-# Unicode's NFC goes before, of which llama.cpp knows nothing
+# pre-tokenizers with Unicode's NFC first, which llama.cpp omits
 COMPOSED = ("qwen2",)
