@@ -1,4 +1,4 @@
-"""Exporters, one destination a folder: write it, load it again in other people's code, compare."""
+"""Exporters, one destination a folder: write a model, load it again in other people's code, compare."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
     from quantkit.target import State, Target
 
 
-# told the share that is done, and what is being done
+# callback for the share done and the current work
 BuildReport = Callable[[float, str], None]
-# (a model, another one, values for the inputs of both) -> how many times as fast the first is on this machine
+# (a model, another one, inputs for both) -> speed of the first relative to the second on this machine
 Trial = Callable[[bytes, bytes, Mapping[str, Any]], "Comparison"]
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The layers of a model, or of a recipe, before any work is done on them.
+    """Layers of a model, or of a recipe, before any work is done on them.
 
     Args:
-        schemes: linear, or where a recipe says so (`scheme`, `overrides: *.o_proj`) -> how its weight is stored.
-        plain: the linears that are `torch.nn.Linear`.
-        padded: the linears whose last group is filled up.
-        tied: a head that shares its weight with the embedding.
-        shapes: linear -> [N, K]; empty where nobody knows.
-        merged: the linears of experts, which transformers merges while it loads them.
+        schemes: linear, or place in the recipe (`scheme`, `overrides: *.o_proj`) -> scheme of its weight.
+        plain: linears that are `torch.nn.Linear`.
+        padded: linears with a padded last group.
+        tied: head that shares its weight with the embedding.
+        shapes: linear -> [N, K]; empty if unknown.
+        merged: linears of experts, which transformers merges while it loads them.
         partly: whether calibration may leave some experts in high precision.
-        activations: linear -> how its input is quantized.
-        obstacles: what transformers would not load of it packed.
-        source: the model; None of a finished bundle, and of a recipe.
-        largest: parameter -> its largest magnitude, of those that were looked at.
+        activations: linear -> scheme of its input.
+        obstacles: parts of the model that transformers would not load packed.
+        source: the model; None for a finished bundle, and for a recipe.
+        largest: parameter -> its largest magnitude, for those that were read.
         stacked: modules of experts that are one tensor, and stay in floats.
-        untraced: the class of a model whose attention no graph can be traced of; empty of any other.
+        untraced: class of a model whose attention cannot be traced; else empty.
     """
 
     schemes: Mapping[str, WeightScheme] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class LayerSpec:
     untraced: str = ""
 
     def demand_graph(self, export: str) -> None:
-        """Refuse what no one graph can be traced of.
+        """Refuse a model beyond a single graph.
 
         Raises InputError: `layout-unsupported` for a mixture of experts, `attention-unsupported` for attention of a
         model's own.
@@ -86,20 +86,20 @@ class LayerSpec:
 
 
 class Exporter(Protocol):
-    """One destination; an exporter inherits what it does not declare. `options` are its `Options` everywhere.
+    """Interface of one destination, with defaults. `options` are always its `Options`.
 
     Attributes:
-        name: as in recipes; the folder's name.
-        runtimes: that read what it writes.
+        name: name in recipes; the name of the folder.
+        runtimes: runtimes that read its output.
         fuses: whether it gains from linears that are stored as one.
-        moves: whether it holds inputs whose channels are moved before they are quantized.
-        adds: whether it exports a finished bundle's checkpoint, too.
-        place: the folder of a bundle that it writes.
-        weights: how the files of weights end that it writes there, if no table of bundles knows the folder.
-        reads_graphs: whether it exports a finished bundle's graph, too: `add_graph`, `check_graph`.
-        builds: whether something is compiled from what was written and checked: `build`.
-        classes: of transformers that it writes models of; none: any.
-        stores: what becomes of a model: plans count its bytes and its checks by that.
+        moves: whether it can hold inputs whose channels are moved before they are quantized.
+        adds: whether it can also export the checkpoint of a finished bundle.
+        place: folder of a bundle that it writes.
+        weights: suffix of its files of weights, if no table of bundles knows the folder.
+        reads_graphs: whether it can also export the graph of a finished bundle: `add_graph`, `check_graph`.
+        builds: whether something is compiled from its checked output: `build`.
+        classes: classes of transformers that it supports; none: any.
+        stores: kind of output: plans count bytes and checks by it.
         Options: closed pydantic model of its options.
     """
 
@@ -117,23 +117,23 @@ class Exporter(Protocol):
     Options: type[BaseModel]
 
     def accepts(self, options: Any, asked: LayerSpec) -> None:
-        """Refuse, before any work, what the destination cannot hold.
+        """Refuse, before any work, layers that the destination cannot hold.
 
-        Raises InputError: `layout-unsupported`, naming the first layer; MissingDependency: what it is written with.
+        Raises InputError: `layout-unsupported`, naming the first layer; MissingDependency: a library for writing it.
         """
 
     def holds(self, options: Any, runtime: str, asked: LayerSpec) -> State:
-        """Tell what the export leaves of what a runtime can do with the formats of a recipe; no model is needed.
+        """Return the support of a runtime for a recipe's formats as the export stores them; needs no model.
 
         Returns:
-            `native` where it leaves all of it, `emulated` where floats are stored.
+            `native` if nothing is lost, `emulated` if floats are stored.
 
-        Raises InputError: `layout-unsupported`; it cannot be stored so, or that runtime has no kernel for it so.
+        Raises InputError: `layout-unsupported`, if it cannot be stored so, or if the runtime has no kernel for it.
         """
         ...
 
     def storage(self, options: Any, laid: LaidOver) -> Storage:
-        """Predict the bytes of what it writes; by default of every tensor as a value.
+        """Predict the bytes of the export; by default of every tensor as a value.
 
         Raises InputError: `layout-unsupported`.
         """
@@ -142,34 +142,34 @@ class Exporter(Protocol):
     def for_target(
         self, options: Any, target: Target, asked: LayerSpec, trial: Trial | None = None
     ) -> tuple[Mapping[str, Any], str]:
-        """Settle the options that depend on the target: those that change, and a word on that; "" where nothing does.
+        """Choose the target's options: the changed ones, and a sentence about them or "".
 
         Args:
-            trial: times graphs here; None where the target is another machine.
+            trial: function that times graphs here; None if the target is another machine.
         """
         return {}, ""
 
     def for_prompts(self, options: Any, target: Target, layers: Sequence[LayerEntry]) -> str:
-        """Name the setting, `PATH=VALUE`, that makes prompts and large batches faster than with these layers; ""."""
+        """Name the setting, `PATH=VALUE`, for faster prompts and large batches than with these layers; "" if none."""
         return ""
 
     def for_floats(self, options: Any) -> Any:
-        """Return the options with which the unquantized model is exported, to be timed against."""
+        """Return the options for exporting the unquantized model, the reference for times."""
         return options
 
     def caveat(self, options: Any, runtime: str) -> str:
-        """Tell what a runtime needs beside itself to read the export, or does otherwise than is stored; ""."""
+        """Describe needs or deviations of a runtime that reads the export; "" if there are none."""
         return ""
 
     def export(self, folder: Path, values: Values, options: Any) -> list[Decision]:
-        """Write everything of a model into `folder`; return what was done otherwise than asked.
+        """Write everything of a model into `folder`; return the deviations from what was asked.
 
         Raises InputError: the exporter's own; Stopped: `disk-full`.
         """
         ...
 
     def held(self, values: Values, options: Any) -> Values:
-        """Return the model with the values that the export holds: others than its codes' where more is rounded."""
+        """Return the model with the values of the export: they differ from those of the codes if more is rounded."""
         return values
 
     def check(
@@ -181,30 +181,30 @@ class Exporter(Protocol):
         inputs: Mapping[str, Any] | None = None,
         blocks: int | None = None,
     ) -> list[Check]:
-        """Load what was written in other people's code and hold it against what was decided on.
+        """Load the export in other people's code and compare it with the expected values.
 
         Args:
-            values, options: as for `export`; without them, of a finished bundle, the expected values are those of its
-                checkpoint.
+            values, options: as for `export`; without them, the checkpoint of the finished bundle gives the expected
+                values.
             inputs: keyword arguments of a forward; a fixed batch of ids by default.
-            blocks: compare the outputs of only so many layers, where the exporter can.
+            blocks: number of layers whose outputs are compared, if the exporter can limit it.
         """
         ...
 
     def add_graph(self, graph: Path, folder: Path, options: Any) -> list[Decision]:
-        """Export a graph with its pairs, as it was written for ONNX Runtime. Of exporters with `reads_graphs`."""
+        """Export a graph with its Q/DQ pairs, as written for ONNX Runtime. For exporters with `reads_graphs`."""
         raise AssertionError(f"{self.name} reads no graphs")
 
     def check_graph(self, graph: Path, folder: Path, feed: Mapping[str, Any]) -> list[Check]:
-        """Hold what `add_graph` wrote against the graph, on some samples."""
+        """Compare the result of `add_graph` with the graph, on some samples."""
         raise AssertionError(f"{self.name} reads no graphs")
 
     def build(self, bundle: Path, options: Any, progress: BuildReport | None = None) -> dict[str, str]:
-        """Compile what was written and checked. Of exporters with `builds`.
+        """Compile the checked export. For exporters with `builds`.
 
         Returns:
-            the hashes of what was built, by path in the bundle: what may be run before there is a manifest; empty if
-            it was told to build nothing.
+            path in the bundle -> hash of a built file, which may be run before there is a manifest; empty if it was
+            told to build nothing.
         """
         raise AssertionError(f"{self.name} builds nothing")
 
@@ -213,19 +213,19 @@ load_exporter = Kind[Exporter]("exporters").load
 
 
 def reader(name: str, options: Mapping[str, Any]) -> str:
-    """Name the runtime that reads what an exporter writes: the library that its options name, else its first."""
+    """Name the runtime for an exporter's output: the library in its options, else its first runtime."""
     runtimes = load_exporter(name).runtimes
     asked = options.get("library")
     return str(asked if asked in runtimes else runtimes[0])
 
 
 def unheld(where: str, value: str, rule: str, remedy: str) -> InputError:
-    """Make `layout-unsupported`: a destination cannot hold something."""
+    """Make the error `layout-unsupported`, for a destination that cannot hold something."""
     return InputError("layout-unsupported", where=where, value=value, rule=rule, remedy=remedy)
 
 
 def unattended(where: str, value: str, rule: str, remedy: str) -> InputError:
-    """Make `attention-unsupported`: no graph holds such attention."""
+    """Make the error `attention-unsupported`, for attention that no graph can hold."""
     return InputError("attention-unsupported", where=where, value=value, rule=rule, remedy=remedy)
 
 

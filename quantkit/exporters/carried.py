@@ -1,4 +1,4 @@
-"""What goes along with a model unchanged, whatever becomes of its weights: tokenizer, chat template, licence."""
+"""Copy the files that quantization does not change: tokenizer, chat template, licence."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from quantkit.model.source.weights import INDEX, checked_file, strict_json, writ
 if TYPE_CHECKING:
     from quantkit.model.source.open import Source
 
-# weights in any other form, code, and what describes the source rather than the result
+# weights in other forms, code, and files that describe the source instead of the result
 _LEFT_BEHIND = {
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".ot", ".onnx", ".xml"),
     *(".gguf", ".tflite", ".npz", ".npy", ".mlmodel", ".tar", ".gz", ".zip", ".py", ".pyc", ".so"),
-    # what our own commands write where they are started
+    # files that our own commands write into the current folder
     *(".html", ".dat", ".log"),
 }
 _TEMPLATES = "additional_chat_templates"
@@ -28,10 +28,10 @@ _REPLACED = {"config.json", "README.md", INDEX}
 
 
 def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None) -> None:
-    """Write config.json and what goes along unchanged.
+    """Write config.json and copy the unchanged files.
 
     Args:
-        config: None: the source's, and nothing about how its weights are stored.
+        config: content of config.json; None: the source's, without its storage of weights.
 
     Raises Stopped: `disk-full`.
     """
@@ -39,7 +39,7 @@ def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None)
         config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     trusted = source.trust_remote_code
     write_json(folder / "config.json", pretrained.settled(dict(config), source.path, trusted=trusted))
-    for path, name in list(carried(source.path, code=trusted)):  # the result may lie below the source
+    for path, name in list(carried(source.path, code=trusted)):  # the result may be below the source
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         data = limits.read(path, limits.DATA)
         if name in pretrained.NAMING and b'"auto_map"' in data:
@@ -50,14 +50,14 @@ def carry(source: Source, folder: Path, config: Mapping[str, Any] | None = None)
 
 
 def carried(folder: Path, *, code: bool = False) -> Iterator[tuple[Path, str]]:
-    """List (file, name in the new folder) of what goes along: tokenizer, generation config, template, licence.
+    """List (file, name in the new folder) of files to copy: tokenizer, generation config, template, licence.
 
-    Links that lead out of the folder, hidden files, code and other weights stay behind; so does every folder in it that
-    no library reads as a part of the model: results of ours, checkpoints of a training, environments. What
-    `modules.json` names is part of the model, its weights included.
+    Links that lead out of the folder, hidden files, code and other weights are skipped. So is every folder that no
+    library reads as a part of the model: our results, checkpoints of a training, environments. Folders in
+    `modules.json` are part of the model, with their weights.
 
     Args:
-        code: whether the model's own goes along, since the user trusts it.
+        code: whether to copy the model's own code, because the user trusts it.
     """
     if code:
         yield from ((path, path.name) for path in pretrained.code_files(folder))
@@ -66,7 +66,7 @@ def carried(folder: Path, *, code: bool = False) -> Iterator[tuple[Path, str]]:
     for place in [folder] if templates.is_symlink() else [folder, templates]:
         for path in sorted(path for path in place.glob("*") if path.is_file()):
             name, relative = path.name, path.relative_to(folder).as_posix()
-            # `model.onnx_data` and the like: an ONNX file's own weights
+            # `model.onnx_data` and the like: weights of an ONNX file
             weights = name.endswith(".index.json") or ".onnx" in name.lower() or path.suffix.lower() in _LEFT_BEHIND
             if not (weights or relative in {*_REPLACED, *modules} or name.startswith(".")):
                 with suppress(InputError):

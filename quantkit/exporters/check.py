@@ -1,11 +1,11 @@
-"""What was written, run in its real runtime and held against what was decided on.
+"""Run an export in its real runtime and compare it with the expected values.
 
-    max |found - expected| / max |expected|
+    max |actual - expected| / max |expected|
 
-of logits, or of an encoder's last hidden states and the logits that its head makes of them. Expected is what torch
-computes, block by block, with weights expanded from the codes. Compared are a prompt, steps with the cache after it,
-and a batch padded on the left; of encoders a batch, and a row that ends early. Which numbers are allowed, and what else
-is looked at, stands with each exporter.
+is taken over logits, or over an encoder's last hidden states and the logits of its head. Expected values are computed
+by torch, block by block, with weights expanded from the codes. The runs are a prompt, steps with the cache after it,
+and a batch padded on the left; for encoders a batch, and a row that ends early. Every exporter defines its limits and
+further checks.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ _ROWS, _PROMPT, _STEPS, _PADDED = 2, 12, 4, 5
 
 
 class RunningExport(Protocol):
-    """A transformer that a runtime has loaded: the part of `runtimes.Session` and `Decoder` that checks need."""
+    """Interface of a transformer in a runtime: the part of `runtimes.Session` and `Decoder` that checks need."""
 
     @property
     def decoder(self) -> bool:
-        """Whether it has a cache."""
+        """True if it has a cache."""
 
     @property
     def headed(self) -> bool:
-        """Whether it gives logits besides the last hidden states."""
+        """True if it returns logits besides the last hidden states."""
 
     def state(self, batch: int, capacity: int) -> Any:
         """Make an empty cache."""
 
     def run(self, state: Any, ids: Array, mask: Array | None = None) -> Array:
-        """Return logits of new tokens [B, S], by which the state grows; `mask` has zeros where they are padding."""
+        """Return logits of new tokens [B, S], which are added to the state; `mask` has zeros for padding."""
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
         """Return an encoder's last hidden states for ids [B, S]."""
 
     def logits(self, ids: Array, mask: Array | None = None) -> Array:
-        """Return the logits of a headed encoder for ids [B, S]."""
+        """Return the logits of an encoder with a head for ids [B, S]."""
 
 
 def decided(bundle: Path) -> Values | None:
-    """Read what an export of a finished bundle was to hold from its checkpoint; None where there are no codes."""
+    """Read the expected values of a finished bundle from its checkpoint; None if it has no codes."""
     if not (bundle / "model" / "config.json").is_file():
         return None
     from quantkit.exporters.values import Values
@@ -64,22 +64,22 @@ def decided(bundle: Path) -> Values | None:
     except InputError as problem:
         if problem.code != "bundle-dense":
             raise
-        return None  # the codes are in the export alone, beside values that may be rounded to the model's dtype
+        return None  # only the export has the codes, beside values that may be rounded to the model's dtype
 
 
 def judged(name: str, value: float | None, limit: float, where: str) -> Check:
-    """Check one number; None, and what is not finite, fails."""
+    """Check one number; None and non-finite numbers fail."""
     finite = value if value is not None and np.isfinite(value) else None
     return Check(name=name, value=finite, limit=limit, ok=finite is not None and finite <= limit, where=where)
 
 
 def counted(name: str, wrong: Sequence[str]) -> Check:
-    """Check that nothing is wrong; the first three are named."""
+    """Check for an empty list of faults; the first three are named."""
     return Check(name=name, value=len(wrong), limit=0, ok=not wrong, where="; ".join(wrong[:3]))
 
 
 def all_within(name: str, errors: Mapping[str, float], limit: float, missing: Collection[str], digits: int) -> Check:
-    """Check the error of everything there is to be, the worst being the value; the first three faults are named."""
+    """Check the errors of all expected parts; the worst is the value, and the first three faults are named."""
     wrong = [f"{place}: {error:.{digits}g}" for place, error in errors.items() if not error <= limit]
     wrong += [f"{place}: not in the graph" for place in sorted(missing)]
     worst_error = max(errors.values(), default=0.0)
@@ -95,10 +95,10 @@ def reloaded(
     *,
     failures: tuple[type[Exception], ...] = (),
 ) -> Check:
-    """Load an export in its runtime and check what it computes of all runs.
+    """Load an export in its runtime and check its outputs in all runs.
 
     Args:
-        failures: what the runtime raises when a run fails, besides InputError.
+        failures: exceptions of the runtime for a failed run, besides InputError.
     """
     try:
         error, where = worst(load(), values)
@@ -110,23 +110,23 @@ def reloaded(
 
 
 def first_line(problem: Exception) -> str:
-    """Cut what a library says to the beginning of its first line."""
+    """Return the beginning of the first line of a library's message."""
     return (str(problem).strip() or type(problem).__name__).splitlines()[0][:200]
 
 
 def prompt(values: Values) -> torch.Tensor:
-    """Draw ids [B, S] of any tokens."""
+    """Draw random ids [B, S]."""
     vocabulary = int(values.source.config.get("vocab_size", 2))
     return torch.randint(0, vocabulary, (_ROWS, _PROMPT + _STEPS), generator=torch.Generator().manual_seed(0))
 
 
 def worst(model: RunningExport, values: Values) -> tuple[float | None, str]:
-    """Find the largest difference of all runs, None where it is not finite, and the run."""
+    """Return the largest difference of all runs, None if it is not finite, and the run."""
     return largest((_decoded if model.decoder else _encoded)(model, values, prompt(values)))
 
 
 def largest(runs: Mapping[str, float]) -> tuple[float | None, str]:
-    """Find the largest number and its name; the first that is not finite goes before all."""
+    """Return the largest number and its name; the first non-finite one precedes all."""
     for name, error in runs.items():
         if not np.isfinite(error):
             return None, f"{name}: not finite"
@@ -135,7 +135,7 @@ def largest(runs: Mapping[str, float]) -> tuple[float | None, str]:
 
 
 def difference(values: Array, expected: Array, scale: float = 0.0) -> float:
-    """Return max |values - expected| / `scale`, by default max |expected|; of nothing, and of equal zeros, 0."""
+    """Return max |values - expected| / `scale`, by default max |expected|; 0 for empty arrays and equal zeros."""
     distance = np.abs(values - expected).max(initial=0)
     return float(distance / (scale or np.abs(expected).max(initial=0) or 1.0))
 
@@ -155,7 +155,7 @@ def _decoded(model: RunningExport, values: Values, ids: torch.Tensor) -> dict[st
 
     first, steps = logits(tokens)
     runs = {"prompt": difference(first, expected[:, :_PROMPT]), "steps": difference(steps, expected[:, _PROMPT:])}
-    # the last row begins later: its first columns are padding
+    # the last row starts later: its first columns are padding
     padded, mask = tokens.copy(), np.ones((_ROWS, _PROMPT), np.int64)
     padded[-1, :_PADDED], mask[-1, :_PADDED] = 0, 0
     padded[-1, _PADDED:] = tokens[-1, : room - _PADDED]
@@ -178,7 +178,7 @@ def _encoded(model: RunningExport, values: Values, ids: torch.Tensor) -> dict[st
     expected = _expected(whole, ids)
     reach = _reach(whole, ids, expected)
     runs["logits"] = difference(model.logits(tokens), expected, reach)
-    # some classes look for the last token that is not padding in the ids themselves
+    # some classes find the last token before the padding in the ids
     padded, padding = tokens.copy(), values.source.config.get("pad_token_id")
     padded[-1, _PROMPT:] = padding if isinstance(padding, int) else 0
     short, logits = _expected(whole, ids[-1:, :_PROMPT]), model.logits(padded, mask)[-1:]
@@ -188,9 +188,9 @@ def _encoded(model: RunningExport, values: Values, ids: torch.Tensor) -> dict[st
 
 
 def _reach(whole: Values, ids: torch.Tensor, logits: Array) -> float:
-    """The largest sum that a logit could be if none of its terms took from another, as the last product adds them up.
+    """Return the largest possible sum of a logit's terms in the last product, if none cancelled another.
 
-    A text's only logit may be next to 0, and then as far off as its terms are.
+    A text's only logit may be near 0, with an error as large as that of its terms.
     """
     inner = f"{whole.skeleton.base_model_prefix}."
     name = next((name for name in reversed(whole.linears()) if not name.startswith(inner)), "")

@@ -1,6 +1,6 @@
-"""What an export stores, whether it comes from a compile that is under way or from a finished bundle.
+"""Values of an export, from a running compile or from a finished bundle.
 
-Both are seen as one thing: a skeleton, and by the skeleton's names either the codes of a linear or plain values.
+Both have one form: a skeleton, and for every name in it either the codes of a linear or plain values.
 """
 
 from __future__ import annotations
@@ -32,32 +32,31 @@ from quantkit.scheme import WeightScheme
 class Values:
     """A model to be exported."""
 
-    # the model with the values that the codes stand for; `stream.source` has config and tokenizer
+    # the model with the values of the codes; `stream.source` has config and tokenizer
     stream: StreamedModel
-    schemes: Mapping[str, WeightScheme]  # linear of the skeleton -> scheme, of the quantized ones
-    quantized: Callable[..., QuantTensor]  # linear -> its codes; with `codes=False` all else of it, and their shape
-    # how inputs are quantized as the model runs; `stream` does without
+    schemes: Mapping[str, WeightScheme]  # quantized linear of the skeleton -> scheme
+    quantized: Callable[..., QuantTensor]  # linear -> its codes; with `codes=False` everything else, and their shape
+    # quantization of inputs at run time; `stream` has none
     run_time: RunTime = field(default_factory=RunTime)
-    # a parameter as it was before it was quantized, in the basis of the codes, float32; None of a bundle
+    # a parameter before it was quantized, in the basis of the codes, float32; None for a bundle
     before: Callable[[str], Tensor] | None = None
-    # given, finished: what it is made of in a compile: the source's model, and what the passes decided; None of a
-    # bundle
-    given: StreamedModel | None = None
+    # original, finished: in a compile, the source's model and the results of the passes; None for a bundle
+    original: StreamedModel | None = None
     finished: Finished | None = None
 
     @property
     def skeleton(self) -> nn.Module:
-        """The model's class without weights."""
+        """Model's class without weights."""
         return self.stream.skeleton
 
     @property
     def source(self) -> Source:
-        """Where config, tokenizer and what is not quantized come from."""
+        """Source of config, tokenizer and tensors that are not quantized."""
         return self.stream.source
 
     @property
     def inputs(self) -> dict[str, InputCodes]:
-        """Linear -> how its input is quantized, of those where it is."""
+        """Linear -> quantization of its input, for those that have one."""
         dtype, inputs = getattr(torch, self.source.dtype), {}
         for name, scheme in self.run_time.activations.items():
             static = self.run_time.scales.get(name)
@@ -71,7 +70,7 @@ class Values:
         return inputs
 
     def running(self) -> StreamedModel:
-        """Return the model as it runs: with its inputs quantized."""
+        """Return the model as it runs, with quantized inputs."""
         model = StreamedModel(self.source, files=self.stream.files).on(self.stream.device, self.stream.place)
         model.transforms += self.run_time.transforms(model.block_names, getattr(torch, self.source.dtype))
         return model
@@ -81,12 +80,12 @@ class Values:
         return self.stream.tensor(name) if name in self.stream.files else self.stream.value(self.skeleton, name)
 
     def linears(self) -> dict[str, bool]:
-        """Tell of every linear of the skeleton whether its weight is stored [K, N]."""
+        """Map every linear of the skeleton to whether its weight is stored as [K, N]."""
         return {name: is_transposed(module) for name, module in self.skeleton.named_modules() if is_linear(module)}
 
     @classmethod
     def of_results(cls, source: Source, stream: StreamedModel, results: Finished) -> Values:
-        """Take what a compile has decided."""
+        """Make the values from a compile's results."""
         files = apart(stream.files, results.schemes)
         transposed = {name: is_transposed(stream.skeleton.get_submodule(name)) for name in results.schemes}
         weights = DenseWeights.of_results(source.weights, stream.files, files, results, transposed)
@@ -103,7 +102,7 @@ class Values:
 
     @classmethod
     def of_bundle(cls, path: Path) -> Values:
-        """Read a finished bundle's checkpoint: the same numbers that `of_results` has of the compile that wrote it.
+        """Read a finished bundle's checkpoint: the numbers of `of_results` in the compile that wrote it.
 
         Raises InputError: `bundle-without-checkpoint`, `bundle-dense`.
         """
@@ -125,7 +124,7 @@ class Values:
             return weights.layout.read_back(prefixes[linear], layers[linear], weights.stored.read)
 
         if isinstance(weights, DenseWeights):
-            # a library rounds what it expands to the model's dtype; an export holds the codes, as after a compile
+            # a library rounds expanded values to the model's dtype; an export has the codes
             linears = {prefix: linear for linear, prefix in prefixes.items()}
 
             def exact(prefix: str, _: tuple[int, ...]) -> Tensor:
@@ -145,10 +144,10 @@ class Values:
 
 
 def apart(files: Mapping[str, str], quantized: Collection[str]) -> dict[str, str]:
-    """Map parameters to tensors, where a quantized linear has a tensor to itself.
+    """Map parameters to tensors, with a separate tensor for every quantized linear.
 
-    A head may share its weight with the embedding, which stays as it is: the tensor of the files goes on to be the
-    embedding's, and the head gets one that exists in name alone.
+    A head may share its weight with the embedding, which is not quantized: the tensor in the files stays the
+    embedding's, and the head gets a new name.
     """
     users = Counter(files.values())
     weights = [f"{linear}.weight" for linear in quantized]
@@ -156,5 +155,5 @@ def apart(files: Mapping[str, str], quantized: Collection[str]) -> dict[str, str
 
 
 def as_float32(tensor: Tensor) -> Tensor:
-    """Return floating-point values in float32; others as they are."""
+    """Return floating-point values in float32; other types unchanged."""
     return tensor.to(torch.float32) if tensor.is_floating_point() else tensor

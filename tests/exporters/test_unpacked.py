@@ -74,7 +74,7 @@ def written(model: str, folder: Path, layout: str, dtype: torch.dtype = torch.fl
     plain = {"schema": 1, "name": "x", "summary": "x", "passes": ["rtn"], "export": ["checkpoint"], "keep": ["lm_head"]}
     recipe = Recipe.model_validate({**plain, "scheme": {"weights": FORMS[layout]}, **changes})
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
-    values: Any = SimpleNamespace(given=stream, finished=Decided(dict(layers.schemes)))
+    values: Any = SimpleNamespace(original=stream, finished=Decided(dict(layers.schemes)))
     config = Writer.of(values, EXPORT.Options(layout=layout).found).quantization
     packed = {stream.files[f"{linear}.weight"].removesuffix(".weight") for linear in layers.schemes}
     table = stream.files["model.embed_tokens.weight"]

@@ -1,8 +1,8 @@
 """A folder that plain transformers, with compressed-tensors, and vLLM load.
 
 A quantized linear's `X.weight` becomes the tensors of a layout in `model/layouts`;
-with `layout: dense` it stays one tensor, holding the values that the codes stand for, which loads wherever the source
-does. Tokenizer, generation config, chat template and licence are carried over as they are.
+with `layout: dense` it stays one tensor with the values of the codes, which loads wherever the source
+does. Tokenizer, generation config, chat template and licence are copied unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CheckpointOptions(Closed):
     """Settings of `export: - checkpoint: {…}`.
 
     Args:
-        layout: one of `quantkit/model/layouts`, or `dense`: dequantized, in the source's dtype.
+        layout: name in `quantkit/model/layouts`, or `dense`: dequantized, in the source's dtype.
     """
 
     layout: str = "pack-quantized"
@@ -57,12 +57,12 @@ class CheckpointOptions(Closed):
 
     @property
     def found(self) -> Layout | None:
-        """How quantized linears are stored; None: as their values."""
+        """Layout of quantized linears; None: they are stored as values."""
         return None if self.layout == DENSE else layouts.load(self.layout)
 
 
 class Checkpoint(Exporter):
-    """See the module."""
+    """Exporter `checkpoint`."""
 
     name = "checkpoint"
     place = "model"
@@ -71,7 +71,7 @@ class Checkpoint(Exporter):
     Options = CheckpointOptions
 
     def accepts(self, options: CheckpointOptions, asked: LayerSpec) -> None:
-        """Refuse, before any work, what the layout cannot hold."""
+        """Refuse, before any work, layers that the layout cannot hold."""
         schemes, layout = asked.schemes, options.found
         for linear in asked.tied:
             raise unheld(
@@ -102,7 +102,7 @@ class Checkpoint(Exporter):
         layout.accepts(schemes, asked.shapes)
 
     def holds(self, options: CheckpointOptions, runtime: str, asked: LayerSpec) -> State:
-        """See `Exporter`: floats are stored in `dense`; vLLM has kernels for some of what a layout stores."""
+        """Return the support as `Exporter.holds`: floats in `dense`; vLLM has kernels for some schemes."""
         layout = options.found
         if layout is None:
             return "emulated" if asked.schemes else "native"
@@ -114,24 +114,24 @@ class Checkpoint(Exporter):
         return "native"
 
     def storage(self, options: CheckpointOptions, laid: LaidOver) -> Storage:
-        """See `Exporter`."""
+        """Predict the bytes as `Exporter.storage` does."""
         return laid.tensors(None if options.layout == DENSE else options.layout)
 
     def for_target(
         self, options: CheckpointOptions, target: Target, asked: LayerSpec, trial: Trial | None = None
     ) -> tuple[Mapping[str, Any], str]:
-        """Warn where vLLM would refuse what transformers loads."""
+        """Warn if vLLM would refuse a checkpoint that transformers loads."""
         kinds = {name: (scheme, asked.activations.get(name)) for name, scheme in asked.schemes.items()}
         split = torn(kinds, asked.shapes) if options.found is not None else ""
         why = f"vLLM does not load it: its {split} is made of several linears, which are not stored alike"
         return {}, why if split else ""
 
     def caveat(self, options: CheckpointOptions, runtime: str) -> str:
-        """See `Exporter`."""
+        """Describe caveats as `Exporter.caveat` does."""
         return options.found.serving if options.found is not None and runtime == "vllm" else ""
 
     def export(self, folder: Path, values: Values, options: CheckpointOptions) -> list[Decision]:
-        """Write `model/` of a bundle; the decisions say who checks it.
+        """Write `model/` of a bundle; the decisions name the library that checks it.
 
         Raises InputError: `scale-inexact`, `layout-unsupported`; Stopped: `disk-full`.
         """
@@ -159,11 +159,12 @@ class Checkpoint(Exporter):
         inputs: Mapping[str, torch.Tensor] | None = None,
         blocks: int | None = None,
     ) -> list[Check]:
-        """Load what was written in other people's code and hold it against the codes that were decided on.
+        """Load the checkpoint in other people's code and compare it with the codes.
 
-        Without `values` the expected ones are our own reading of the stored codes. By default the outputs of all layers
-        of a small model are compared, of two of a large one. Checks are `scales.finite`, `bits_per_weight.checkpoint`,
-        `reload.LIBRARY` (every linear) and `reload.transformers` (the logits); `where` says what is wrong with one.
+        Without `values` the expected ones come from our own reading of the stored codes. By default the outputs of all
+        layers of a small model are compared, and of two layers of a large one. Checks are `scales.finite`,
+        `bits_per_weight.checkpoint`, `reload.LIBRARY` (every linear) and `reload.transformers` (the logits); `where`
+        explains a failure.
 
         Raises InputError: it is not a bundle.
         """
@@ -177,12 +178,12 @@ class Checkpoint(Exporter):
 
 
 def demand_loadable(layout: str, schemes: Mapping[str, WeightScheme], merged: Collection[str], partly: bool) -> None:
-    """Refuse packed experts that transformers would lose or misread. Raises InputError `layout-unsupported`.
+    """Refuse packed experts if transformers would lose or misread them. Raises InputError `layout-unsupported`.
 
-    transformers 5 merges a checkpoint's expert linears to 3-D parameters while it loads them, and expands packed ones
-    on the way (`integrations/compressed_tensors.py`, `CompressedTensorsDequantize`). There it reads codes, scales and
-    shapes, but no zero points; of all expert linears of a model it takes one scheme; an expert that is not packed is
-    lost. `partly` is whether calibration may leave some of them in high precision.
+    transformers 5 merges the linears of experts to 3-D parameters while it loads them, and expands packed ones on the
+    way (`integrations/compressed_tensors.py`, `CompressedTensorsDequantize`). It reads codes, scales and shapes there,
+    but no zero points; it takes one scheme for all expert linears of a model; an unpacked expert is lost. `partly` is
+    whether calibration may leave some of them in high precision.
     """
 
     def refusal(where: str, value: str, remedy: str) -> InputError:

@@ -1,16 +1,15 @@
-"""Does somebody else's library load the checkpoint as the values that we meant?
+"""Check that another library loads the checkpoint with the expected values.
 
     max |loaded - expected| / max |expected| <= 1e-4
 
-of the logits on one batch (by their norms, and more, where the library multiplies in kernels of its own:
-`transforms.rounding`), both sides by the same class of plain transformers in the model's own dtype: `loaded` from the
-folder, with whatever expands it; `expected` from dense tensors that are computed from the codes. Missing, unexpected
-and mismatched keys fail as well. And the same of every packed linear, expanded by its library's own code: that takes
-one tensor at a time, so it covers a model of any size, where logits are compared on its first blocks. Of a model that
-has no first blocks by itself, and that does not fit into memory, the other tensors are compared instead
-(`reload.tensors`).
-Where the library is not installed, transformers cannot load it: then our own reader of the stored files expands them,
-and all other tensors are compared as well (`reload.own_reader`).
+holds for the logits on one batch, both sides by the same class of plain transformers in the model's dtype: `loaded`
+from the folder, `expected` from dense tensors computed from the codes. (If the library multiplies in its own kernels,
+norms and a wider limit are used: `transforms.rounding`.) Missing, unexpected and mismatched keys fail as well. The same
+limit holds for every packed linear, expanded by its library's own code: that takes one tensor at a time, so it covers a
+model of any size, while logits are compared on its first blocks. For a model that cannot be cut to its first blocks and
+does not fit into memory, the other tensors are compared instead (`reload.tensors`). If the library is not installed,
+transformers cannot load the checkpoint: our own reader of the stored files expands it, and all other tensors are
+compared as well (`reload.own_reader`).
 """
 
 from __future__ import annotations
@@ -45,30 +44,30 @@ if TYPE_CHECKING:
     import torch
 
 LIMIT = 1e-4
-# logits of the whole model are compared if its dense weights take no more than this, and no more than a quarter of the
-# memory that the process may have; else those of its first blocks
+# logits of the whole model are compared if its dense weights take at most this, and at most a quarter of the memory
+# that the process may use; else those of its first blocks
 WHOLE_BYTES = 640 * 2**20
 FEW = 2
-# a model that cannot be cut is compared as a whole where this share of the free memory holds it as it is loaded, as it
-# should be, and the tensors of that
+# a model that cannot be cut is compared as a whole if this share of the free memory holds the loaded model, the
+# expected one and its tensors
 _COPIES, _SHARE = 3, 0.75
-# tensors that are compared at once at most, and how often each is in memory meanwhile
+# largest number of tensors compared at once, and the copies of each in memory
 _AT_ONCE, _COMPARED = 16, 8
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
-# what stands for the logits where it does not
+# check in the place of the logits
 APART = "reload.tensors"
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a loader should end up with."""
+    """Model that a loader should end up with."""
 
-    names: Sequence[str]  # tensors of the dense model, by their names in the files
+    names: Sequence[str]  # names of the dense model's tensors in the files
     read: Callable[[str], torch.Tensor]  # name -> value
-    layout: Layout | None  # how the packed linears are stored; None: there are none
-    packed: Mapping[str, WeightScheme]  # prefix in the files -> scheme, of the packed linears
-    leftover: Collection[str] = ()  # tensors of the files that the class does not use
-    run_time: RunTime = field(default_factory=RunTime)  # how inputs and cache are quantized when it runs
+    layout: Layout | None  # layout of the packed linears; None: there are none
+    packed: Mapping[str, WeightScheme]  # prefix of a packed linear in the files -> scheme
+    leftover: Collection[str] = ()  # tensors in the files that the class does not use
+    run_time: RunTime = field(default_factory=RunTime)  # quantization of inputs and cache at run time
 
 
 def check(
@@ -78,12 +77,12 @@ def check(
     inputs: Mapping[str, torch.Tensor] | None = None,
     blocks: int | None = None,
 ) -> list[Check]:
-    """Check a checkpoint; the later checks only if the earlier ones hold."""
+    """Check a checkpoint; a check runs only if the earlier ones hold."""
     weights = Weights.open(folder)
     checks: list[Check] = []
     sizes = {name: 4 * math.prod(entry.shape) for name, entry in weights.entries.items()}
     if wanted.layout is not None:
-        # some layouts say a shape by reading all codes: once is enough
+        # some layouts read all codes to find a shape, so it is read once
         shapes = {prefix: wanted.layout.shape(prefix, weights.read) for prefix in wanted.packed}
         # tensors of the dense model, in float32
         parts = {prefix + part for prefix in shapes for part in wanted.layout.parts}
@@ -105,7 +104,7 @@ def check(
 
 
 def _tensors(folder: Path, weights: Weights, wanted: Expected, sizes: Mapping[str, int]) -> Check:
-    """The check `reload.tensors`: what is not packed, tensor by tensor; the packed ones were compared before."""
+    """Make the check `reload.tensors`: all tensors that are not packed; the packed ones were compared before."""
     packed = {f"{prefix}.weight" for prefix in wanted.packed}
     plain = [name for name in wanted.names if name not in packed]
     missing = [name for name in plain if name not in weights.entries]
@@ -134,7 +133,7 @@ def check_bundle(
     if quantization is None or run_time.weights_are_dense(quantization):
         return check(folder, Expected(plain, weights.read, None, {}, plain, how), inputs=inputs, blocks=blocks)
     layout = layouts.of(quantization)
-    # the manifest has the class's names, and files may have others that it renames as it loads
+    # the manifest has the class's names; files may have others, which the class renames on loading
     dense = expanded(open_written(folder))
     files = match_names(dense.weights, dense.skeleton())
     stored = {files.get(f"{name}.weight", name).removesuffix(".weight"): scheme for name, scheme in schemes.items()}
@@ -147,7 +146,7 @@ def check_bundle(
             return layout.as_loaded(layout.read_back(prefix, packed[prefix], weights.read), dtype, quantization)
         return weights.read(name)
 
-    # what is not packed may be something that the source held and its class did not use
+    # other tensors may be unused ones of the source
     plain = [name for name in plain if name not in parts]
     names = [*plain, *(f"{prefix}.weight" for prefix in packed)]
     return check(folder, Expected(names, expected, layout, packed, plain, how), inputs=inputs, blocks=blocks)
@@ -160,14 +159,14 @@ def reload(
     inputs: Mapping[str, torch.Tensor] | None = None,
     blocks: int | None = None,
 ) -> Check:
-    """Make the check `reload.transformers`: logits of what `from_pretrained` gives against the expected model's.
+    """Make the check `reload.transformers`: logits of the `from_pretrained` model against the expected model's.
 
     Both are loaded in the checkpoint's dtype and run in float32: some classes keep modules in float32, which
-    transformers does of a dense model and not of a packed one.
+    transformers respects for a dense model and not for a packed one.
 
     Args:
         inputs: keyword arguments of the forward; a fixed batch of ids by default.
-        blocks: only the first so many layers, so that memory stays bounded; None is all.
+        blocks: number of first layers to compare, to bound the memory; None is all.
     """
     from quantkit.model.streaming import transforms
 
@@ -187,7 +186,7 @@ def reload(
             del model
         except QuantkitError:
             raise
-        except Exception as trouble:  # whatever another library makes of a file that is wrong
+        except Exception as trouble:  # a wrong file can raise anything in another library
             if is_out_of_memory(trouble):
                 raise out_of_memory(folder.name, trouble) from trouble
             return _judge(name, None, f"{type(trouble).__name__}: {' '.join(str(trouble).split())[:200]}")
@@ -213,7 +212,7 @@ def reload(
 
 
 def _quantize_at_run_time(model: Any, how: RunTime) -> None:
-    """Have a model see its inputs and its cache quantized."""
+    """Quantize a model's inputs and cache at run time."""
     from quantkit.model.structure.traced import find_blocks
 
     path = find_blocks(model)
@@ -226,7 +225,7 @@ def _quantize_at_run_time(model: Any, how: RunTime) -> None:
 def _stored(
     weights: Weights, layout: Layout, packed: Mapping[str, WeightScheme], shapes: Mapping[str, tuple[int, int]]
 ) -> list[Check]:
-    """`scales.finite` and `bits_per_weight.checkpoint`, of what is on disk."""
+    """Make the checks `scales.finite` and `bits_per_weight.checkpoint`, from the files."""
     bad: list[str] = []
     bits, planned, slack, count = 0, 0.0, 0, 0
     for prefix, scheme in packed.items():
@@ -247,7 +246,7 @@ def _stored(
 
 
 def _scales_are_good(layout: Layout, prefix: str, scheme: WeightScheme, read: layouts.Read) -> bool:
-    """Finite, and positive but for nf4: over zeros its scale is zero, and a doubled one may be anything near that."""
+    """Tell whether scales are finite, and positive except in nf4, where zeros have scale 0 and doubled ones vary."""
     try:
         scale = layout.scale(prefix, read).float()
     except QuantkitError:  # not finite
@@ -263,7 +262,7 @@ def _scales_are_good(layout: Layout, prefix: str, scheme: WeightScheme, read: la
 
 
 def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected, sizes: Mapping[str, int]) -> Check:
-    """`reload.LIBRARY`: every packed linear, expanded by the library's own code; `reload.own_reader`: all tensors."""
+    """Make the check `reload.LIBRARY` (packed linears, by the library) or `reload.own_reader` (all tensors)."""
     quantization = config_json(folder).get("quantization_config") or {}
     dense = {f"{prefix}.weight": prefix for prefix in wanted.packed}
     expansion = layout.expansion(quantization, wanted.read(next(iter(dense))).dtype)
@@ -284,10 +283,10 @@ def _compared(
     wanted: Expected,
     sizes: Mapping[str, int],
 ) -> Check:
-    """The largest difference of tensors, up to the first that cannot be read or is not finite."""
+    """Check the largest difference of tensors, up to the first unreadable or non-finite one."""
 
     def one(tensor: str) -> tuple[float, str]:
-        """(difference, why it cannot be read)."""
+        """Return the difference, and the reason if the tensor cannot be read."""
         expected = wanted.read(tensor)
         try:
             value = read(tensor)
@@ -310,7 +309,7 @@ def _compared(
 
 
 def _fitting(tensors: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Tensors that may be compared at once: a few, that fit into a share of the free memory; at least one."""
+    """Yield groups of tensors to compare at once: few enough for a share of the free memory, at least one."""
     room, some = machine.memory_available() * _SHARE / _COMPARED, list[str]()
     for tensor in tensors:
         if some and (len(some) == _AT_ONCE or sum(sizes.get(name, 0) for name in (*some, tensor)) > room):
@@ -336,16 +335,16 @@ def _judge(name: str, value: float | None, where: str, limit: float = LIMIT) -> 
 
 
 def _scheme_of(prefix: str, schemes: Mapping[str, WeightScheme]) -> WeightScheme:
-    """By name; the files may lack, or have, the base model's prefix."""
+    """Return the scheme by name; files may lack, or have, the base model's prefix."""
     for name, scheme in schemes.items():
         if same(name, prefix):
             return scheme
     rule, remedy = "the manifest lists every quantized layer", "make the bundle again"
-    raise InputError("layer-unlisted", prefix, "is packed, but not among the manifest's layers", rule, remedy)
+    raise InputError("layer-unlisted", prefix, "is packed, but the manifest does not list it", rule, remedy)
 
 
 def block_of(name: str) -> int:
-    """Return the number of the block that a tensor belongs to; -1 outside of blocks."""
+    """Return the number of a tensor's block; -1 outside of blocks."""
     number = _NUMBER.search(name)
     return int(number[1]) if number else -1
 
@@ -372,7 +371,7 @@ def config_of(folder: Path, blocks: int | None, *, dense: bool = False) -> Any:
 
 
 def _cut_targets(quantization: Any, blocks: int) -> None:
-    """Leave out what config groups name of later blocks: the library warns of each linear that it does not find."""
+    """Remove later blocks from config groups: the library warns of every linear that it does not find."""
     if not isinstance(quantization, dict) or not isinstance(quantization.get("config_groups"), dict):
         return
     groups = quantization["config_groups"]
@@ -383,7 +382,7 @@ def _cut_targets(quantization: Any, blocks: int) -> None:
 
 
 def loaded(model_class: Any, folder: Path, blocks: int | None, leftover: Collection[str]) -> tuple[Any, str]:
-    """Load the model as plain transformers does, and tell what is wrong with its keys."""
+    """Load the model as plain transformers does, and describe what is wrong with its keys."""
     options = {"config": config_of(folder, blocks), "dtype": "auto", "output_loading_info": True}
     model, info = pretrained.network(model_class, folder, **options)
     info["unexpected_keys"] = {
@@ -399,7 +398,7 @@ def loaded(model_class: Any, folder: Path, blocks: int | None, leftover: Collect
 
 
 def batch(config: Any) -> dict[str, torch.Tensor]:
-    """Make two sequences of 24 tokens, always the same."""
+    """Return two fixed sequences of 24 tokens."""
     import torch
 
     inner = config.get_text_config()
@@ -409,7 +408,7 @@ def batch(config: Any) -> dict[str, torch.Tensor]:
 
 
 def logits(model: Any, inputs: Mapping[str, torch.Tensor], *, cached: bool) -> torch.Tensor:
-    """Run a model for its logits; without a cache unless that quantizes: not every class fills one that was cut."""
+    """Run a model for its logits, without a cache unless it quantizes: not every class fills that of a cut model."""
     import torch
 
     from quantkit.model.streaming.calls import uncached

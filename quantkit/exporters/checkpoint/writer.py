@@ -1,18 +1,16 @@
-"""A checkpoint as its files are written: which tensors a shard holds, and what each of them is.
+r"""Write a checkpoint's files: the tensors of every shard.
 
-The shards are the source's: same names, same tensors in each, so that what was in one file stays in one file. Each is
-written with one tensor in memory.
+The shards are the source's: same names, same tensors in each. They are written with one tensor in memory.
 
-A config says once how linears are stored; whoever loads it takes a module for one of them unless a list leaves it out
-(`unpacked_names`). Modules are not called alike everywhere: some linears are one in vLLM, a layer's experts are a
-module `experts` there whatever the files call them, and a router is a linear where transformers has a parameter. So it
-names
+A config states once how linears are stored; a loader takes every module for one of them unless a list excludes it
+(`unpacked_names`). Names of modules differ: some linears are one in vLLM, a layer's experts are a module `experts`
+there whatever the files call them, and a router is a linear where transformers has a parameter. So the list has
 
-    what the files and the class call it        model.layers.0.mlp.gate
-    the linear that vLLM makes of several       model.layers.0.self_attn.qkv_proj
-    a layer's experts, and all inside           model.layers.0.mlp.experts, re:(.*\\.)?layers\\.0\\.mlp(\\..*)?$
+    the name in the files and in the class      model.layers.0.mlp.gate
+    vLLM's linear, made of several              model.layers.0.self_attn.qkv_proj
+    a layer's experts, and everything inside    model.layers.0.mlp.experts, re:(.*\.)?layers\.0\.mlp(\..*)?$
 
-of which compressed-tensors, transformers and vLLM (0.32, `find_matching_patterns`) understand all three.
+compressed-tensors, transformers and vLLM (0.32, `find_matching_patterns`) understand all three.
 """
 
 from __future__ import annotations
@@ -44,21 +42,21 @@ if TYPE_CHECKING:
 class Writer:
     """A checkpoint to be written, shard by shard."""
 
-    source: Source  # what the weights come from where nothing changed them
-    finished: Finished  # what the passes decided, by the skeleton's names
-    files: Mapping[str, str]  # parameter of the skeleton -> tensor of the files
-    linears: Mapping[str, bool]  # linears of the skeleton -> whether their weight is stored [K, N]
-    table: str  # the parameter that holds the rows of the vocabulary
-    stored_as: Layout | None  # how quantized linears are stored; None: as their values
+    source: Source  # source of unchanged weights
+    finished: Finished  # results of the passes, by the skeleton's names
+    files: Mapping[str, str]  # parameter of the skeleton -> tensor in the files
+    linears: Mapping[str, bool]  # linear of the skeleton -> whether its weight is stored as [K, N]
+    table: str  # parameter with the rows of the vocabulary
+    stored_as: Layout | None  # layout of quantized linears; None: stored as values
     blocks: Sequence[str] = ()  # names of the skeleton's blocks
-    attention: str = ""  # what a block calls its attention; only asked for where its cache is quantized
+    attention: str = ""  # name of the attention in a block; needed only for a quantized cache
 
     @classmethod
     def of(cls, values: Values, stored_as: Layout | None) -> Writer:
-        """Write what a compile has decided."""
+        """Make a writer for a compile's results."""
         from quantkit.model.structure.traced import is_linear, is_transposed
 
-        stream, finished = values.given, values.finished
+        stream, finished = values.original, values.finished
         assert stream is not None and finished is not None
         modules = dict(stream.skeleton.named_modules())
         linears = {name: is_transposed(module) for name, module in modules.items() if is_linear(module)}
@@ -69,12 +67,12 @@ class Writer:
 
     @cached_property
     def run_time(self) -> RunTime:
-        """How inputs and cache are quantized when the model runs."""
+        """Quantization of inputs and cache at run time."""
         return run_time.of_results(self.finished, self.blocks)
 
     @cached_property
     def fixed(self) -> dict[str, tuple[str, torch.Tensor]]:
-        """Name in the files -> shard and value, of the fixed scales of inputs and caches."""
+        """Name in the files -> shard and value, for fixed scales of inputs and caches."""
         entries = self.source.weights.entries
         fixed: dict[str, tuple[str, torch.Tensor]] = {}
         for linear, static in self.run_time.scales.items():
@@ -94,29 +92,29 @@ class Writer:
 
     @cached_property
     def layout(self) -> Layout | None:
-        """How quantized linears are stored; None: as their values, or there are none."""
+        """Layout of quantized linears; None: they are stored as values, or there are none."""
         return self.stored_as if self.finished.schemes else None
 
     @cached_property
     def stored(self) -> dict[str, str]:
-        """Prefix in the files -> linear, of what the layout stores."""
+        """Prefix in the files -> linear, for linears in the layout."""
         if self.layout is None:
             return {}
         return {self.files[f"{linear}.weight"].removesuffix(".weight"): linear for linear in self.finished.schemes}
 
     @cached_property
     def packed(self) -> dict[str, WeightScheme]:
-        """Prefix in the files -> scheme, of what the layout stores."""
+        """Prefix in the files -> scheme, for linears in the layout."""
         return {prefix: self.finished.schemes[linear] for prefix, linear in self.stored.items()}
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the model is loaded in."""
+        """Data type for loading the model."""
         return loading_dtype(self.source.config, self.source.dtype)
 
     @property
     def shards(self) -> list[str]:
-        """The file names to write."""
+        """Names of the files to write."""
         return self.source.weights.shards
 
     @cached_property
@@ -128,18 +126,20 @@ class Writer:
         return run_time.described(written, list(schemes), self.run_time.activations, self.run_time.cache)
 
     def _left(self) -> list[str]:
-        """What is not packed, for other programs: linears, routers, merged experts, and what the class has no place
-        for (draft heads, towers), which is carried as it is."""
+        """List the unpacked parts for other programs: linears, routers, merged experts, unused tensors.
+
+        Unused tensors are those without a place in the class (draft heads, towers); they are copied unchanged.
+        """
         left = {name: 2 for name in self.linears if name not in self.finished.schemes}
         for entry in self.source.weights.entries.values():
             prefix = entry.name.removesuffix(".weight")
-            # a convolution over time of each channel alone is no matrix, and no experts
+            # a depthwise convolution over time is neither a matrix nor a group of experts
             if len(entry.shape) > 1 and entry.name != self.files.get(self.table) and prefix not in self.stored:
                 left[prefix] = len(entry.shape) if min(entry.shape[-2:]) > 1 else 2
         return unpacked_names(left, {*self.finished.schemes, *self.stored})
 
     def headers(self, shard: str) -> list[Header]:
-        """List what a shard will hold, in the source's order."""
+        """List the tensors of a shard, in the source's order."""
         headers: list[Header] = []
         for entry in self.source.weights.entries.values():
             if entry.shard != shard:
@@ -158,8 +158,8 @@ class Writer:
 
         Raises InputError: `scale-inexact`, `layout-unsupported`; Stopped: `disk-full`.
         """
-        # the writer asks by element size, so some parts of a linear come long after others: the small ones are read
-        # together and wait; its codes are read and packed when it is their turn
+        # tensors are written by element size, so some parts of a linear come long after others: the small ones are
+        # read together and kept; the codes are read and packed in their turn
         layout, waiting = self.layout, dict[str, Any]()
         parts = layout.parts if layout is not None else ()
         prefixes = {prefix + part: prefix for prefix in self.stored for part in parts}
@@ -182,13 +182,13 @@ class Writer:
         return write_safetensors(path, self.headers(shard), produced)
 
     def write(self, folder: Path) -> None:
-        """Write every shard, config.json, the index, and what is carried over."""
+        """Write every shard, config.json, the index, and the copied files."""
         folder.mkdir(parents=True, exist_ok=True)
         for shard in self.shards:
             self.write_shard(shard, folder / shard)
         config = dict(self.source.config)
         if not config.keys() & {"dtype", "torch_dtype"}:
-            # else a loader takes the dtype of the first tensor it finds, which may be a scale
+            # otherwise a loader takes the dtype of the first tensor, which may be a scale
             config["dtype"] = self.source.dtype
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
@@ -200,7 +200,7 @@ class Writer:
             write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
 
     def expected(self, name: str) -> torch.Tensor:
-        """Return what a loader has to have under a name of the files; from the codes, not from what was written."""
+        """Return the expected tensor for a name in the files; from the codes, not from the written files."""
         prefix = name.removesuffix(".weight")
         if self.layout is not None and prefix in self.stored:
             tensor = self.finished.quantized(self.stored[prefix])
@@ -208,7 +208,7 @@ class Writer:
         return self.dense(name)
 
     def dense(self, name: str) -> torch.Tensor:
-        """Return a tensor of the dense model, in the dtype and shape it has in the source."""
+        """Return a tensor of the dense model, in its dtype and shape in the source."""
         return self._decided.read(name).to(torch_dtype(self.source.weights.entries[name].dtype))
 
     @cached_property
@@ -219,7 +219,7 @@ class Writer:
 
 
 def loading_dtype(config: Mapping[str, Any], stored: str) -> torch.dtype:
-    """Return the dtype that transformers loads in by default: the config's, else that of the stored weights."""
+    """Return transformers' default dtype for loading: the config's, else that of the stored weights."""
     import torch
 
     name = str(config.get("dtype") or config.get("torch_dtype") or stored).removeprefix("torch.")
@@ -227,7 +227,7 @@ def loading_dtype(config: Mapping[str, Any], stored: str) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else getattr(torch, stored)  # type: ignore[no-any-return]
 
 
-# vLLM's linear -> those of the files that it is made of: what its models have in common (`packed_modules_mapping`)
+# vLLM's linear -> linears in the files, common to its models (`packed_modules_mapping`)
 FUSED = (
     ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("qkv_proj", ("query", "key", "value")),
@@ -243,10 +243,10 @@ _PLACE = re.compile(r"(?:^|.*?\.)([^.]+\.\d+(?:\.|$).*)")
 
 
 def unpacked_names(matrices: Mapping[str, int], packed: Set[str]) -> list[str]:
-    """List everything that a list of what is not packed has to name.
+    """List all names for the list of unpacked modules.
 
     Args:
-        matrices: module or parameter of two dimensions or more that stays in floats -> how many it has.
+        matrices: module or parameter in floats, of two dimensions or more -> number of dimensions.
         packed: linears that are packed.
     """
     owners = {path for name in packed for path in _above(name)}
@@ -258,11 +258,11 @@ def unpacked_names(matrices: Mapping[str, int], packed: Set[str]) -> list[str]:
 
 
 def torn(kinds: Mapping[str, object], linears: Collection[str]) -> str:
-    """Name the first linear that vLLM would make of several that are stored in several ways; "" where there is none.
+    """Name the first vLLM linear whose parts are stored differently; "" if there is none.
 
     Args:
-        kinds: linear -> how it is stored; those that stay in floats are missing.
-        linears: all of them.
+        kinds: linear -> its storage; those in floats are missing.
+        linears: all linears.
     """
     for fused, parts in _groups(linears):
         if any(kinds.get(part) != kinds.get(parts[0]) for part in parts):
@@ -271,7 +271,7 @@ def torn(kinds: Mapping[str, object], linears: Collection[str]) -> str:
 
 
 def _groups(linears: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-    """(the linear that vLLM makes of them, those of the files), of several that there are."""
+    """Yield vLLM's linear and its parts in the files, for those with several parts."""
     owners = dict.fromkeys(linear.rpartition(".")[0] for linear in linears)
     for owner in owners:
         if _ONE_EXPERT.match(f"{owner}."):
@@ -283,11 +283,12 @@ def _groups(linears: Collection[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _experts(name: str, dimensions: int, owners: Set[str]) -> tuple[str, ...]:
-    """The module that holds a layer's experts in vLLM, and the outermost one around it in which nothing is packed,
-    where routers are that have other names there; none for what is no part of experts that stay in floats.
+    """Return vLLM's module of a layer's experts, and the outermost module around it without packed linears.
+
+    The latter contains routers, which have other names there. Empty for names that are no experts in floats.
 
     Args:
-        owners: modules in which something is packed.
+        owners: modules with packed linears.
     """
     one = _ONE_EXPERT.match(name)
     if one is None and dimensions != 3:
@@ -303,8 +304,7 @@ def _experts(name: str, dimensions: int, owners: Set[str]) -> tuple[str, ...]:
 
 
 def _inside(module: str, packed: Set[str]) -> str:
-    """A pattern for a module and all in it, from the block's number on, where that means nothing else: vLLM may have
-    other names in front of it."""
+    """Return a pattern for a module and its content from the block's number on: vLLM's prefix may differ."""
     place = _PLACE.match(module)
     pattern = rf"(.*\.)?{re.escape(place[1])}(\..*)?$" if place else ""
     if not place or any(re.match(pattern, linear) for linear in packed):
@@ -313,7 +313,7 @@ def _inside(module: str, packed: Set[str]) -> str:
 
 
 def _above(name: str) -> Iterator[str]:
-    """The modules that a linear is in, and itself; the model is ""."""
+    """Yield the modules around a linear, and the linear itself; the model is ""."""
     yield name
     while name:
         name = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""One GGUF file, which llama.cpp and what is built on it load: weights, tokenizer and chat template."""
+"""One GGUF file for llama.cpp and programs built on it: weights, tokenizer and chat template."""
 
 from quantkit.exporters.gguf.exporter import EXPORT
 

@@ -1,15 +1,15 @@
-"""What llama.cpp calls a model, and what it has to be told of it: tensors by its names, sizes, rotary embedding.
+"""Describe a model to llama.cpp: architecture, names of tensors, sizes, rotary embedding.
 
-Names come from the `gguf` package's own table (`get_tensor_name_map`). What a file says besides is what llama.cpp's
-converter writes (`conversion/base.py`, `TextModel.set_gguf_parameters`, and the class of each architecture), since
-llama.cpp computes by it. Three things differ between the two worlds:
+Names come from the `gguf` package's own table (`get_tensor_name_map`). The other fields are those of llama.cpp's
+converter (`conversion/base.py`, `TextModel.set_gguf_parameters`, and the class of every architecture), since llama.cpp
+computes by them. Three things differ from transformers:
 
 - rotary embedding of `llama` turns neighbouring rows (2i, 2i + 1) of a head, transformers' turns (i, i + d/2): the rows
-  of q and k are put in the other order, `W.reshape(heads, 2, d/2, K).swapaxes(1, 2)`, d = 4: rows 0 2 1 3;
-- Gemma's norms multiply by 1 + w, of which a file holds 1 + w;
-- tables of embeddings and heads that are tied are one tensor.
+  of q and k are reordered, `W.reshape(heads, 2, d/2, K).swapaxes(1, 2)`, d = 4: rows 0 2 1 3;
+- Gemma's norms multiply by 1 + w, and a file holds 1 + w;
+- tied embeddings and heads are one tensor.
 
-Whatever of a config would make llama.cpp compute something else is refused.
+A config that llama.cpp would compute differently is refused.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True)
 class LlamaCppClass:
-    """An architecture of llama.cpp, as a class of transformers computes it."""
+    """An architecture of llama.cpp that equals a class of transformers."""
 
-    name: str  # llama.cpp's
-    activation: str = "silu"  # of its feed-forward layers, which llama.cpp knows by the architecture alone
-    turns_neighbours: bool = False  # rotary embedding turns rows (2i, 2i + 1) in the file
-    adds_one: bool = False  # the file holds 1 + w of every norm
+    name: str  # name in llama.cpp
+    activation: str = "silu"  # of its feed-forward layers; llama.cpp derives it from the architecture
+    turns_neighbours: bool = False  # whether rotary embedding turns rows (2i, 2i + 1) in the file
+    adds_one: bool = False  # whether the file holds 1 + w for every norm
     more: Callable[[gguf.GGUFWriter, Config], None] | None = None  # what is said beyond what all say
-    windows: bool = False  # whether layers see a window of the text, told by `more`
-    # the linears that may have one; a file with a tensor that llama.cpp does not look for is not loaded
+    windows: bool = False  # whether layers see a window of the text; `more` writes it
+    # linears that may have a bias; llama.cpp does not load a file with a tensor that it does not look for
     biases: frozenset[str] = frozenset()
     ropes: frozenset[str] = frozenset({"default", "linear", "yarn"})  # the kinds of rotary embedding
-    head_dim: bool = True  # whether heads may be of another size than hidden / heads
-    untied: bool = True  # whether the head may be a tensor of its own
-    larger: int = 0  # the number of layers by which llama.cpp knows the model that scales attention by hidden / heads
+    head_dim: bool = True  # whether heads may have another size than hidden / heads
+    untied: bool = True  # whether the head may be a separate tensor
+    larger: int = 0  # number of layers by which llama.cpp recognizes the model that scales attention by hidden / heads
 
 
 def _llama(writer: gguf.GGUFWriter, config: Config) -> None:
@@ -76,16 +76,16 @@ KNOWN = {
     "Qwen2ForCausalLM": LlamaCppClass("qwen2", biases=_QKV, head_dim=False),
     "Qwen3ForCausalLM": LlamaCppClass("qwen3"),
     "Gemma2ForCausalLM": LlamaCppClass("gemma2", more=_gemma2, untied=False, larger=46, **_GEMMA),  # type: ignore[arg-type]
-    # YaRN's factors would turn the layers with a window too
+    # YaRN's factors would also apply to the layers with a window
     "Gemma3ForCausalLM": LlamaCppClass("gemma3", more=_gemma3, ropes=_ROPES - {"yarn"}, larger=62, **_GEMMA),  # type: ignore[arg-type]
 }
 
 
 def architecture_of(class_name: str, config: Config, where: str = "config.json") -> LlamaCppClass:
-    """Return the architecture of a class, for a config that llama.cpp computes as transformers does.
+    """Return the architecture of a class and config that llama.cpp computes as transformers does.
 
     Args:
-        config: with transformers' own defaults filled in.
+        config: config with transformers' defaults filled in.
 
     Raises InputError: `layout-unsupported`.
     """
@@ -138,9 +138,9 @@ def _demand_rope(own: LlamaCppClass, config: Config, where: str) -> None:
 
 
 def _demand_windows(own: LlamaCppClass, config: Config, where: str) -> None:
-    """llama.cpp knows by the architecture which layers see a window, and how attention is scaled.
+    """Refuse windows and scales of attention that differ from those of llama.cpp's architecture.
 
-    Gemma 2: every second layer; Gemma 3: five of six. Both scale by the head's size, but for Gemma's 27B.
+    Gemma 2: every second layer has a window; Gemma 3: five of six. Both scale by the head's size, except Gemma's 27B.
     """
     every = 2 if own.name == "gemma2" else 6
     count = config["num_hidden_layers"]
@@ -161,13 +161,13 @@ def _refused(where: str, value: str, rule: str) -> InputError:
 
 
 def overflow(where: str, reaches: float, rule: str, remedy: str = "") -> InputError:
-    """Make `float16-overflow`: a weight beyond float16, that bfloat16 holds."""
+    """Make the error `float16-overflow`, for a weight beyond float16 that bfloat16 can hold."""
     remedy += "--set 'export=[{gguf: {floats: bfloat16}}]'"
     return InputError("float16-overflow", where=where, value=f"up to {reaches:.3g}", rule=rule, remedy=remedy)
 
 
 def add_parameters(writer: gguf.GGUFWriter, architecture: LlamaCppClass, config: Config) -> None:
-    """Tell a file what llama.cpp has to know to compute the model."""
+    """Write llama.cpp's fields for computing the model."""
     import gguf
 
     writer.add_block_count(config["num_hidden_layers"])
@@ -203,19 +203,19 @@ def add_parameters(writer: gguf.GGUFWriter, architecture: LlamaCppClass, config:
 
 
 def yarn_factor(rope: Config) -> float | None:
-    """Return the factor of attention, less what llama.cpp multiplies by where there is none; None where none is."""
+    """Return YaRN's factor of attention, divided by llama.cpp's own; None if there is none."""
     factor = rope.get("attention_factor")
     return None if factor is None else float(factor / (1 + 0.1 * math.log(rope["factor"])))
 
 
 def scaled_rope(config: Config) -> Config:
-    """Return what scales rotary embedding, of layers that see everything; empty where nothing does."""
+    """Return the scaling of rotary embedding in layers without a window; empty if there is none."""
     rope = _rope(config)
     return {} if rope.get("rope_type", "default") == "default" else rope
 
 
 def _rope(config: Config) -> Config:
-    """Of rotary embedding, where layers differ that of those which see everything."""
+    """Return the settings of rotary embedding; if layers differ, those of layers without a window."""
     rope: Config = config.get("rope_parameters") or {}
     return rope.get("full_attention", rope)  # type: ignore[no-any-return]
 
@@ -225,10 +225,10 @@ def _head_dim(config: Config) -> int:
 
 
 def rope_factors(config: Config) -> torch.Tensor | None:
-    """Return what Llama 3 divides each frequency of its rotary embedding by, [d / 2]; None where nothing is.
+    """Return Llama 3's divisors of the frequencies of rotary embedding, [d / 2]; None if there are none.
 
-    Long waves are stretched by `factor`, short ones stay, and between lies a straight line in the wave's length:
-    `rope_freqs` of the file, as `LlamaModel.generate_extra_tensors` of the converter has it.
+    Long waves are stretched by `factor`, short ones stay, with a linear transition in the wave's length: `rope_freqs`
+    of the file, as in `LlamaModel.generate_extra_tensors` of the converter.
     """
     rope, dim = _rope(config), _head_dim(config)
     if rope.get("rope_type") != "llama3":
@@ -249,9 +249,9 @@ def rope_factors(config: Config) -> torch.Tensor | None:
 def names_of(
     parameters: Iterable[str], architecture: LlamaCppClass, config: Config, where: str = "config.json"
 ) -> dict[str, str]:
-    """Name the tensor of a file that llama.cpp looks for, by parameter.
+    """Map every parameter to llama.cpp's name of its tensor.
 
-    Raises InputError: `layout-unsupported`, naming one that it does not.
+    Raises InputError: `layout-unsupported`, naming an unknown one.
     """
     import gguf
 
@@ -268,10 +268,10 @@ def names_of(
 
 
 def turned_rows(name: str, rows: int, architecture: LlamaCppClass, config: Config) -> torch.Tensor | None:
-    """Return the order in which a file has the rows of a parameter, [N]; None: as they are.
+    """Return the order of a parameter's rows in the file, [N]; None: unchanged.
 
     Args:
-        name: of the parameter or of its linear.
+        name: name of the parameter or of its linear.
     """
     role = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     queries = config["num_attention_heads"]
@@ -282,16 +282,16 @@ def turned_rows(name: str, rows: int, architecture: LlamaCppClass, config: Confi
 
 
 BLOCK = 32
-# what files hold for floats
+# types of floats in files
 FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# formats that are called as ggml calls its types
+# formats with the names of ggml's types
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-# of other formats those that a type holds without a loss, in groups of 32: (format, symmetric) -> type
+# other formats that a type holds without loss, in groups of 32: (format, symmetric) -> type
 _OWN = {("int4", True): "Q4_0", ("int4", False): "Q4_1", ("int8", True): "Q8_0"}
 
 
 def type_of(scheme: WeightScheme, where: str = "") -> str:
-    """Return the name that ggml has for a scheme: `Q4_0`. Raises InputError `layout-unsupported`: it has none."""
+    """Return ggml's name for a scheme: `Q4_0`. Raises InputError `layout-unsupported` if it has none."""
     name = scheme.format.upper()
     if name in TYPES:
         return name
@@ -303,7 +303,7 @@ def type_of(scheme: WeightScheme, where: str = "") -> str:
         value += f", {'symmetric' if scheme.symmetric else 'with zero points'}, scales in {scheme.scale}"
         rule = "of such integers a GGUF file holds int4 and symmetric int8, in groups of 32 with float16 scales"
         remedy = f"compile with --recipe {'gguf-q4_0' if scheme.format == 'int4' else 'gguf-q8_0'}"
-        if scheme.scale == "float16":  # a bfloat16 model's checkpoint has scales in bfloat16, whatever is set
+        if scheme.scale == "float16":  # the checkpoint of a bfloat16 model always has bfloat16 scales
             wanted = {"granularity": "group", "group": BLOCK} | ({"symmetric": "true"} if own is None else {})
             changes = [f"--set scheme.weights.{key}={to}" for key, to in wanted.items() if getattr(scheme, key) != to]
             remedy = f"compile with {' '.join(changes)}"

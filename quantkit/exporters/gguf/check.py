@@ -1,11 +1,10 @@
-"""Does a GGUF file hold what was decided on?
+"""Check that a GGUF file holds the expected values.
 
-Every tensor is read back by the `gguf` package and is to be what was decided, to the last bit: of codes what they stand
-for, of others what the file's floats make of it. Then transformers reads the file with code of its own (names, order of
-rows, norms, sizes), and its logits are held against those of that model, whose table of embeddings is looked up by its
-codes. Where llama.cpp is installed, the token ids that it makes of a few texts are those of the model's own tokenizer,
-and its logits those of the codes: as near as the bits allow to which it rounds inputs of products, 8 where a weight has
-codes and 16 where it is in bfloat16.
+The `gguf` package reads every tensor back, which must equal the expected one to the last bit: values of codes, and
+floats as rounded to the file's type. Then transformers reads the file with its own code (names, order of rows, norms,
+sizes), and its logits are compared with those of the expected model, whose embedding is looked up by codes. If
+llama.cpp is installed, its token ids of a few texts must be those of the model's tokenizer, and its logits those of the
+codes, within the rounding of inputs: 8 bits for weights with codes, 16 for bfloat16.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from quantkit.scheme import WeightScheme
 if TYPE_CHECKING:
     from quantkit.exporters.values import Values
 
-# of logits of the same numbers, whatever order they are added in
+# limit for logits of equal numbers, added in any order
 LIMIT = 1e-4
 # of llama.cpp's own logits: with inputs in 16 bits, and in 8 (of Q4_0 on random ids SmolLM2-135M is at 0.036 of the
 # largest logit, Gemma 3 270M at 0.099)
 IN_FLOATS, IN_CODES = 3e-2, 0.15
-# of a file that is only run
+# of a file without expected values
 _TOKENS = 8
-# of a file transformers 5.23 does not read these, though llama.cpp does: `_fields` looks for them
+# transformers 5.23 does not read these fields, but llama.cpp does: `_fields` checks them
 _UNREAD = {
     *("attention_bias", "head_dim", "query_pre_attn_scalar", "layer_types"),
     *("attn_logit_softcapping", "final_logit_softcapping"),
@@ -48,12 +47,12 @@ TEXTS = (
 )
 
 
-# which a space may be put before
+# texts that may get a space in front
 _SPACED = (" x", "  two spaces ", "\n the", "")
 
 
 def check(path: Path, content: Content, blocks: int | None = None) -> list[Check]:
-    """Check a file against what it was to hold."""
+    """Check a file against its expected content."""
     checks = [_tensors(path, content), _fields(path, content)]
     if not all(check.ok for check in checks):
         return checks
@@ -62,7 +61,7 @@ def check(path: Path, content: Content, blocks: int | None = None) -> list[Check
         from quantkit.runtimes.llama_cpp.session import LlamaModel
 
         checks.append(_tokens(path, content.values, spaced=content.spaced))
-        # what is expected is made block by block, and llama.cpp maps its file
+        # the expected model is made block by block, and llama.cpp maps its file
         error, where = worst(LlamaModel(path), content.held)
         limit = IN_FLOATS if kinds <= set(FLOATS.values()) else IN_CODES
         checks.append(judged("reload.llama_cpp", error, limit, where))
@@ -73,7 +72,7 @@ def check(path: Path, content: Content, blocks: int | None = None) -> list[Check
 
 
 def check_alone(path: Path) -> list[Check]:
-    """Check a file with nothing to hold it against: the package reads all of it, it is finite, llama.cpp runs it."""
+    """Check a file without expected values: the package reads all of it, it is finite, llama.cpp runs it."""
     import gguf
 
     with reading(_damaged(path)):
@@ -106,7 +105,7 @@ def _tensors(path: Path, content: Content) -> Check:
 
 
 def _fields(path: Path, content: Content) -> Check:
-    """The file says what the config says, where transformers is told it because it does not read it."""
+    """Check the file's fields against the config, for those that transformers does not read from the file."""
     import gguf
 
     config, keys, rope = content.config, gguf.Keys, scaled_rope(content.config)
@@ -120,7 +119,7 @@ def _fields(path: Path, content: Content) -> Check:
     if rope:
         local = config["rope_parameters"].get("sliding_attention", {})
         wanted |= {keys.Rope.FREQ_BASE: rope["rope_theta"], keys.Rope.FREQ_BASE_SWA: local.get("rope_theta")}
-        # what Llama 3 divides by is a tensor
+        # Llama 3's divisors are a tensor
         wanted[keys.Rope.SCALING_TYPE] = None if kind == "llama3" else kind
         wanted[keys.Rope.SCALING_FACTOR] = None if kind == "llama3" else rope["factor"]
     if kind == "yarn":
@@ -139,11 +138,11 @@ def _fields(path: Path, content: Content) -> Check:
 
 
 def _tokens(path: Path, values: Values, *, spaced: bool) -> Check:
-    """Ids of texts, of special tokens amid them, and of the chat template; and back.
+    """Compare ids of texts, with special tokens in them, and of the chat template; and decode them.
 
     Args:
-        spaced: whether llama.cpp puts a space before a text where the tokenizer puts none (`tokenizer.spaced`): texts
-            that begin with one, and what follows a special token, are left out then.
+        spaced: whether llama.cpp adds a space where the tokenizer adds none (`tokenizer.spaced`): texts that begin with
+            a space, and those after a special token, are then left out.
     """
     from quantkit.runtimes.llama_cpp.library import Vocabulary
 
@@ -158,14 +157,14 @@ def _tokens(path: Path, values: Values, *, spaced: bool) -> Check:
     for text in texts:
         wanted = tokenizer(text)["input_ids"]
         back = tokenizer.decode(wanted, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        # the space that was put before a text llama.cpp leaves there
+        # llama.cpp keeps the added space
         if vocabulary.encode(text) != wanted or vocabulary.decode(wanted).lstrip(" ") != back.lstrip(" "):
             wrong.append(repr(text))
     return counted("gguf.tokens", wrong)
 
 
 def _logits(path: Path, values: Values, own: Mapping[str, Any]) -> float:
-    """The largest relative difference between transformers' reading of the file and the model that was decided on."""
+    """Return the largest relative difference between transformers' reading of the file and the expected model."""
     from quantkit.model.source import pretrained
     from quantkit.model.source.open import quiet_loading
 
@@ -180,14 +179,14 @@ def _logits(path: Path, values: Values, own: Mapping[str, Any]) -> float:
 
 
 def _damaged(path: Path) -> Any:
-    def refused(said: str) -> InputError:
-        return InputError("gguf-damaged", where=path.name, value=said, rule="it reads what was written")
+    def refused(problem: str) -> InputError:
+        return InputError("gguf-damaged", where=path.name, value=problem, rule="the gguf package reads the file")
 
     return refused
 
 
 def read_options(path: Path) -> Mapping[str, Any]:
-    """Read the exporter's options off a file. Raises InputError `gguf-damaged`."""
+    """Read the exporter's options from a file. Raises InputError `gguf-damaged`."""
     with reading(_damaged(path)):
         kinds = {tensor.name: (tensor.tensor_type.name, len(tensor.shape)) for tensor in tensors(path)}
     floats = {theirs: ours for ours, theirs in FLOATS.items()}

@@ -1,8 +1,8 @@
-"""One GGUF file of a decoder, which llama.cpp and all that is built on it load.
+"""One GGUF file of a decoder, for llama.cpp and programs built on it.
 
-`gguf/model.gguf` holds the weights in ggml's types, and tokenizer, chat template and all that llama.cpp has to know as
-llama.cpp's own converter writes it (`architecture.py`, `tokenizer.py`). Which type a linear, the head or the embedding
-gets is the recipe's to say; nothing is decided here.
+`gguf/model.gguf` holds the weights in ggml's types, with tokenizer, chat template and the fields that llama.cpp needs,
+as its own converter writes them (`architecture.py`, `tokenizer.py`). The recipe chooses the type of every linear, the
+head and the embedding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FOLDER, MODEL = "gguf", "model.gguf"
 _LEAVE = "leave `gguf` out of `export`"
-# what processors with products in bfloat16 say, x86's and Arm's
+# CPU flags for products in bfloat16, x86's and Arm's
 _BFLOAT16 = {"avx512_bf16", "bf16"}
 
 
@@ -34,22 +34,22 @@ class GgufOptions(Closed):
     """Settings of `export: - gguf: {…}`.
 
     Args:
-        floats: how weights without codes are stored; vectors and norms are float32 in any case. `auto` is bfloat16 of a
-            source in bfloat16, else float16.
-        embedding: the scheme of token embeddings, as a recipe writes one: `{format: q6_k}`; None: as floats. A head
-            that is tied to them gives them its codes.
+        floats: type of weights without codes; vectors and norms are always float32. `auto` is bfloat16 for a source in
+            bfloat16, else float16.
+        embedding: scheme of token embeddings, as in a recipe: `{format: q6_k}`; None: floats. A tied head gives them
+            its codes.
     """
 
     floats: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
     embedding: WeightScheme | None = None
 
     def high(self, dtype: str) -> str:
-        """Return the float format of a source of a dtype."""
+        """Return the float format for a source of this dtype."""
         return self.floats if self.floats != "auto" else "bfloat16" if dtype == "bfloat16" else "float16"
 
 
 class Gguf(Exporter):
-    """See the module."""
+    """Exporter `gguf`."""
 
     name = "gguf"
     runtimes = ("llama_cpp",)
@@ -60,7 +60,7 @@ class Gguf(Exporter):
     Options = GgufOptions
 
     def accepts(self, options: GgufOptions, asked: LayerSpec) -> None:
-        """Refuse what the file cannot hold. Raises as `Exporter`; InputError `gguf-tokenizer`, `float16-overflow`."""
+        """Refuse layers beyond the file. Raises as `Exporter`; InputError `gguf-tokenizer`, `float16-overflow`."""
         demand_package()
         _refuse(asked, options)
         for linear in asked.padded:
@@ -79,16 +79,16 @@ class Gguf(Exporter):
             _demand_reach(asked, source, options)
 
     def holds(self, options: GgufOptions, runtime: str, asked: LayerSpec) -> State:
-        """See `Exporter`."""
+        """Return the support as `Exporter.holds` does."""
         _refuse(asked, options)
         return "native"
 
     def storage(self, options: GgufOptions, laid: LaidOver) -> Storage:
-        """See `Exporter`."""
+        """Predict the bytes as `Exporter.storage` does."""
         return laid.file(options.high(laid.architecture.dtype), options.embedding)
 
     def for_floats(self, options: GgufOptions) -> GgufOptions:
-        """Choose the floats that llama.cpp multiplies fastest here: bfloat16 where the processor does, else float16."""
+        """Choose the fastest float type of llama.cpp here: bfloat16 if the CPU multiplies it, else float16."""
         fastest: Any = "bfloat16" if _BFLOAT16 & machine.cpu_flags() else "float16"
         return GgufOptions(floats=fastest if options.floats == "auto" else options.floats)
 
@@ -105,16 +105,16 @@ class Gguf(Exporter):
         return content.decisions()  # type: ignore[no-any-return]
 
     def held(self, values: Values, options: GgufOptions) -> Values:
-        """See `Exporter`: the table is rounded, and floats are the file's."""
+        """Return the values of the file: the embedding is rounded, and floats have the file's type."""
         return _content(values, options).held  # type: ignore[no-any-return]
 
     def check(
         self, bundle: Path, values: Values | None = None, options: Any = None, blocks: int | None = None, **how: Any
     ) -> list[Check]:
-        """Read the file by the `gguf` package and by transformers, and hold it against what was decided on.
+        """Read the file by the `gguf` package and by transformers, and compare it with the expected values.
 
-        Checks are `gguf.tensors`, `gguf.fields`, with llama.cpp `gguf.tokens` and `reload.llama_cpp`, of a whole model
-        `reload.gguf`. Of a file with no checkpoint beside it: that it is read and run (`gguf.logits`).
+        Checks are `gguf.tensors`, `gguf.fields`, with llama.cpp `gguf.tokens` and `reload.llama_cpp`, for a whole model
+        `reload.gguf`. Without a checkpoint in the bundle, the file is only read and run (`gguf.logits`).
         """
         demand_package()
         from quantkit.exporters.check import decided
@@ -140,7 +140,7 @@ def _content(values: Values, options: GgufOptions) -> Any:
 
 
 def _refuse(asked: LayerSpec, options: GgufOptions) -> None:
-    """Refuse what no type of ggml holds. Raises InputError `layout-unsupported`."""
+    """Refuse layers without a type in ggml. Raises InputError `layout-unsupported`."""
     rule = "a GGUF file says nothing of it: llama.cpp rounds inputs of its products by itself"
     if asked.cache is not None:
         raise unheld("scheme.kv_cache", f"a KV cache in {asked.cache.format}", rule, _LEAVE)
@@ -153,7 +153,7 @@ def _refuse(asked: LayerSpec, options: GgufOptions) -> None:
 
 
 def _demand_reach(asked: LayerSpec, source: Source, options: GgufOptions) -> None:
-    """Refuse weights beyond what float16 holds of their codes, or of themselves."""
+    """Refuse weights, or scales, beyond the range of float16."""
     from quantkit.formats import load_format
     from quantkit.formats.base.blocks import FLOAT16, BlockFormat
 

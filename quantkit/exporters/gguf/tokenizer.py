@@ -1,16 +1,16 @@
-"""A tokenizer as llama.cpp holds it: tokens with their kinds, merges or scores, special tokens, chat template.
+"""Write a tokenizer for llama.cpp: tokens with their kinds, merges or scores, special tokens, chat template.
 
-    gpt2     byte-level BPE. Its pre-tokenizer is a name (`smollm`, `qwen2`), found by the expressions that
-             tokenizer.json splits by; llama.cpp's converter goes by a hash of one text's ids, which
-             another vocabulary changes.
+    gpt2     byte-level BPE. Its pre-tokenizer is a name (`smollm`, `qwen2`), identified by the expressions in
+             tokenizer.json; llama.cpp's converter uses a hash of one text's ids, which another
+             vocabulary changes.
     llama    BPE over text whose spaces are ▁, spelled in bytes where nothing fits. llama.cpp merges the two neighbours
-             whose union has the highest score: that of `tokenizer.model`, or, where there is none, minus the rank of
-             the first merge that makes the token. A token beyond the table of embeddings (Gemma 3's
+             whose union has the highest score: that of `tokenizer.model`, or, without one, minus the rank of
+             the first merge that makes the token. A token beyond the embedding table (Gemma 3's
              `<image_soft_token>`) is left out, as its converter does: no model takes it.
 
 Special tokens, whether a text begins with one, and the template come from the `gguf` package's reading of the same
-files (`SpecialVocab`). What llama.cpp has no word for is refused: another kind of model, or expressions of its own.
-Sources: conversion/base.py (`get_vocab_base`, `_create_vocab_sentencepiece`), llama-vocab.cpp.
+files (`SpecialVocab`). A tokenizer that llama.cpp cannot express is refused: another kind of model, or other
+expressions. Sources: conversion/base.py (`get_vocab_base`, `_create_vocab_sentencepiece`), llama-vocab.cpp.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, source: Source, rows: int) -> None:
     """Write everything of a source's tokenizer.
 
     Args:
-        rows: of the table of embeddings; tokens fill it up.
+        rows: rows of the embedding table; tokens are padded to this number.
 
     Raises InputError: `gguf-tokenizer`, `tokenizer-missing`, `tokenizer-damaged`.
     """
@@ -67,11 +67,11 @@ def add_tokenizer(writer: gguf.GGUFWriter, source: Source, rows: int) -> None:
         special = gguf.SpecialVocab(source.path, load_merges=kind == "gpt2", n_vocab=count)
         special.add_to_gguf(writer, quiet=True)
         if source.architecture == "LlamaForCausalLM" and rows == 49152:
-            writer.add_add_bos_token(False)  # as the converter has it: of code models of this vocabulary
+            writer.add_add_bos_token(False)  # as the converter does for code models with this vocabulary
 
 
 def demand_held(source: Source) -> None:
-    """Refuse, before any work, what llama.cpp's tokenizer has no word for. Raises as `add_tokenizer`."""
+    """Refuse, before any work, a tokenizer that llama.cpp cannot express. Raises as `add_tokenizer`."""
     with _reading(source):
         stated = _stated(source)
         kind, _ = kind_of(stated, source.ref)
@@ -93,7 +93,7 @@ def _reading(source: Source) -> AbstractContextManager[None]:
 
 
 def left_out(source: Source, rows: int) -> list[str]:
-    """List the tokens that have no row in the table of embeddings, and of which a file says nothing.
+    """List the tokens without a row in the embedding table; the file omits them.
 
     Raises InputError: `tokenizer-missing`, `tokenizer-damaged`.
     """
@@ -105,7 +105,7 @@ def _beyond(stated: Mapping[str, Any], rows: int) -> list[str]:
 
 
 def _ids(stated: Mapping[str, Any]) -> dict[str, int]:
-    """Token -> id, of those that were added too."""
+    """Map every token to its id, added tokens included."""
     return {**stated["model"]["vocab"], **{str(token["content"]): int(token["id"]) for token in _added(stated)}}
 
 
@@ -114,10 +114,10 @@ def _added(stated: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def spaced(source: Source) -> bool:
-    """Whether llama.cpp puts a space before texts where the tokenizer puts none.
+    """Tell whether llama.cpp adds a space before texts where the tokenizer adds none.
 
-    It does so before any text, and after each special token, as SentencePiece's `Prepend` has it. Metaspace leaves out
-    a text that begins with a space, and, where it says `first`, what follows a special token.
+    It does so before any text, and after every special token, like SentencePiece's `Prepend`. Metaspace skips a text
+    that begins with a space and, with `first`, text after a special token.
     """
     splits = _flat(_stated(source).get("pre_tokenizer"), "pretokenizers")
     return any(part["type"] == "Metaspace" and part.get("prepend_scheme", "always") != "never" for part in splits)
@@ -141,7 +141,7 @@ def kind_of(stated: Mapping[str, Any], where: str) -> tuple[str, str]:
         if odd or any(split != _SPACE for split in splits):
             raise _refused(where, f"{(odd or splits)[0]!r:.80}", "SentencePiece's BPE, whose spaces are ▁")
         return "llama", "default"
-    odd = [part for part in normal if part["type"] != "NFC"]  # which llama.cpp leaves out
+    odd = [part for part in normal if part["type"] != "NFC"]  # llama.cpp skips NFC
     if odd:
         raise _refused(where, f"normalizer {odd[0]['type']}", "none, or NFC")
     expressions = tuple(split for split in splits if split != "")
@@ -159,7 +159,7 @@ def _flat(part: Any, inside: str) -> list[dict[str, Any]]:
 
 
 def _split(part: Mapping[str, Any], where: str) -> list[str]:
-    """What a pre-tokenizer splits a text by; "" for what splits nothing."""
+    """List the expressions of a pre-tokenizer for splitting a text; "" for one that splits nothing."""
     kind = part["type"]
     if kind == "ByteLevel" and not part.get("add_prefix_space"):
         return [GPT2 if part.get("use_regex", True) else ""]
@@ -168,7 +168,7 @@ def _split(part: Mapping[str, Any], where: str) -> list[str]:
     if kind == "Split" and part.get("behavior") == "Isolated" and not part.get("invert"):
         pattern = part["pattern"]
         return [DIGITS if pattern.get("Regex") == r"\p{N}" else str(pattern.get("Regex", pattern))]
-    if kind == "Split" and part["pattern"].get("String") == " ":  # Gemma's, where no space is left to split by
+    if kind == "Split" and part["pattern"].get("String") == " ":  # Gemma's: no space is left to split by
         return []
     if kind == "Metaspace" and part.get("replacement", _SPACE) == _SPACE and not part.get("split", True):
         return [_SPACE]
@@ -176,18 +176,18 @@ def _split(part: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _refused(where: str, value: str, rule: str) -> InputError:
-    return InputError("gguf-tokenizer", where=where, value=value, rule=rule, remedy="leave `gguf` out of `export`")
+    return InputError("gguf-tokenizer", where=where, value=value, rule=rule, remedy="remove `gguf` from `export`")
 
 
 def _prepends(stated: Mapping[str, Any]) -> bool:
-    """Whether a space is put before a text."""
+    """Tell whether a space is added before a text."""
     splits = _flat(stated.get("pre_tokenizer"), "pretokenizers")
     ahead = any(part.get("prepend_scheme", "never") != "never" for part in splits)
     return ahead or any(part["type"] == "Prepend" for part in _flat(stated.get("normalizer"), "normalizers"))
 
 
 def _stated(source: Source) -> dict[str, Any]:
-    """tokenizer.json; of a folder without one, what transformers makes of its files."""
+    """Read tokenizer.json; without one, convert the folder's files by transformers."""
     path = source.path / "tokenizer.json"
     if path.is_file():
         return _json(path)
@@ -202,7 +202,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _looks_special(token: str) -> bool:
-    """Whether a token that is not marked as special is one, as llama.cpp's converter takes it."""
+    """Tell whether llama.cpp's converter treats an unmarked token as special."""
     return (
         token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
         or (token.startswith(("<|", "<｜")) and token.endswith(("|>", "｜>")))
@@ -211,7 +211,7 @@ def _looks_special(token: str) -> bool:
 
 
 def _listed(source: Source, stated: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
-    """Tokens and kinds of a byte-level BPE."""
+    """List tokens and kinds of a byte-level BPE."""
     from gguf import TokenType
     from tokenizers import Tokenizer
 
@@ -242,7 +242,7 @@ def _demand_rows(source: Source, last: int, rows: int) -> None:
 
 
 def _scored(source: Source, stated: Mapping[str, Any], rows: int) -> tuple[list[str], list[float], list[int]]:
-    """Tokens, scores and kinds of SentencePiece's BPE."""
+    """List tokens, scores and kinds of SentencePiece's BPE."""
     from gguf import TokenType
 
     model = stated["model"]
@@ -271,7 +271,7 @@ def _scored(source: Source, stated: Mapping[str, Any], rows: int) -> tuple[list[
 
 
 def _ranks(merges: Sequence[Any]) -> dict[str, int]:
-    """Token -> the place of the first merge that makes it, counting tokens."""
+    """Map every token to the rank of the first merge that makes it, counting tokens."""
     ranks: dict[str, int] = {}
     for merge in merges:
         left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
@@ -280,12 +280,12 @@ def _ranks(merges: Sequence[Any]) -> dict[str, int]:
 
 
 def _pieces(path: Path) -> list[tuple[str, float, int]]:
-    """(token, score, kind) of a `tokenizer.model` of SentencePiece; none where there is no such file."""
+    """List (token, score, kind) from SentencePiece's `tokenizer.model`; empty if there is no such file."""
     if not path.is_file():
         return []
     from transformers.utils import sentencepiece_model_pb2_new as schema
 
     model = schema.ModelProto()
     model.ParseFromString(limits.read(path, limits.DATA))
-    # SentencePiece numbers kinds as llama.cpp does
+    # SentencePiece and llama.cpp number kinds equally
     return [(piece.piece, piece.score, piece.type) for piece in model.pieces]

@@ -1,14 +1,14 @@
-"""The file: which tensors it holds, of which types, and what it says besides; one tensor in memory at a time.
+"""Write the file: its tensors with their types, and its fields; one tensor in memory at a time.
 
 The `gguf` package writes everything before the first tensor; then come the tensors, each on a boundary of 32 bytes.
 
 Codes as the bytes of ggml's blocks (`ggml-common.h`, `block_q4_0` and so on).
 
     32 weights     [d] [m] [high bits] codes         q4_0 q4_1 q5_0 q5_1 q8_0 iq4_nl, and mxfp4 with a power of two
-    256 weights    scales, codes, high bits, d, dmin   q2_k to q6_k, each in an order of its own
+    256 weights    scales, codes, high bits, d, dmin   q2_k to q6_k, each in its own order
 
 A nibble holds weight j below weight j + 16 in blocks of 32, and weight l below weight l + 32 of every 64 in those of
-256. Codes are stored less the lowest of them. `gguf.quants.dequantize` reads all of it back, and is the test.
+256. Codes are stored minus the lowest one. `gguf.quants.dequantize` reads all of it back, and is the test.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ TABLE, HEAD = "token_embd.weight", "output.weight"
 
 @dataclass(frozen=True)
 class Held(Weights):
-    """The decided tensors as a file holds them: the table by its codes, and what has none in the file's floats.
+    """Expected tensors as the file holds them: the embedding by its codes, other float tensors in its types.
 
-    `floats` has the dtype of each tensor in the file; `round_table` makes the table's codes, if no linear has them.
+    `floats` maps a tensor to its dtype in the file; `round_table` makes the embedding's codes, if no linear has them.
     """
 
     weights: Weights
@@ -79,11 +79,11 @@ class Held(Weights):
 
     @cached_property
     def codes(self) -> QuantTensor | None:
-        """The table's codes."""
+        """Codes of the embedding."""
         return None if self.round_table is None else self.round_table()
 
     def read(self, name: str, device: torch.device | None = None) -> torch.Tensor:
-        """Read a tensor of the file, in the basis of the source; float32 where it is not as it was decided."""
+        """Read a tensor of the file, in the basis of the source; float32 if the file changes it."""
         if name == self.table and self.codes is not None:
             return put(self.codes.dense(), device)
         value = self.weights.read(name, device)
@@ -92,9 +92,9 @@ class Held(Weights):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the file: ggml's type, the shape of its values, and what makes its data.
+    """A tensor of the file: ggml's type, the shape of its values, and a function for its data.
 
-    `source` is the parameter that it is made from; "" of what the config says.
+    `source` is its parameter; "" for one from the config.
     """
 
     name: str
@@ -105,7 +105,7 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """The size of its data."""
+        """Size of its data."""
         import gguf
 
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.kind]]
@@ -113,12 +113,12 @@ class StoredTensor:
 
 
 class Content:
-    """What a file of a model holds.
+    """Content of a model's file.
 
     Args:
-        high: how what has no codes is stored: a float format of quantkit.
-        embedding: the scheme of token embeddings, for which another stands in where they are no whole blocks; None: as
-            floats. A tied head's codes are the embeddings'.
+        high: storage of tensors without codes: a float format of quantkit.
+        embedding: scheme of token embeddings, replaced if rows are not whole blocks; None: floats. A tied head shares
+            them.
 
     Raises InputError: `layout-unsupported`.
     """
@@ -138,7 +138,7 @@ class Content:
 
     @cached_property
     def tensors(self) -> Sequence[StoredTensor]:
-        """All of them, as the model lists its parameters."""
+        """Tensors of the file, in the order of the model's parameters."""
         values, head = self.values, self.values.stream.head or ""
         parameters = dict(values.skeleton.named_parameters(remove_duplicate=False))
         if self.tied:
@@ -152,7 +152,7 @@ class Content:
             elif name == self.table and self.embedding is not None:
                 kind, produce = type_of(self.embedding, name), partial(self._rounded_bytes, name)
             else:
-                # one dimension, and norms of heads: whatever else the file holds, these are in float32
+                # vectors, and norms of heads, are always float32
                 kind = "F32" if len(shape) < 2 or theirs.endswith("_norm.weight") else self.high
                 produce = partial(self._float, name, kind)
             stored.append(StoredTensor(theirs, kind, shape, produce, name))
@@ -163,13 +163,13 @@ class Content:
 
     @cached_property
     def table(self) -> str:
-        """The parameter that token ids are looked up in."""
+        """Parameter of the token embeddings."""
         skeleton: Any = self.values.skeleton
         table = skeleton.get_input_embeddings()
         return next(f"{path}.weight" for path, module in skeleton.named_modules() if module is table)
 
     def decisions(self) -> list[Decision]:
-        """List what is stored otherwise than asked."""
+        """List the deviations from the request."""
         taken = [] if self.coded_head else list(self._taken)
         if self.spaced:
             reason = "llama.cpp puts a space before each text, this tokenizer before none that begins with one"
@@ -184,25 +184,25 @@ class Content:
 
     @cached_property
     def spaced(self) -> bool:
-        """Whether llama.cpp's tokens of some texts have a space more: `tokenizer.spaced`."""
+        """True if llama.cpp's tokens of some texts have an extra space: `tokenizer.spaced`."""
         return spaced(self.values.source)
 
     @property
     def coded_head(self) -> bool:
-        """Whether the table's codes are those of a head that the recipe quantizes."""
+        """True if the embedding's codes are those of a head that the recipe quantizes."""
         return self.tied and self.values.stream.head in self.values.schemes
 
     @cached_property
     def tied(self) -> bool:
-        """Whether head and table are one parameter."""
+        """True if head and embedding are one parameter."""
         head, skeleton = self.values.stream.head, self.values.skeleton
         return head is not None and skeleton.get_parameter(f"{head}.weight") is skeleton.get_parameter(self.table)
 
     @cached_property
     def held(self) -> Values:
-        """The model with the values that the file holds.
+        """Model with the values of the file.
 
-        Others than those that its codes stand for: the table is looked up by codes too, and floats are the file's.
+        They differ from those of the codes: the embedding is looked up by codes too, and floats have the file's type.
         """
         stream = self.values.stream
         table, head = stream.files[self.table], f"{stream.head}.weight"
@@ -220,7 +220,7 @@ class Content:
         return replace(self.values, stream=changed)
 
     def _order(self, name: str, rows: int) -> torch.Tensor | None:
-        """The order in which the file has a parameter's rows; None: as they are."""
+        """Return the order of a parameter's rows in the file; None: unchanged."""
         return turned_rows(name, rows, self.architecture, self.config)
 
     def _coded(self, linear: str) -> NDArray[Any]:
@@ -229,7 +229,7 @@ class Content:
         return packed(tensor if order is None else _turned(tensor, order), linear)[1]
 
     def _rounded(self, name: str) -> QuantTensor:
-        """The table rounded to nearest, a piece of its rows at a time."""
+        """Round the embedding to nearest, some rows at a time."""
         assert self.embedding is not None
         weight = self.values.tensor(name)
         rows = max(1, PIECE // weight.shape[1])
@@ -246,7 +246,7 @@ class Content:
         return floats(value, kind)
 
     def _laid(self, name: str, values: Values) -> torch.Tensor:
-        """A parameter as it lies in the file, float32."""
+        """Return a parameter as the file has it, float32."""
         value = values.tensor(name).float()
         if self.architecture.adds_one and name.endswith("norm.weight"):
             value = value + 1
@@ -254,11 +254,11 @@ class Content:
         return value if order is None else value[order]
 
     def decided(self, stored: StoredTensor) -> torch.Tensor:
-        """Return what a tensor of the file stands for, float32."""
+        """Return the expected values of a tensor, float32."""
         return self._laid(stored.source, self.held) if stored.source else torch.from_numpy(stored.produce())
 
     def head_writer(self) -> gguf.GGUFWriter:
-        """Return the package's writer, told of everything but the tensors' data.
+        """Return the package's writer with everything except the tensors' data.
 
         Raises InputError: `gguf-tokenizer`, `tokenizer-missing`, `tokenizer-damaged`.
         """
@@ -271,7 +271,7 @@ class Content:
             writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=kind)
         total, shared, expert, experts = writer.get_total_parameter_count()
         with tempfile.TemporaryDirectory() as place:
-            # the package reads what a folder's name says of the model
+            # the package would guess fields from the folder's name
             folder = Path(place, source.name)
             folder.symlink_to(source.path.resolve(), target_is_directory=True)
             metadata = gguf.Metadata.load(None, folder, source.name, total)
@@ -288,7 +288,7 @@ class Content:
     def write(self, path: Path) -> str:
         """Write the file and return its sha256.
 
-        Raises InputError: as `head_writer`, `float16-overflow`, `scale-inexact`. Stopped: `disk-full`.
+        Raises InputError: those of `head_writer`, `float16-overflow`, `scale-inexact`. Stopped: `disk-full`.
         """
         with tempfile.TemporaryDirectory() as place:
             head = Path(place, "head")
@@ -312,7 +312,7 @@ class Content:
 
 
 def _turned(tensor: QuantTensor, order: torch.Tensor) -> QuantTensor:
-    """The same matrix with its rows in another order."""
+    """Reorder the rows of a matrix."""
 
     def rows(holder: object, *names: str) -> dict[str, Any]:
         parts = {name: getattr(holder, name) for name in names}
@@ -325,12 +325,12 @@ def _turned(tensor: QuantTensor, order: torch.Tensor) -> QuantTensor:
 
 
 def file_type(tensors: Sequence[StoredTensor], head: str) -> int:
-    """Tell what llama.cpp calls a file: the mixture whose types its matrices have, whatever stands in for which.
+    """Name a file's mixture as llama.cpp does, from the types of its matrices.
 
-    Of others by the type of most weights; of K types, `M` where others are mixed in.
+    Files of no mixture have the type of most weights; K types get `M` if others are mixed in.
 
     Args:
-        head: the linear; its tensor is the table where they are tied.
+        head: the head's linear; its tensor is the embedding if they are tied.
     """
     import gguf
 
@@ -362,19 +362,19 @@ _SUPER = 256
 
 @dataclass(frozen=True)
 class Parts:
-    """A quantized matrix [N, K], a block a row: what a layout puts together."""
+    """A quantized matrix [N, K], a block a row: the parts that a layout assembles."""
 
-    codes: Bytes  # [B, 32] or [B, 256], from 0 on
-    # d, m: [B, 1] float16: the scale, and the minimum or what is subtracted under it; m is None where there is none
+    codes: Bytes  # [B, 32] or [B, 256], starting at 0
+    # d, m: [B, 1] float16: scale, and minimum or its negative; m is None without one
     d: NDArray[Any]
     m: NDArray[Any] | None = None
-    # sc, mn: [B, groups of a super-block] whole numbers; None in plain blocks
+    # sc, mn: [B, groups of a super-block] integers; None in plain blocks
     sc: NDArray[Any] | None = None
     mn: NDArray[Any] | None = None
 
 
 def packed(tensor: QuantTensor, where: str = "") -> tuple[str, Bytes]:
-    """Lay a quantized matrix out as the rows of a file: its type, and uint8 [N, bytes of a row].
+    """Lay out a quantized matrix as the rows of a file: its type, and uint8 [N, bytes of a row].
 
     Raises InputError: `layout-unsupported`, `scale-inexact` where a float16 does not hold a scale or a minimum.
     """
@@ -383,7 +383,7 @@ def packed(tensor: QuantTensor, where: str = "") -> tuple[str, Bytes]:
 
 
 def floats(values: Tensor, kind: str) -> NDArray[Any]:
-    """Return values [...] as a file holds them: float32, float16, or bfloat16's bytes."""
+    """Return values [...] in a file's type: float32, float16, or bfloat16's bytes."""
     if kind == "BF16":
         return np.asarray(values.to(torch.bfloat16).contiguous().view(torch.uint8).numpy())
     return np.asarray(values.to(torch.float16 if kind == "F16" else torch.float32).contiguous().numpy())
@@ -406,7 +406,7 @@ def _parts(tensor: QuantTensor, where: str) -> Parts:
         return Parts(cut, d, m, sc, mn)
     cut = numbers.reshape(-1, BLOCK)
     if tensor.scheme.scale == "e8m0":
-        zeros = cut & 7 == 0  # of which a file of ggml's own has the one without a sign
+        zeros = cut & 7 == 0  # ggml's own files have the zero without a sign
         return Parts(np.where(zeros, 0, cut), tensor.scale.view(torch.uint8).numpy().reshape(-1, 1))
     offset = tensor.offset
     if tensor.zero is not None:  # (code - zero) s = s (code - lowest) + (lowest - zero) s
@@ -423,25 +423,25 @@ def _float16(values: Tensor, where: str) -> NDArray[Any]:
     return short.numpy().reshape(-1, 1)  # type: ignore[no-any-return]
 
 
-# what code 0 of a file is here; the codes of other formats begin at 0
+# our code for a file's code 0; other formats begin at 0
 _LOWEST = {"int4": -8, "int8": -128, "q4_0": -8, "q5_0": -16, "q8_0": -128, "q3_k": -4, "q6_k": -32}
 
 
 def _nibbles(codes: Bytes, half: int = 16) -> Bytes:
-    """[B, K] as K / 2 bytes: of every 2 * half codes the first half below the second."""
+    """Pack [B, K] into K / 2 bytes: of every 2 * half codes, the first half in the low nibbles."""
     low, high = np.moveaxis(codes.reshape(len(codes), -1, 2, half), 2, 0)
     return np.asarray(low & 15 | (high & 15) << 4).reshape(len(codes), -1)
 
 
 def _planes(codes: Bytes, bits: int, run: int = 32) -> Bytes:
-    """[B, K] of a few bits: of every 8 / bits runs, a byte holds the same place of each, the first one lowest."""
+    """Pack [B, K] of a few bits: a byte holds the same position of 8 / bits runs, the first run lowest."""
     several = codes.reshape(len(codes), -1, 8 // bits, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)
     return np.asarray(np.bitwise_or.reduce(several << shifts, axis=2)).reshape(len(codes), -1)
 
 
 def _together(*parts: NDArray[Any] | None) -> Bytes:
-    """The bytes of each block's parts, one behind the other."""
+    """Concatenate the bytes of every block's parts."""
     return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts if part is not None], axis=1)
 
 
@@ -472,7 +472,7 @@ def _q3_k(parts: Parts) -> Bytes:
 
 
 def _scales_of_6_bits(parts: Parts) -> Bytes:
-    """d, dmin, and in 12 bytes eight scales and eight minimums (`get_scale_min_k4`)."""
+    """Pack d, dmin, and in 12 bytes eight scales and eight minimums (`get_scale_min_k4`)."""
     assert parts.sc is not None and parts.mn is not None
     sc, mn = parts.sc.astype(np.uint8), parts.mn.astype(np.uint8)
     first = [numbers[:, :4] | (numbers[:, 4:] >> 4) << 6 for numbers in (sc, mn)]
@@ -489,7 +489,7 @@ def _q5_k(parts: Parts) -> Bytes:
 
 def _q6_k(parts: Parts) -> Bytes:
     assert parts.sc is not None
-    # nibbles pair weights 64 apart, high bits stand 32 apart
+    # nibbles pair weights 64 apart, high bits 32 apart
     return _together(_nibbles(parts.codes, 64), _planes(parts.codes >> 4, 2), parts.sc.astype(np.int8), parts.d)
 
 

@@ -1,4 +1,4 @@
-"""Does ONNX Runtime compute from the written graph what was decided on?
+"""Check that ONNX Runtime computes the expected values from the written graph.
 
     reload.onnxruntime   max |logits - expected| / max |expected| <= 1e-4, of the runs of `exporters/check.py`, with
                          products in float32 (accuracy level 0, and no input rounded), whatever the file asks for: a
@@ -61,7 +61,7 @@ _PROMPTS = 0.25
 
 
 def check(folder: Path, values: Values | None) -> list[Check]:
-    """Check `onnx/` of a bundle; the numbers only if the file is sound, and there are values to hold it to."""
+    """Check `onnx/` of a bundle; the numbers only if the file is sound and there are expected values."""
     checks = sound(folder)
     if values is None or not all(check.ok for check in checks):
         return checks
@@ -80,7 +80,7 @@ def _threads() -> int:
 
 
 def _stored(folder: Path) -> tuple[Storage, int]:
-    """How the graph says that it stores its token embeddings, and of how many rows of the head it has more bits."""
+    """Return the graph's storage of token embeddings, and the number of head rows with more bits."""
     import onnx
 
     notes = _notes(onnx.load(str(folder / MODEL), load_external_data=False))
@@ -96,7 +96,7 @@ def _notes(holder: Any) -> dict[str, str]:
 
 
 def sound(folder: Path, name: str = MODEL) -> list[Check]:
-    """Check `onnx.valid` (the checker's word), `onnx.operators` (foreign domains), `onnx.contained` (paths outside)."""
+    """Check `onnx.valid` (by onnx's checker), `onnx.operators` (foreign domains), `onnx.contained` (paths outside)."""
     import onnx
 
     path = folder / name
@@ -108,7 +108,7 @@ def sound(folder: Path, name: str = MODEL) -> list[Check]:
     outside = sorted({place for place in locations(model) if not _inside(folder, place)})
     contained = counted("onnx.contained", outside)
     foreign = sorted({node.domain for graph in _graphs(model.graph) for node in graph.node} - DOMAINS)
-    # functions of the file itself could take the place of the runtime's operators
+    # functions in the file could replace the runtime's operators
     foreign += sorted(f"{function.domain}::{function.name}" for function in model.functions)
     operators = counted("onnx.operators", foreign)
     if outside:
@@ -122,13 +122,13 @@ def sound(folder: Path, name: str = MODEL) -> list[Check]:
 
 
 def locations(model: Any) -> list[str]:
-    """List the files that a model's tensors are said to lie in."""
+    """List the files named by a model's tensors."""
     tensors = (tensor for graph in _graphs(model.graph) for tensor in _tensors(graph))
     return [entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"]
 
 
 def _graphs(graph: Any) -> Iterator[Any]:
-    """A graph and those inside its nodes."""
+    """Yield a graph and the graphs inside its nodes."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -149,7 +149,7 @@ def _tensors(graph: Any) -> Iterator[Any]:
 
 
 def _inside(folder: Path, place: str) -> bool:
-    """Whether a location is a plain file of the folder itself: no link, no path (CVE-2024-27318, CVE-2026-27489)."""
+    """Tell whether a location is a plain file of the folder: no link, no path (CVE-2024-27318, CVE-2026-27489)."""
     path = folder / place
     return Path(place).name == place and path.is_file() and not path.is_symlink()
 
@@ -159,7 +159,7 @@ def _inside(folder: Path, place: str) -> bool:
 
 @dataclass(frozen=True)
 class GraphProduct:
-    """One product of a written graph, from its source and with the weights of linears below each other to its output.
+    """One product of a written graph, with the weights of stacked linears, from its input to its output.
 
     `weight` is the initializer with their codes; `biased` whether it adds the linears' biases.
     """
@@ -172,12 +172,12 @@ class GraphProduct:
 
     @property
     def name(self) -> str:
-        """Its linears, for people."""
+        """Names of its linears, for messages."""
         return ", ".join(self.linears)
 
 
 def products(folder: Path) -> list[GraphProduct]:
-    """List the products in integers of `onnx/`."""
+    """List the integer products of `onnx/`."""
     import onnx
 
     model = onnx.load(str(folder / MODEL), load_external_data=False)
@@ -193,7 +193,7 @@ def products(folder: Path) -> list[GraphProduct]:
 
 
 def _in_integers(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
-    """`reload.integers` and `integer.macs`; none where no input is quantized."""
+    """Make the checks `reload.integers` and `integer.macs`; none if no input is quantized."""
     inputs = values.inputs
     if not inputs:
         return []
@@ -212,7 +212,7 @@ def _in_integers(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]
 
 
 def _error(product: GraphProduct, values: Values, seen: Mapping[str, Array]) -> float:
-    """The relative error of y, in the median of its tokens."""
+    """Return the relative error of y, in the median of its tokens."""
     x = torch.from_numpy(seen[product.source]).float()
     how, static = values.inputs[product.linears[0]], None
     if how.scale is not None:
@@ -235,7 +235,7 @@ def _kernels(folder: Path, values: Values, written: Sequence[GraphProduct], miss
     def macs(linears: Sequence[str]) -> float:
         return float(sum(sizes[f"{linear}.weight"] for linear in linears))
 
-    sites = [QuantizedSite(each.name, each.weight, macs(each.linears), each.output) for each in written]
+    sites = [QuantizedSite(part.name, part.weight, macs(part.linears), part.output) for part in written]
     sites += [QuantizedSite(name, "", macs([name])) for name in missing]
     with tempfile.TemporaryDirectory(prefix="quantkit-optimized-") as place:
         path = Path(place) / MODEL
@@ -250,7 +250,7 @@ def _kernels(folder: Path, values: Values, written: Sequence[GraphProduct], miss
 
 
 def _many_rows(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
-    """`onnx.bytes` and, where those are right, `reload.many` and `reload.prompts`; none of a graph with one way."""
+    """Make the check `onnx.bytes` and, if it holds, `reload.many` and `reload.prompts`; none with one way."""
     import onnx
     from onnx import numpy_helper
     from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
@@ -300,14 +300,14 @@ def _many_rows(folder: Path, values: Values, ids: torch.Tensor) -> list[Check]:
 
 @dataclass(frozen=True)
 class _Rounded:
-    """Rounds weights of linears inside the blocks to 8 bits a row, as they load."""
+    """Rounds weights of linears inside the blocks to 8 bits a row when they load."""
 
     blocks: Sequence[str]
     linears: frozenset[str]
     turned: Mapping[str, bool]
 
     def block(self, index: int, block: nn.Module) -> None:
-        """Round those of a block."""
+        """Round the weights of a block."""
         prefix = f"{self.blocks[index]}."
         for name in (name for name in self.linears if name.startswith(prefix)):
             parameter = f"{name.removeprefix(prefix)}.weight"
@@ -318,10 +318,10 @@ class _Rounded:
             set_tensor(block, parameter, (own.T if self.turned[name] else own).contiguous())
 
     def rest(self, model: nn.Module) -> None:
-        """Leave the rest."""
+        """Leave the rest unchanged."""
 
 
 def _unpadded(values: Values, linear: str) -> torch.Tensor:
-    """The weight that a linear's codes stand for, without what fills up the last group."""
+    """Return the values of a linear's codes without padding."""
     shape = values.skeleton.get_parameter(f"{linear}.weight").shape
     return values.quantized(linear).dense()[:, : shape[0] if values.linears()[linear] else shape[1]]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from quantkit.formats import QuantTensor
 
 
-# added to the scores of padding: no weight is left of it after a softmax
+# added to the scores of padding, which then has no weight after a softmax
 _MASKED = -1e9
 
 
@@ -44,9 +44,9 @@ class OrtDialect(Rewriting):
     """The rewriting of one graph."""
 
     accuracy_level: int = 0  # of MatMulNBits: 0 computes in float32, 4 rounds activations to int8
-    positions: int = 0  # how many tokens the context holds; the length of the rotary tables
+    positions: int = 0  # tokens of the context; the length of the rotary tables
     merge: bool = True  # whether linears of one input become one product
-    codes: Codes = "uint8"  # how weights are stored whose inputs are quantized as well
+    codes: Codes = "uint8"  # storage of weights with quantized inputs
 
     def __post_init__(self) -> None:
         self._integers = Integers(self._node, self._new, self._constant, self.weights, self.codes)
@@ -66,7 +66,7 @@ class OrtDialect(Rewriting):
     # --- embedding ----------------------------------------------------------------------------------------------------
 
     def _table(self) -> None:
-        """Let token ids be looked up in codes, if the table is in codes."""
+        """Look token ids up in codes, if the embedding is in codes."""
         table = self.weights.ends.table if self.weights.ends is not None else None
         if table is None:
             return
@@ -80,7 +80,7 @@ class OrtDialect(Rewriting):
             self._replace(node, [total])
 
     def _looked_up(self, node: ir.Node, table: EmbeddingTable) -> list[ir.Value]:
-        """What each of a table's codes gives for the ids of a Gather."""
+        """Return the values of a table's codes for the ids of a Gather, one for every set of codes."""
         values = []
         if table.head:
             packed, (codes, *grid) = self._packed_weights([table.head], table.head)
@@ -94,7 +94,7 @@ class OrtDialect(Rewriting):
         return values
 
     def _symmetric(self, own: QuantTensor, name: str, *, blocks: bool = False) -> tuple[ir.Value, ir.Value]:
-        """Codes, [V, K·bits/8] or with a dimension for blocks, and scales, of symmetric groups that end with a row."""
+        """Add codes, [V, K·bits/8] or with a dimension for blocks, and scales of symmetric groups within a row."""
         bits, block = load_format(own.scheme.format).bits, own.scheme.group or 0
         rows, columns = own.shape
         shape = (rows, columns // block, block * bits // 8) if blocks else (rows, columns * bits // 8)
@@ -140,19 +140,19 @@ class OrtDialect(Rewriting):
                 self._replace(total, self._node(total, "Sum", total.inputs, [f"{total.outputs[0].name}/sum"]))
 
     def _sum(self, value: ir.Value | None) -> ir.Node | None:
-        """The addition of two hidden states that makes a value, if that is what makes it."""
+        """Return the addition of two hidden states that yields a value, if it is one."""
         node = is_producer(value, "Add")
         if value is None or node is None or any(x is None or x.is_initializer() for x in node.inputs):
             return None
         shapes = [x.shape for x in node.inputs if x is not None]
         if any(shape is None or len(shape) != 3 for shape in shapes) or value.is_graph_output():
             return None
-        return node if shapes[0] == shapes[1] else None  # positions [1, S, K] under embeddings [B, S, K] are none
+        return node if shapes[0] == shapes[1] else None  # adding positions [1, S, K] to embeddings [B, S, K] is not one
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
     def _attention(self) -> None:
-        """Cached attention; the mask, in two numbers for the op and a bias for padding, is made once."""
+        """Rewrite cached attention; the mask, as two numbers for the op and a bias for padding, is made once."""
         nodes = self._placeholders("Attention")
         if not nodes:
             return
@@ -170,7 +170,7 @@ class OrtDialect(Rewriting):
             whole = isinstance(size, int) and size % ROTARY_HEAD == 0
             if whole and q is not None and k is not None and q[1] is k[1]:
                 query, key, angles = q[0], k[0], q[1]
-            elif q is not None or k is not None or None in tables.found.values():
+            elif q is not None or k is not None or None in tables.known.values():
                 unfused.append(str(index))
             name = f"attention.{index}"
             flat = [self._flat(node, x, f"{name}/{part}") for x, part in ((query, "q"), (key, "k"), (value, "v"))]
@@ -199,7 +199,7 @@ class OrtDialect(Rewriting):
             self.decisions.append(decision("onnx", "rotary-unfused", "onnx/model.onnx", reason))
 
     def _mask(self, first: ir.Node, mask: ir.Value, ids: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """From [B, T] of ones and zeros: T - 1 for every row, T, and [B, 1, S, T] with 0 or a large negative number."""
+        """Convert [B, T] of ones and zeros: T - 1 for every row, T, and [B, 1, S, T] with 0 or a negative number."""
 
         def at(kind: str, inputs: list[ir.Value], output: str, **attributes: Any) -> ir.Value:
             return self._node(first, kind, inputs, [f"mask/{output}"], **attributes)[0]
@@ -218,7 +218,7 @@ class OrtDialect(Rewriting):
         return lengths, total, at("Expand", [wide, shape], "bias")
 
     def _flat(self, node: ir.Node, value: ir.Value, name: str) -> ir.Value:
-        """[B, H, S, D] as [B, S, H·D]: what was reshaped and transposed to heads, or transposed back."""
+        """Return [B, H, S, D] as [B, S, H·D], undoing a reshape and transpose to heads, or transposing."""
         transpose = is_producer(value, "Transpose")
         before = transpose.inputs[0] if transpose is not None else None
         if (reshape := is_producer(before, "Reshape")) is not None:
@@ -230,7 +230,7 @@ class OrtDialect(Rewriting):
         return self._node(node, "Reshape", [before, self._constant("flat", [0, 0, -1], np.int64)], [name])[0]
 
     def _flat_again(self, output: ir.Value) -> None:
-        """Let what splits an output [B, S, H·D] into heads and joins them again read the output itself."""
+        """Let readers of an output [B, S, H·D], split into heads and joined again, read the output itself."""
         for split in output.consumers():
             if split.op_type != "Reshape":
                 continue
@@ -241,7 +241,7 @@ class OrtDialect(Rewriting):
                     ir.convenience.replace_all_uses_with(join.outputs[0], output)
 
     def _packed(self, node: ir.Node, flat: Sequence[ir.Value], name: str) -> list[ir.Value | None] | None:
-        """One tensor of q, k and v instead of three, where they come from products of one input."""
+        """Return one tensor of q, k and v, if they come from products of one input."""
         products = [product for value in flat if (product := _product(value)) is not None]
         if not self.merge or len(products) < len(flat):
             return None
@@ -288,14 +288,14 @@ class OrtDialect(Rewriting):
         for node in self._placeholders("Linear"):
             shared.setdefault(node.inputs[0], []).append(node)
         for nodes in shared.values():
-            # not the one they were found by, if a product was replaced since then: one linear may follow another
+            # the source may have changed: one linear may follow another, replaced one
             source = nodes[0].inputs[0]
             together = len(nodes) > 1 and self.merge and self._mergeable([name_of(node) for node in nodes])
             for some in [nodes] if together else [[node] for node in nodes]:
                 self._multiplied(some, source)
 
     def _multiplied(self, nodes: Sequence[ir.Node], source: ir.Value | None) -> None:
-        """Replace linears of one input by one product, and what adds their biases where the product can add them."""
+        """Replace linears of one input by one product, and the additions of biases if the product can add them."""
         names = [name_of(node) for node in nodes]
         adds = [self._adds_bias(node, name) for node, name in zip(nodes, names, strict=True)]
         ends = nodes if None in adds else [add for add in adds if add is not None]
@@ -311,7 +311,7 @@ class OrtDialect(Rewriting):
             self._replace(end, [part])
 
     def _adds_bias(self, node: ir.Node, name: str) -> ir.Node | None:
-        """What adds a linear's bias, if its product can do that itself and nothing else reads it."""
+        """Return the addition of a linear's bias, if its product can do it and no other node reads the linear."""
         how, uses = self.weights.linears[name].input, list(node.outputs[0].uses())
         add = uses[0].node if len(uses) == 1 else None
         if how is None or how.scale is None or add is None or add.op_type != "Add":
@@ -338,7 +338,7 @@ class OrtDialect(Rewriting):
         name: str,
         bias: ir.Value | None = None,
     ) -> ir.Value:
-        """The product with the weights of one or more linears below each other; `bias` as `_adds_bias` allows it."""
+        """Make the product with the weights of one or more stacked linears; `bias` as `_adds_bias` allows it."""
         linear, ends = self.weights.linears[names[0]], self.weights.ends
         if linear.scheme is None:
             return self._node(before, "MatMul", [source, self._turned(name, names)], [f"{name}/output"])[0]
@@ -359,7 +359,7 @@ class OrtDialect(Rewriting):
         bits: int,
         block: int,
     ) -> ir.Value:
-        """The product of a source with codes [N, K], scales, and zero points if there are any."""
+        """Make the product of a source with codes [N, K], scales, and zero points if there are any."""
         how = {"K": shape[1], "N": shape[0], "bits": bits, "block_size": block, "accuracy_level": self.accuracy_level}
         return self._node(before, "MatMulNBits", inputs, [f"{name}/output"], MICROSOFT, **how)[0]
 
@@ -372,10 +372,10 @@ class OrtDialect(Rewriting):
         stored: Sequence[ir.Value],
         first: QuantTensor,
     ) -> ir.Value:
-        """The first rows of a weight from codes of more bits, the others from its own, side by side.
+        """Multiply the first rows of a weight from codes of more bits, the others from its own, side by side.
 
-        All rows of its own codes are stored, since a table of embeddings may be read from them; a session cuts those
-        off that the product does without when it is made.
+        All rows of its own codes are stored, since the embedding may read them; a session cuts off the unused ones when
+        it is created.
         """
         rows, columns = len(first.codes), packed.columns
         ends = [self._constant(f"rows/{side}", [at], np.int64) for side, at in (("start", rows), ("end", 2**62))]
@@ -393,7 +393,7 @@ class OrtDialect(Rewriting):
         return self._node(before, "Concat", parts, [f"{name}/output"], axis=-1)[0]
 
     def _packed_weights(self, names: Sequence[str], name: str) -> tuple[PackedWeights, list[ir.Value]]:
-        """How the weights of linears below each other are packed; codes, scales, and zero points if there are any."""
+        """Pack the weights of stacked linears; returns codes, scales, and zero points if there are any."""
         packed = self.weights.packed(*names)
         return packed, self._packed_tensors(packed, name)
 
@@ -406,7 +406,7 @@ class OrtDialect(Rewriting):
 
 
 class PromptDialect(OrtDialect):
-    """The same for many rows: products of weights in fewer bits multiply in integers (`integers.py`).
+    """Dialect for many rows: products of weights in fewer bits multiply in integers (`integers.py`).
 
     The weights say so (`prefill.many_rows`).
     """
@@ -416,7 +416,7 @@ class PromptDialect(OrtDialect):
 
 
 def _product(value: ir.Value) -> tuple[ir.Node, ir.Value | None] | None:
-    """The Linear that makes a value, and the bias that is added, if any."""
+    """Return the Linear of a value, and its added bias, if any."""
     node, bias = value.producer(), None
     if node is not None and node.op_type == "Add":
         left, right = node.inputs
@@ -435,15 +435,15 @@ class Angles:
 
 @dataclass
 class RotaryTables:
-    """Rotary embedding outside attention, recognised; its angles for every position, computed by the graph itself."""
+    """Rotary embedding outside attention: finds it, and lets the graph compute its angles for every position."""
 
-    graph: ir.Graph  # that is being rewritten
-    positions: int  # for how many
+    graph: ir.Graph  # graph that is being rewritten
+    positions: int  # number of positions
     constant: Callable[[str, Any, Any], ir.Value]  # puts a table into the graph: name, values, dtype
-    found: dict[tuple[ir.Value, ir.Value], Angles | None] = field(default_factory=dict)
+    known: dict[tuple[ir.Value, ir.Value], Angles | None] = field(default_factory=dict)
 
     def strip(self, value: ir.Value) -> tuple[ir.Value, Angles] | None:
-        """Take x·cos + half(x)·sin apart: x and the tables; None for anything else."""
+        """Split x·cos + half(x)·sin into x and the tables; None for anything else."""
         node = is_producer(value, "Add")
         products = [is_producer(x, "Mul") for x in node.inputs] if node is not None else []
         if len(products) != 2 or products[0] is None or products[1] is None:
@@ -455,19 +455,19 @@ class RotaryTables:
         return None if angles is None else (x, angles)
 
     def _angles(self, cos: ir.Value, sin: ir.Value) -> Angles | None:
-        if (cos, sin) not in self.found:
-            self.found[cos, sin] = self._table(cos, sin)
-        return self.found[cos, sin]
+        if (cos, sin) not in self.known:
+            self.known[cos, sin] = self._table(cos, sin)
+        return self.known[cos, sin]
 
     def _table(self, cos: ir.Value, sin: ir.Value) -> Angles | None:
-        """Run the part of the graph that makes the angles on positions 0, 1, 2, ..."""
+        """Run the part of the graph for the angles on positions 0, 1, 2, ..."""
         import onnxruntime
 
         graph, length = self.graph, self.positions
         inputs = [value for value in graph.inputs if value.name in ("input_ids", "attention_mask")]
         try:
             part = ir.convenience.extract(graph, inputs, [cos, sin])
-        except ValueError:  # they depend on something else: the cache, the embeddings
+        except ValueError:  # they depend on more: the cache, the embeddings
             return None
         part.opset_imports.update(graph.opset_imports)
         part.opset_imports.pop(DOMAIN, None)
@@ -484,12 +484,12 @@ class RotaryTables:
         tables = [np.asarray(table)[0].reshape(length, -1) for table in session.run(None, feeds)]
         short = session.run(None, {name: values[:, :2] for name, values in feeds.items()})
         if any(not np.allclose(np.asarray(x)[0], y[:2], atol=1e-5) for x, y in zip(short, tables, strict=True)):
-            # they change with the length of the text (longrope): there is no one table
+            # they change with the length of the text (longrope): no single table fits
             return None
         half = tables[0].shape[1] // 2
         if any(not np.array_equal(table[:, :half], table[:, half:]) for table in tables):
             return None
-        number = sum(angles is not None for angles in self.found.values())
+        number = sum(angles is not None for angles in self.known.values())
         return Angles(
             self.constant(f"rotary.{number}.cos", tables[0][:, :half], np.float32),
             self.constant(f"rotary.{number}.sin", tables[1][:, :half], np.float32),
@@ -497,7 +497,7 @@ class RotaryTables:
 
 
 def _halved(value: ir.Value) -> ir.Value | None:
-    """x of concat(-x[half:], x[:half]) along the last axis."""
+    """Return x for concat(-x[half:], x[:half]) along the last axis."""
     node = is_producer(value, "Concat")
     if node is None or len(node.inputs) != 2:
         return None

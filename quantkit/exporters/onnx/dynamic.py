@@ -1,4 +1,4 @@
-"""A float graph whose products multiply in integers, their inputs quantized as the model runs.
+"""Change the products of a float graph to integers, with inputs quantized as the model runs.
 
     MatMul, Gemm    as `integers.py` writes them, by token or by tensor; a bias is added in float32
     Conv            DynamicQuantizeLinear, ConvInteger, Cast, Mul by s_x · s_w[o], Add b[o]
@@ -30,7 +30,7 @@ Array = NDArray[Any]
 
 
 def activations_of(site: Site, asked: ActivationScheme) -> ActivationScheme:
-    """Tell how the input of a product is quantized: of a convolution by tensor, with a zero point."""
+    """Return the scheme of a product's input: for a convolution by tensor, with a zero point."""
     return ActivationScheme(format=asked.format, granularity="tensor", symmetric=False) if site.is_conv else asked
 
 
@@ -43,7 +43,7 @@ def insert(
     *,
     weight_type: WeightType = "uint8",
 ) -> ir.Model:
-    """Copy a float graph, its chosen products in integers.
+    """Copy a float graph with its chosen products in integers.
 
     Args:
         model: float; unchanged.
@@ -64,7 +64,7 @@ def insert(
         return codes[name].scale.reshape(-1, 1), None
 
     def dense(name: str) -> Array:
-        raise KeyError(name)  # what is not quantized stands in the graph already
+        raise KeyError(name)  # tensors that are not quantized are already in the graph
 
     by_name = WeightsByName(linears, {}, dense, lambda name: codes[name].codes, grid)
     rewriting = _Dynamic(Traced(copied, {}, decoder=False, layers=0), by_name)
@@ -74,10 +74,10 @@ def insert(
 
 
 class _Dynamic(Rewriting):
-    """The rewriting of one graph."""
+    """Rewrites one graph."""
 
     def apply(self, sites: Mapping[str, Site], codes: Mapping[str, Codes], weight_type: WeightType) -> None:
-        """Rewrite all products that have codes."""
+        """Rewrite all products with codes."""
 
         def shared(name: str, values: Any, dtype: Any) -> ir.Value:
             return self._constant(f"quantkit.{name}", values, dtype)
@@ -98,7 +98,7 @@ class _Dynamic(Rewriting):
                 (output,) = self._node(node, "Add", [output, added], [f"{stem}/biased"])
             self._replace(node, [output])
             output.name = site.output
-        drop_unread(self.graph)  # the floats that codes stand in for
+        drop_unread(self.graph)  # floats that codes replace
 
     def _convolution(
         self, node: ir.Node, source: ir.Value, site: Site, own: Codes, integers: Integers, weight_type: WeightType
@@ -120,5 +120,5 @@ class _Dynamic(Rewriting):
 
 
 def _channels(site: Site) -> tuple[int, ...]:
-    """A shape that broadcasts along the channels of a product's output."""
+    """Return a shape for broadcasting along the channels of a product's output."""
     return (-1, *[1] * (site.weight.ndim - 2)) if site.is_conv else (-1,)

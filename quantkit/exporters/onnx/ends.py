@@ -1,17 +1,16 @@
-"""The ends of a model in a graph: its table of token embeddings in codes, and a head with more bits for some rows.
+"""Store the ends of a model in a graph: token embeddings in codes, and a head with more bits for some rows.
 
     float      the table as it is, float32
     int8       rounded to nearest in blocks along a row
     shared     the head's codes: tied weights are stored once
-    refined    the same, and what they leave of each value in 2 bits more
+    refined    the same, and the remaining error of each value in 2 bits more
 
-A head's codes are chosen for its product, and lie up to a step away from the weight. Its product does not see that, a
-table that is looked up in does; two bits take most of it back. GatherBlockQuantized looks up and expands
+A head's codes are chosen for its product, and differ from the weight by up to a step. This harms an embedding that is
+looked up, but not the product; two bits recover most of it. GatherBlockQuantized looks up and expands
 (ONNX Runtime's docs/ContribOperators.md).
 
 A head's error counts by the probability of the words, and vocabularies begin with the frequent ones (those that a
-byte-pair encoding merged first): 8 bits for the first rows, a few hundredths of the head, take back half of what 4 bits
-cost.
+byte-pair encoding merged first): 8 bits for the first rows, a few hundredths of the head, recover half of the loss.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ if TYPE_CHECKING:
 
     from quantkit.exporters.values import Values
 
-# in a graph's metadata: how its token embeddings are stored, and rows of the head in 8 bits, where there are any
+# keys of a graph's metadata: storage of token embeddings, and number of head rows in 8 bits
 TABLE, HEAD_ROWS = "quantkit.embedding", "quantkit.head_rows"
 Storage = Literal["float", "int8", "shared", "refined"]
-# codes of its own are in the largest of these blocks that divides a row
+# its own codes are in the largest of these blocks that divides a row
 _BLOCKS = (64, 32, 16)
 _FLOAT, _OWN, _ROWS = "embedding-float", "embedding-own", "head-rows-left"
 
 
 def ends(values: Values, storage: Storage, rows: int) -> tuple[GraphEnds, list[Decision]]:
-    """Choose both ends, as far as that can be.
+    """Choose the storage of both ends, as far as possible.
 
     Args:
-        storage: of the table.
-        rows: of the head, the first so many in 8 bits; of one that is stored in fewer.
+        storage: storage of the embedding.
+        rows: number of first rows of the head in 8 bits, for a head stored in fewer.
     """
     table, taken = coded(values, storage)
     head = values.stream.head or ""
@@ -68,7 +67,7 @@ def ends(values: Values, storage: Storage, rows: int) -> tuple[GraphEnds, list[D
 
 
 def with_ends(values: Values, storage: Storage, rows: int) -> Values:
-    """Give the model the ends that a graph has, for its numbers to be held against."""
+    """Return the model with a graph's ends, as the expected values."""
     of_graph, _ = ends(values, storage, rows)
     stream = values.stream.on(values.stream.device, values.stream.place)
     if (table := of_graph.table) is not None:
@@ -82,7 +81,7 @@ def with_ends(values: Values, storage: Storage, rows: int) -> Values:
 
 
 def coded(values: Values, storage: Storage) -> tuple[EmbeddingTable | None, list[Decision]]:
-    """Store the table as `storage` says, as far as that can be; None where it stays in floats."""
+    """Store the embedding as `storage` says, if possible; None if it stays in floats."""
     if storage == "float":
         return None, []
     name, columns = _table(values.skeleton)
@@ -108,16 +107,16 @@ def coded(values: Values, storage: Storage) -> tuple[EmbeddingTable | None, list
 
 @dataclass(frozen=True)
 class _Put:
-    """Puts rows in the place of a parameter's first; of parameters that are tied, the other stays."""
+    """Replaces the first rows of a parameter; of tied parameters, the other one stays."""
 
     name: str
     rows: Tensor
 
     def block(self, index: int, block: nn.Module) -> None:
-        """Leave blocks alone."""
+        """Leave blocks unchanged."""
 
     def rest(self, model: nn.Module) -> None:
-        """Replace them."""
+        """Replace the rows."""
         from quantkit.model.streaming.stream import set_tensor
 
         value = model.get_parameter(self.name).detach().clone()
@@ -126,7 +125,7 @@ class _Put:
 
 
 def _table(skeleton: nn.Module) -> tuple[str, int]:
-    """The parameter that token ids are looked up in, and its columns; "" where there is none."""
+    """Return the parameter of token embeddings, and its columns; "" if there is none."""
     named = getattr(skeleton, "get_input_embeddings", None)
     module = named() if named is not None else None
     path = next((path for path, inner in skeleton.named_modules() if inner is module), None)
@@ -136,13 +135,13 @@ def _table(skeleton: nn.Module) -> tuple[str, int]:
 
 
 def _tied(values: Values, table: str) -> str:
-    """The head that shares the table's weight; "" where none does."""
+    """Return the head with the embedding's weight; "" if there is none."""
     head, skeleton = values.stream.head or "", values.skeleton
     return head if head and skeleton.get_parameter(f"{head}.weight") is skeleton.get_parameter(table) else ""
 
 
 def _block(columns: int) -> int:
-    """The largest block that divides a row; 0 where none does."""
+    """Return the largest block for a row; 0 if there is none."""
     return next((block for block in _BLOCKS if columns % block == 0), 0)
 
 
@@ -151,14 +150,14 @@ def _grouped(form: str, block: int) -> WeightScheme:
 
 
 def _not_of(scheme: WeightScheme | None, columns: int) -> str:
-    """Why a head's codes cannot be looked up in; "" where they can."""
+    """Describe why a head's codes cannot be looked up; "" if they can."""
     if scheme is None or load_format(scheme.format).bits not in BITS or not scheme.format.startswith("int"):
         return "the head is not stored in blocks of integers"
     return "the head's last block is filled up" if columns % block_size(columns, scheme, "head") else ""
 
 
 def _rounded(values: Values, name: str, scheme: WeightScheme, head: str = "") -> QuantTensor:
-    """The table, or what a head's codes leave of it, rounded to nearest, a piece of its rows at a time."""
+    """Round the embedding, or its difference to a head's codes, to nearest, some rows at a time."""
     weight = values.tensor(name)
     pieces = weight.split(max(1, PIECE // weight.shape[1]))
     codes = apart(values.quantized(head), [len(piece) for piece in pieces]) if head else ()

@@ -1,7 +1,7 @@
 """An ONNX graph with a cache, in the dialect of the runtime that will run it.
 
-`onnx/` holds `model.onnx` (the graph), `model.onnx.data` (its weights), the tokenizer and what onnxruntime-genai wants
-to know. The graph is traced on shapes (`trace/transformer.py`), rewritten (`dialect.py`) and only then given its
+`onnx/` holds `model.onnx` (the graph), `model.onnx.data` (its weights), the tokenizer and onnxruntime-genai's config.
+The graph is traced on shapes (`trace/transformer.py`), rewritten (`dialect.py`) and only then given its
 weights, one tensor in memory at a time.
 """
 
@@ -38,9 +38,9 @@ FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
 _PRODUCTS = ("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat")
 # with one of these a processor multiplies bytes several times as fast as floats
 _BYTES = ("amx_int8", "avx512_vnni", "avx_vnni", "neon_i8mm")
-# of a prompt on which both ways are tried
+# tokens of a prompt for trying both ways
 _TRIED = 256
-# these read little of their constants in a step, or none
+# these read little or nothing of their constants in a step
 _FEW = ("Gather", "GatherBlockQuantized", "Reshape", "Slice", "GroupQueryAttention", "MultiHeadAttention")
 
 
@@ -48,8 +48,8 @@ class OnnxOptions(Closed):
     """Settings of `export: - onnx: {…}`.
 
     Args:
-        dialect: whose operators: `onnxruntime`.
-        accuracy_level: of its quantized products: 0 computes in float32, exactly; 4 rounds activations to int8, faster.
+        dialect: runtime whose operators are used: `onnxruntime`.
+        accuracy_level: level of quantized products: 0 computes in float32, 4 rounds activations to int8, faster.
         merge: whether linears of one input (q, k, v; gate, up) become one product.
         weight_codes: of 8-bit weights whose inputs are quantized as well: `uint8` is exact on every processor; `int8`,
             for VNNI and Arm, saturates on other x86 processors, where the check refuses it. Those of `int7` are
@@ -67,13 +67,13 @@ class OnnxOptions(Closed):
     merge: bool = True
     weight_codes: Literal["uint8", "int8"] = "uint8"
     embedding: Literal["float", "int8", "shared", "refined"] = "float"
-    # no vocabulary has more
+    # no vocabulary is larger
     head_rows: int = Field(default=0, ge=0, le=1 << 20)
     prefill: Literal["same", "int8", "auto"] = "same"
 
 
 class Onnx(Exporter):
-    """See the module."""
+    """Exporter `onnx`."""
 
     name = "onnx"
     runtimes = ("onnxruntime", "quantkit_cpu")
@@ -85,7 +85,7 @@ class Onnx(Exporter):
     Options = OnnxOptions
 
     def accepts(self, options: OnnxOptions, asked: LayerSpec) -> None:
-        """Refuse what the dialect cannot hold. Raises as `Exporter`; InputError `attention-unsupported`."""
+        """Refuse layers beyond the dialect. Raises as `Exporter`; InputError `attention-unsupported`."""
         demand_packages("an ONNX export")
         asked.demand_graph(self.name)
         refuse(asked)
@@ -97,20 +97,20 @@ class Onnx(Exporter):
             refuse_heads(config.get_text_config(decoder=True), source.ref)
 
     def holds(self, options: OnnxOptions, runtime: str, asked: LayerSpec) -> State:
-        """See `Exporter`."""
+        """Return the support as `Exporter.holds` does."""
         refuse(asked)
         return "native"
 
     def storage(self, options: OnnxOptions, laid: LaidOver) -> Storage:
-        """See `Exporter`."""
+        """Predict the bytes as `Exporter.storage` does."""
         return laid.graph(options)
 
     def for_target(
         self, options: OnnxOptions, target: Target, asked: LayerSpec, trial: Trial | None = None
     ) -> tuple[Mapping[str, Any], str]:
-        """Settle `prefill: auto` by what the target's processor has and, where it is this machine, by timing both ways.
+        """Choose `prefill: auto` by the target's processor and, on this machine, by timing both ways.
 
-        `int8` against the processor's advice is said.
+        `int8` on an unsuitable processor is reported.
         """
         fast = _fast_of(target)
         if options.prefill == "same" or (options.prefill == "int8" and fast):
@@ -133,14 +133,14 @@ class Onnx(Exporter):
         return {"prefill": "int8" if faster else "same"}, f"prompts multiply {way}: {why}"
 
     def for_prompts(self, options: OnnxOptions, target: Target, layers: Sequence[LayerEntry]) -> str:
-        """Name `prefill: int8`, where the target gains by it and it is not asked for yet."""
+        """Name `prefill: int8` if the target gains by it and it is not set yet."""
         from quantkit.exporters.onnx.integers import expandable
 
         gains = any(layer.activations is None and expandable(str(layer.scheme["format"])) for layer in layers)
         return "onnx.prefill=int8" if _fast_of(target) and gains and options.prefill == "same" else ""
 
     def for_floats(self, options: OnnxOptions) -> OnnxOptions:
-        """Leave out what is about codes."""
+        """Drop the options about codes."""
         return OnnxOptions(**options.model_dump(exclude_unset=True, exclude={"accuracy_level", "weight_codes"}))
 
     def export(self, folder: Path, values: Values, options: OnnxOptions) -> list[Decision]:
@@ -194,7 +194,7 @@ class Onnx(Exporter):
         notes = {
             "quantkit.kind": kind,
             "quantkit.context": str(context),
-            # 4 is int8, wherever that is said; 0 is float32
+            # 4 is int8; 0 is float32
             "quantkit.accuracy_level": str(4 if values.inputs else level),
         }
         notes |= {} if stored.table is None else {TABLE: options.embedding}
@@ -213,7 +213,7 @@ class Onnx(Exporter):
         return [*taken, *traced.decisions(self.name), *dialect.decisions]
 
     def check(self, bundle: Path, values: Values | None = None, options: Any = None, **how: Any) -> list[Check]:
-        """Hold the whole graph's numbers against the model, whatever `blocks` says.
+        """Compare the whole graph's outputs with the model's, whatever `blocks` says.
 
         Checks are `onnx.valid`, `onnx.operators`, `onnx.contained`, `reload.onnxruntime`; see `onnx/check.py` for more.
         """
@@ -225,7 +225,7 @@ class Onnx(Exporter):
 
 
 def _fast(isa: Sequence[str]) -> str:
-    """Of a processor's instruction sets the first that multiplies bytes fast; "" where none does."""
+    """Return the first of a processor's instruction sets for fast products of bytes; "" if there is none."""
     return next((name for name in isa if name in _BYTES), "")
 
 
@@ -235,19 +235,19 @@ def _fast_of(target: Target) -> str:
 
 
 def demand_packages(purpose: str) -> None:
-    """Raise MissingDependency for the first package that is not there of those that graphs are written with."""
+    """Raise MissingDependency for the first missing package for writing graphs."""
     for package in ("onnx", "onnx_ir", "onnxscript", "onnxruntime"):
         with MissingDependency.unless_found(package, extra="compile", purpose=purpose):
             __import__(package)
 
 
 def context_of(config: Mapping[str, Any]) -> int:
-    """Count the tokens that a sequence can have."""
+    """Return the longest sequence in tokens."""
     return positions(config) or 4096
 
 
 def dialect_weights(values: Values) -> WeightsByName:
-    """Return the model's weights as a dialect asks for them: numpy, float32, [N, K]."""
+    """Return the model's weights for a dialect: numpy, float32, [N, K]."""
     from quantkit.exporters.onnx.nbits import LinearSpec, WeightsByName
     from quantkit.exporters.values import as_float32
 
@@ -281,7 +281,7 @@ def dialect_weights(values: Values) -> WeightsByName:
 
 
 def work(model: ir.Model) -> dict[str, str]:
-    """Count what a decode step must read and compute, for whoever draws its roofline; text, as the file wants it.
+    """Count the bytes and operations of a decode step, for its roofline; as text, for the file's metadata.
 
     `quantkit.step_bytes`: weights that every step reads (of an embedding it reads a row: not counted); of a graph that
     multiplies in two ways, `quantkit.prompt_bytes` is the same of the other, from `quantkit.prompt_rows` rows on;
@@ -303,7 +303,7 @@ def work(model: ir.Model) -> dict[str, str]:
         for value in node.inputs:
             if value is not None and value.const_value is not None:
                 read[value.name or ""] = value.const_value.nbytes
-        for value in node.inputs:  # a head whose first rows have more bits is cut when the session is made
+        for value in node.inputs:  # a head with more bits for its first rows is cut when the session is created
             cut = value.producer() if value is not None else None
             whole = cut.inputs[0] if cut is not None and cut.op_type == "Slice" else None
             if whole is not None and whole.const_value is not None:
@@ -336,26 +336,26 @@ def work(model: ir.Model) -> dict[str, str]:
 
 
 def _attention_flops(node: ir.Node, decoder: bool) -> int:
-    """For each new token and each that it looks at; where no mask hides what comes after, twice as many as else."""
+    """Count the operations for a new token and a token that it looks at; twice as many without a causal mask."""
     shapes = [None if value is None else value.shape for value in node.inputs]
     if node.op_type == "GroupQueryAttention":
         return 4 * node.attributes["num_heads"].as_int() * int(shapes[3][3])  # type: ignore[arg-type, index]
     if node.op_type == "Attention" and shapes[0] is not None:
         return (4 if decoder else 8) * int(shapes[0][1]) * int(shapes[0][3])  # type: ignore[arg-type]
     if node.op_type == "MultiHeadAttention":
-        # queries that were rotated have no shape; values are as wide
+        # rotated queries have no shape; values are as wide
         known = [shape for shape in shapes[:3] if shape is not None]
         return 2 * 4 * int(known[-1][-1])  # type: ignore[arg-type]
     return 0
 
 
 def _joined(value: ir.Value) -> list[ir.Value]:
-    """A value, and what it is put side by side with others into."""
+    """Return a value, and the values into which it is concatenated."""
     return [value, *(use.outputs[0] for use in value.consumers() if use.op_type == "Concat")]
 
 
 def genai_config(source: Source, model: ir.Model, context: int) -> dict[str, Any]:
-    """Write down what onnxruntime-genai wants to know of a decoder."""
+    """Return onnxruntime-genai's config of a decoder."""
     config = source.config
     generation = json_or_empty(source.path / "generation_config.json")
     caches = [value.shape for value in model.graph.inputs if (value.name or "").startswith("past_key_values.")]
@@ -389,7 +389,7 @@ def genai_config(source: Source, model: ir.Model, context: int) -> dict[str, Any
             },
             "eos_token_id": ends if ends is not None else 0,
             "pad_token_id": pad if pad is not None else (first or 0),
-            # any decoder with these inputs and outputs; the name chooses nothing else
+            # any decoder with these inputs and outputs; the name has no other effect
             "type": "llama",
             "vocab_size": int(config["vocab_size"]),
         },

@@ -33,24 +33,24 @@ from quantkit.scheme import ActivationScheme
 
 Array = NDArray[Any]
 Codes = Literal["uint8", "int8"]
-# on the node that multiplies: the linears whose weights it has below each other
+# metadata of a product's node: its stacked linears
 LINEARS = "quantkit.linears"
 MICROSOFT = "com.microsoft"
 _HALF = 128
-# of weights of 7 bits no sum of two products leaves 16 bits
+# with 7-bit weights, no sum of two products exceeds 16 bits
 _SMALL = "int7"
-# of a symmetric scale: half of the 255 steps between the smallest code and the largest
+# half of the 255 steps between the smallest and the largest code, for a symmetric scale
 _REACH, _STEPS = 127.5, 255
 _TINY = np.finfo(np.float32).tiny
-# puts a node behind a value: its kind, inputs, names of outputs, attributes
+# adds a node after a value: its kind, inputs, names of outputs, attributes
 _Add = Callable[..., list[ir.Value]]
 
 
 @dataclass(frozen=True)
 class ProductInput:
-    """An input as products take it: `codes` of float scale and zero point.
+    """Quantized input of products: `codes` with float scale and zero point.
 
-    `shift` is what tokens' own zero points are beyond `zero`, [..., 1].
+    `shift` is the difference of tokens' own zero points from `zero`, [..., 1].
     """
 
     codes: ir.Value
@@ -61,21 +61,21 @@ class ProductInput:
 
 @dataclass(frozen=True)
 class Integers:
-    """What writes the products of one graph."""
+    """Writer of one graph's integer products."""
 
     # node, new, constant: of the dialect: a node before another one, an initializer that is read when it is written, a
     # constant
     node: Callable[..., list[ir.Value]]
     new: Callable[[str, Sequence[int], Any, Callable[[], Array]], ir.Value]
     constant: Callable[[str, Any, Any], ir.Value]
-    weights: WeightsByName  # what goes into them
-    codes: Codes  # how weights are stored
+    weights: WeightsByName  # their weights
+    codes: Codes  # storage of weights
     _inputs: dict[tuple[ir.Value, InputCodes], ProductInput] = field(default_factory=dict)
 
     def product(
         self, before: ir.Node, source: ir.Value, names: Sequence[str], name: str, bias: ir.Value | None = None
     ) -> ir.Value:
-        """Multiply `source` [..., K] with the weights of linears below each other: [..., N].
+        """Multiply `source` [..., K] with the weights of stacked linears: [..., N].
 
         Args:
             bias: [N], added to it; of inputs with a fixed scale.
@@ -105,12 +105,12 @@ class Integers:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _shape(self, names: Sequence[str]) -> tuple[int, int]:
-        """[K, N] of linears below each other."""
+        """Return [K, N] of stacked linears."""
         linears = [self.weights.linears[name] for name in names]
         return linears[0].columns, sum(linear.rows for linear in linears)
 
     def _weight(self, names: Sequence[str], name: str) -> tuple[ir.Value, ir.Value, ir.Value | None]:
-        """Codes [K, N], scales [N], zero points [N] or None where all are zero."""
+        """Add codes [K, N], scales [N], and zero points [N] or None if all are zero."""
         columns, rows = self._shape(names)
         scheme = self.weights.linears[names[0]].scheme
         assert scheme is not None
@@ -121,7 +121,7 @@ class Integers:
             return np.asarray((values.astype(np.int16) + shift).astype(dtype))
 
         def of_channels(part: int, default: Array | None = None) -> Array:
-            """[N] of what each linear has as [N, 1] or [1, 1]."""
+            """Concatenate a value of every linear, [N, 1] or [1, 1], to [N]."""
             grids = [(self.weights.grid(linear)[part], self.weights.linears[linear].rows) for linear in names]
             parts = [(default if values is None else values, rows) for values, rows in grids]
             return np.concatenate([np.broadcast_to(values[:, 0], (rows,)) for values, rows in parts])  # type: ignore[index]
@@ -137,7 +137,7 @@ class Integers:
         return stored, steps, self.new(f"{name}.zeros", (rows,), dtype, lambda: shifted(of_channels(1, none)))
 
     def _totals(self, names: Sequence[str], name: str) -> ir.Value:
-        """Σ_k of what the codes stand for, [N]."""
+        """Add Σ_k of the codes' values, [N]."""
 
         def totals() -> Array:
             parts = []
@@ -153,7 +153,7 @@ class Integers:
     # --- inputs -------------------------------------------------------------------------------------------------------
 
     def input(self, source: ir.Value, how: InputCodes, columns: int) -> ProductInput:
-        """Quantize an input [..., columns] once for all that multiply it, right after what makes it."""
+        """Quantize an input [..., columns] once for all its products, right after its producer."""
         if (source, how) in self._inputs:
             return self._inputs[source, how]
         nodes: list[ir.Node] = []
@@ -197,18 +197,18 @@ class Integers:
         return self.constant(f"half.{_HALF}", _HALF, np.uint8)
 
     def _step(self, source: ir.Value, axes: Sequence[ir.Value], add: _Add) -> ir.Value:
-        """max|x| / 127.5 over axes, or over all."""
+        """Add max|x| / 127.5 over axes, or over all."""
         (sizes,) = add("Abs", [source], ["abs"])
         (largest,) = add("ReduceMax", [sizes, *axes], ["absmax"], keepdims=int(bool(axes)))
         return self._scale(largest, self.constant("reach", _REACH, np.float32), add)
 
     def _scale(self, extent: ir.Value, steps: ir.Value, add: _Add) -> ir.Value:
-        """What a step of an extent is; of zeros alone any is right."""
+        """Add the step of an extent; zeros get an arbitrary one."""
         (step,) = add("Div", [extent, steps], ["step"])
         return add("Max", [step, self.constant("tiny", _TINY, np.float32)], ["scale"])[0]
 
     def _by_token(self, source: ir.Value, columns: int, symmetric: bool, add: _Add) -> ProductInput:
-        """QuantizeLinear takes the tokens' scales, and their zero points, along its first axis."""
+        """Quantize by token: QuantizeLinear takes scales and zero points along its first axis."""
         last, flat = self.constant("last", [-1], np.int64), self.constant("all", [-1], np.int64)
         shift = None
         if symmetric:
@@ -240,7 +240,7 @@ class Integers:
 
 
 def _named(value: ir.Value, linears: Sequence[str]) -> ir.Value:
-    """Note the linears on the node that makes a value."""
+    """Record the linears on the node of a value."""
     node = value.producer()
     assert node is not None
     node.metadata_props[LINEARS] = " ".join(linears)
@@ -257,16 +257,16 @@ def _named(value: ir.Value, linears: Sequence[str]) -> ir.Value:
 #
 #     W = (codes - zero) · scale        s_n = max_k |W_nk| / 127,   W' = round(W / s)      inputs: by token
 
-# from so many rows on, tokens of all sequences together
+# rows from which on integers are used; a row is a token of any sequence
 ROWS = 16
-# how initializers end that hold such weights
+# suffix of initializers with such weights
 BYTES = ".bytes"
 _LARGEST = 127
 _BY_TOKEN = InputCodes(ActivationScheme(format="int8", granularity="token"))
 
 
 def many_rows(weights: WeightsByName, head: str) -> WeightsByName:
-    """Give inputs 8 bits for every product of codes that takes more rows in a prompt than in a step."""
+    """Set inputs to 8 bits for every product of codes with more rows in a prompt than in a step."""
     linears = {
         name: replace(linear, input=_BY_TOKEN)
         if linear.scheme is not None and linear.input is None and name != head and expandable(linear.scheme.format)
@@ -277,15 +277,15 @@ def many_rows(weights: WeightsByName, head: str) -> WeightsByName:
 
 
 def expandable(form: str) -> bool:
-    """Whether weights of a format are rounded again to 8 bits for many rows."""
+    """Tell whether weights of a format are rounded again to 8 bits for many rows."""
     return form.startswith("int") and load_format(form).bits in (4, 8)
 
 
 class Bytes(Integers):
-    """Products in integers of weights that have fewer bits, rounded again to 8 bits a channel."""
+    """Writer of integer products for weights in fewer bits, rounded again to 8 bits a channel."""
 
     def _weight(self, names: Sequence[str], name: str) -> tuple[ir.Value, ir.Value, ir.Value | None]:
-        """Codes [K, N] int8 and scales [N]."""
+        """Add codes [K, N] int8 and scales [N]."""
         columns, rows = self._shape(names)
 
         def codes() -> Array:
@@ -303,7 +303,7 @@ class Bytes(Integers):
 
 
 def _steps(dense: Array) -> Array:
-    """Of each row, [N] float32; of zeros alone any step is right."""
+    """Return the step of every row, [N] float32; zeros get an arbitrary one."""
     return np.asarray(np.maximum(np.abs(dense).max(axis=1) / _LARGEST, _TINY).astype(np.float32))
 
 
@@ -335,7 +335,7 @@ def both(few: ir.Model, many: ir.Model, rows: int = ROWS) -> ir.Model:
 
 
 def _branch(graph: ir.Graph, name: str) -> ir.Graph:
-    """The nodes of a graph as the body of a branch; the graph then has neither these nor outputs."""
+    """Move the nodes of a graph into the body of a branch; the graph loses its nodes and outputs."""
     nodes, outputs = list(graph), list(graph.outputs)
     graph.outputs.clear()
     graph.remove(nodes)

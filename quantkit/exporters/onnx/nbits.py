@@ -1,4 +1,4 @@
-"""Weights as MatMulNBits holds them: codes of 2, 4 or 8 bits in blocks along K, a scale and a zero point a block.
+"""Pack weights for MatMulNBits: codes of 2, 4 or 8 bits in blocks along K, a scale and a zero point a block.
 
 Operators: ONNX Runtime's docs/ContribOperators.md.
 """
@@ -29,10 +29,9 @@ _LEAVE = "leave `onnx` out of `export`"
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A linear without its weight [rows, columns], as a dialect needs to know it.
+    """A linear without its weight [rows, columns], for dialects.
 
-    `scheme` is None in high precision, `input` where it stays in floats; `shared` is the embedding's parameter whose
-    weight it has, if any.
+    `scheme` is None in high precision, `input` None for a float input; `shared` is a tied embedding's parameter.
     """
 
     rows: int
@@ -90,7 +89,7 @@ class WeightsByName:
         return np.asarray(((codes - point) * step)[:, : of.columns])
 
     def packed(self, *names: str) -> PackedWeights:
-        """Return the weights of linears below each other in blocks. Raises InputError `layout-unsupported`."""
+        """Return the weights of stacked linears in blocks. Raises InputError `layout-unsupported`."""
         first = self.linears[names[0]]
         assert first.scheme is not None
         bits = load_format(first.scheme.format).bits
@@ -98,7 +97,7 @@ class WeightsByName:
 
 
 def block_size(columns: int, scheme: WeightScheme, where: str) -> int:
-    """Choose the block in which MatMulNBits can hold a scheme: a power of two that divides the group.
+    """Choose MatMulNBits' block for a scheme: a power of two that divides the group.
 
     Raises InputError: `layout-unsupported`.
     """
@@ -125,7 +124,7 @@ class PackedWeights:
 
     @property
     def rows(self) -> int:
-        """N of all linears together."""
+        """Rows N of all linears together."""
         return sum(self.weights.linears[name].rows for name in self.names)
 
     @property
@@ -145,7 +144,7 @@ class PackedWeights:
         return inputs
 
     def _spread(self, per_group: Array, name: str) -> Array:
-        """[N, G] (or [1, 1]) as [N, blocks]."""
+        """Repeat [N, G] (or [1, 1]) to [N, blocks]."""
         linear, groups = self.weights.linears[name], per_group.shape[1]
         if groups == 1:
             return np.broadcast_to(per_group, (linear.rows, self.count))
@@ -153,7 +152,7 @@ class PackedWeights:
         return np.repeat(per_group, (linear.scheme.group or 0) // self.block, axis=1)[:, : self.count]
 
     def codes(self) -> Array:
-        """Pack codes from 0, least significant first: uint8 [N, blocks, block·bits/8]."""
+        """Pack codes, starting at 0, least significant first: uint8 [N, blocks, block·bits/8]."""
         parts, half = [], 1 << (self.bits - 1)
         for name in self.names:
             words = (self.weights.codes(name).astype(np.int16) + half).astype(np.uint8)
@@ -168,7 +167,7 @@ class PackedWeights:
         return np.concatenate([self._spread(self.weights.grid(name)[0], name) for name in self.names])
 
     def zeros(self) -> Array:
-        """Pack zero points from 0 as codes are: uint8 [N, ceil(blocks·bits/8)]."""
+        """Pack zero points, starting at 0, like codes: uint8 [N, ceil(blocks·bits/8)]."""
         parts, per_byte = [], 8 // self.bits
         for name in self.names:
             _, zero = self.weights.grid(name)
@@ -192,7 +191,7 @@ def pack(words: Array, bits: int) -> Array:
 
 
 def refuse(asked: LayerSpec) -> None:
-    """Refuse what a graph for ONNX Runtime cannot hold. Raises InputError `layout-unsupported`."""
+    """Refuse layers beyond a graph for ONNX Runtime. Raises InputError `layout-unsupported`."""
     asked.demand_float_cache("onnx")
     for linear, inputs in asked.activations.items():
         _refuse_input(linear, inputs, asked.schemes[linear])
@@ -203,14 +202,14 @@ def refuse(asked: LayerSpec) -> None:
 
 
 def refuse_bits(linear: str, scheme: WeightScheme, bits: tuple[int, ...], rule: str, remedy: str) -> None:
-    """Refuse what is no integer of so many bits in blocks. Raises InputError `layout-unsupported`."""
+    """Refuse schemes other than integers of these bits in blocks. Raises InputError `layout-unsupported`."""
     if load_format(scheme.format).bits not in bits or not scheme.format.startswith("int"):
         raise unheld(linear, f"weights in {scheme.format}", rule, remedy)
     block_size(scheme.group or 128, scheme, linear)
 
 
 def refuse_heads(config: Any, where: str) -> None:
-    """Refuse heads that ONNX Runtime's cached attention does not take. Raises InputError `attention-unsupported`.
+    """Refuse heads beyond ONNX Runtime's cached attention. Raises InputError `attention-unsupported`.
 
     Args:
         config: transformers', of a decoder.
@@ -223,7 +222,7 @@ def refuse_heads(config: Any, where: str) -> None:
 
 
 def _refuse_input(linear: str, inputs: ActivationScheme, weight: WeightScheme) -> None:
-    """Refuse what ONNX Runtime has no integer kernel for."""
+    """Refuse inputs without an integer kernel in ONNX Runtime."""
     value, rule = f"activations in {inputs.format}", ""
     if inputs.format != "int8":
         rule = "ONNX Runtime fuses QuantizeLinear and DequantizeLinear of 8-bit integers alone, not of floats"

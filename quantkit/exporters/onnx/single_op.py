@@ -1,4 +1,4 @@
-"""One linear, y = x Wᵀ, as ONNX models: every way in which ONNX Runtime can be given a quantized weight.
+"""One linear, y = x Wᵀ, as ONNX models: all ways to store a quantized weight for ONNX Runtime.
 
     float32, float16       MatMul
     int8.static            QDQ: QuantizeLinear with a fixed scale, int8 weights by channel
@@ -73,23 +73,23 @@ class StorageVariant:
 
     @property
     def kind(self) -> str:
-        """The name without group and level: `int4`, `int8.dynamic`, `nf4`."""
+        """Name without group and level: `int4`, `int8.dynamic`, `nf4`."""
         head, *rest = self.name.split(".")
         return ".".join([head, *(part for part in rest if not part.startswith(("g", "level")))])
 
     @property
     def format(self) -> str:
-        """The number format of the weight; "" where there is none."""
+        """Number format of the weight; "" if there is none."""
         return self.scheme.format if self.scheme else "" if self.kind.startswith("quantize") else self.kind
 
     @property
     def level(self) -> int | None:
-        """The accuracy level of a MatMulNBits."""
+        """Accuracy level of a MatMulNBits."""
         return int(self.name[-1]) if ".level" in self.name else None
 
     @property
     def quantizer(self) -> str:
-        """The variant that does to x alone what this one does to x; "" where a kernel does it inside."""
+        """Variant with only this one's quantization of x; "" if a kernel does it inside."""
         return f"quantize.{self.kind.partition('.')[2]}" if self.kind in ("int8.static", "int8.dynamic") else ""
 
 
@@ -131,14 +131,14 @@ def variant(name: str) -> StorageVariant:
 
 
 def usual(name: str, *, block: int, level: int) -> str:
-    """Name the variant of a format as quantkit exports it: `int4` is `int4.g128.level4` where the target says so."""
+    """Name the variant for quantkit's export of a format: `int4` is `int4.g128.level4` if the target says so."""
     if name in _NBITS:
         return f"{name}.g{block}.level{level}"
     return "nf4.g64" if name == "nf4" else name
 
 
 def check_shape(of: StorageVariant, K: int, N: int) -> None:
-    """Refuse what a variant cannot hold. Raises InputError `group-indivisible`, `shape-invalid`."""
+    """Refuse shapes beyond a variant. Raises InputError `group-indivisible`, `shape-invalid`."""
     group = of.scheme.group if of.scheme else None
     if group and K % group:
         fitting = [size for size in GROUPS if K % size == 0]
@@ -159,17 +159,17 @@ class StoredConstant:
     kind: int  # `TensorProto.DataType`
     dims: tuple[int, ...]
     raw: Array  # its bytes, as numbers of NumPy
-    axis: int | None = None  # where its N is; None: all copies share it
-    each: int = 1  # how many of N an element of `raw` holds
+    axis: int | None = None  # axis of N; None: all copies share it
+    per_element: int = 1  # rows of N in an element of `raw`
 
     @property
     def floats(self) -> bool:
-        """Whether numpy has its type and it is large enough to matter."""
+        """True if numpy has its type and it is large enough to matter."""
         return self.raw.dtype.kind == "f" and self.raw.ndim > 0
 
     def turned(self, rows: int) -> Array:
-        """Turn the rows of W by so many places."""
-        return self.raw if self.axis is None or rows == 0 else np.roll(self.raw, rows // self.each, self.axis)
+        """Rotate the rows of W by this number."""
+        return self.raw if self.axis is None or rows == 0 else np.roll(self.raw, rows // self.per_element, self.axis)
 
 
 Stored = dict[str, StoredConstant]
@@ -215,7 +215,7 @@ def _constant(values: Array, axis: int | None = None) -> StoredConstant:
 
 
 def _shared(kind: str) -> Stored:
-    """The constants of a kind that all copies share."""
+    """Return the constants of a kind that all copies share."""
     if kind.endswith(".static"):
         step = np.array(2 * _REACH / _STEPS, np.float32)
         return {"x_scale": _constant(step), "x_zero": _constant(np.array(_HALF, np.uint8))}
@@ -231,7 +231,7 @@ def _shared(kind: str) -> Stored:
 
 
 def _written(of: StorageVariant, tensor: QuantTensor) -> tuple[Stored, list[Node]]:
-    """The constants and nodes of a quantized weight."""
+    """Make the constants and nodes of a quantized weight."""
     import torch
 
     scheme, (N, K) = tensor.scheme, tensor.shape
@@ -274,9 +274,9 @@ def _written(of: StorageVariant, tensor: QuantTensor) -> tuple[Stored, list[Node
 
 
 def _int4(codes: Array, axis: int) -> StoredConstant:
-    """Codes of an INT4 tensor, two a byte, the first in the low half."""
+    """Pack codes of an INT4 tensor, two a byte, the first in the low half."""
     packed = pack((codes & 15).astype(np.uint8), 4)
-    return StoredConstant(_INT4, codes.shape, packed, axis, each=2 if axis == 1 else 1)
+    return StoredConstant(_INT4, codes.shape, packed, axis, per_element=2 if axis == 1 else 1)
 
 
 def product(of: StorageVariant, weight: torch.Tensor) -> SingleProduct:
@@ -314,7 +314,7 @@ def _made(
 
 
 def _known(values: Array, of: StorageVariant) -> list[tuple[Array, Array]]:
-    """`SingleProduct.known` of W [N, K] float32."""
+    """Compute `SingleProduct.known` for W [N, K] float32."""
     inputs = [activations(M, values.shape[1], of.activations) for M in _CHECKED]
     return [(x, x.astype(np.float32) @ values.T) for x in inputs]
 
@@ -329,7 +329,7 @@ def activations(M: int, K: int, dtype: str) -> Array:
 
 @dataclass(frozen=True)
 class SingleProduct:
-    """A weight as one variant stores it."""
+    """A weight, stored as one variant."""
 
     variant: StorageVariant
     # K, N: columns of x and of y
@@ -345,12 +345,12 @@ class SingleProduct:
 
     @property
     def weighs(self) -> bool:
-        """Whether there is a weight."""
+        """True if there is a weight."""
         return bool(self.variant.format)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of one weight: codes, scales, zero points."""
+        """Size of one weight in bytes: codes, scales, zero points."""
         return sum(int(constant.raw.nbytes) for constant in self.stored.values() if constant.axis is not None)
 
     def model(self, copies: Sequence[int], *, apart: bool = False) -> bytes:
@@ -379,7 +379,7 @@ class SingleProduct:
         return b"".join(model)
 
     def floats(self, copies: Sequence[int]) -> dict[str, Array]:
-        """Return what a model with `apart` is without: constant -> values."""
+        """Return the constants left out by `apart`: name -> values."""
         return {
             _named(name, constant, place): constant.turned(2 * copy)
             for place, copy in enumerate(copies)
@@ -407,7 +407,7 @@ class SingleProduct:
         about = {
             "K": self.K,
             "N": self.N,
-            "stored": {name: [each.kind, each.dims, each.axis, each.each] for name, each in self.stored.items()},
+            "stored": {name: [part.kind, part.dims, part.axis, part.per_element] for name, part in self.stored.items()},
             "nodes": [*map(len, nodes)],
             "known": len(self.known),
             "bytes": self.weight_bytes,
@@ -421,31 +421,31 @@ class SingleProduct:
 
     @staticmethod
     def bytes_in(file: Path) -> int:
-        """Read the `weight_bytes` of a file, and nothing else of it. Raises as `read`."""
+        """Read only the `weight_bytes` of a file. Raises as `read`."""
         with np.load(file, allow_pickle=False) as arrays:
             return int(json.loads(arrays["about"].tobytes())["bytes"])
 
     @classmethod
     def read(cls, file: Path, variant: StorageVariant) -> SingleProduct:
-        """Read what `save` wrote. Raises ValueError, KeyError, OSError: the file is another."""
+        """Read a file by `save`. Raises ValueError, KeyError, OSError for another file."""
         with np.load(file, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
             nodes, ends = arrays["nodes"].tobytes(), np.cumsum([0, *about["nodes"]]).tolist()
             stored = {
-                name: StoredConstant(kind, tuple(dims), arrays[f"stored/{name}"], axis, each)
-                for name, (kind, dims, axis, each) in about["stored"].items()
+                name: StoredConstant(kind, tuple(dims), arrays[f"stored/{name}"], axis, per_element)
+                for name, (kind, dims, axis, per_element) in about["stored"].items()
             }
             known = [(arrays[f"x{i}"], arrays[f"y{i}"]) for i in range(about["known"])]
         return cls(variant, about["K"], about["N"], stored, lambda i: nodes[ends[i] : ends[i + 1]], known)
 
 
 def _named(name: str, constant: StoredConstant, place: int) -> str:
-    """What a constant is called in the nodes of one product."""
+    """Return a constant's name in the nodes of one product."""
     return name if constant.axis is None else f"{name}{place}"
 
 
 def _tensor(name: str, constant: StoredConstant, copy: int, apart: bool) -> Chunks:
-    """A TensorProto, or its place where its numbers are handed over by themselves."""
+    """Write a TensorProto, or its placeholder if its numbers are passed separately."""
     about = [part for size in constant.dims for part in number(1, size)]
     about += number(2, constant.kind) + text(8, name)
     if not (apart and constant.floats):
@@ -456,6 +456,6 @@ def _tensor(name: str, constant: StoredConstant, copy: int, apart: bool) -> Chun
 
 
 def _value(name: str, kind: int, columns: int) -> Chunks:
-    """A ValueInfoProto of [M, columns]."""
+    """Write a ValueInfoProto of [M, columns]."""
     shape = message(1, text(2, "M")) + message(1, number(1, columns))
     return text(1, name) + message(2, message(1, number(1, kind) + message(2, shape)))

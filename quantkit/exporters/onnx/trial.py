@@ -1,4 +1,4 @@
-"""The products of one block by themselves, as graphs that multiply in either way: for a trial on the machine at hand.
+"""Make the products of one block as graphs that multiply in either way, for a trial on this machine.
 
 Codes are random, since no processor's time depends on them. Linears whose inputs are equally wide share one, as they do
 in most blocks; what they have beyond so many rows of weights scales both times alike and is left out.
@@ -26,7 +26,7 @@ _MOST = 4096
 
 
 def block_of(asked: LayerSpec) -> dict[str, LinearSpec]:
-    """Pick the linears of the first block that has any in codes which both ways can multiply; none where none has."""
+    """Pick the linears of the first block with codes for both ways; none if there is no such block."""
     blocks: dict[str, dict[str, LinearSpec]] = {}
     for name, scheme in asked.schemes.items():
         parts = name.split(".")
@@ -39,7 +39,7 @@ def block_of(asked: LayerSpec) -> dict[str, LinearSpec]:
 
 
 def graphs(linears: Mapping[str, LinearSpec], accuracy_level: int) -> dict[Way, bytes]:
-    """Make each way a model with inputs `x.K` of [B, S, K] float32, and as many outputs as linears."""
+    """Make a model for each way, with inputs `x.K` of [B, S, K] float32 and an output for every linear."""
     weights = _random(linears)
     steps = OrtDialect(_placeholders(linears), weights, accuracy_level=accuracy_level)
     prompts = PromptDialect(_placeholders(linears), many_rows(weights, ""), accuracy_level=accuracy_level)

@@ -49,7 +49,7 @@ class OpenvinoOptions(Closed):
         shape: for one shape alone, as an NPU wants it: sequences of an encoder and tokens of each; samples of a graph.
     """
 
-    # what `model/sizes/storage.py` asks of a graph: here it is always so
+    # field that `model/sizes/storage.py` reads; always true here
     embedding: ClassVar = "float"
     prefill: ClassVar = "same"
     weight_codes: ClassVar = "int8"
@@ -61,7 +61,7 @@ class OpenvinoOptions(Closed):
 
 
 class OpenvinoExporter(Exporter):
-    """See the module."""
+    """Exporter `openvino`."""
 
     name = "openvino"
     runtimes = ("openvino",)
@@ -73,7 +73,7 @@ class OpenvinoExporter(Exporter):
     Options = OpenvinoOptions
 
     def accepts(self, options: OpenvinoOptions, asked: LayerSpec) -> None:
-        """Refuse what OpenVINO or the device cannot take. Raises as `Exporter`; InputError `npu-unsupported`."""
+        """Refuse layers beyond OpenVINO or the device. Raises as `Exporter`; InputError `npu-unsupported`."""
         library()
         demand_packages("an OpenVINO export")
         asked.demand_graph(self.name)
@@ -82,16 +82,16 @@ class OpenvinoExporter(Exporter):
             refuse_shape(asked.source.kind, options)
 
     def holds(self, options: OpenvinoOptions, runtime: str, asked: LayerSpec) -> State:
-        """See `Exporter`."""
+        """Return the support as `Exporter.holds` does."""
         refuse(asked, options.device)
         return "native"
 
     def storage(self, options: OpenvinoOptions, laid: LaidOver) -> Storage:
-        """See `Exporter`."""
+        """Predict the bytes as `Exporter.storage` does."""
         return laid.graph(options)
 
     def for_floats(self, options: OpenvinoOptions) -> OpenvinoOptions:
-        """Leave out what is about codes."""
+        """Drop the options about codes."""
         return OpenvinoOptions(**options.model_dump(exclude_unset=True, exclude={"accuracy_level"}))
 
     def export(self, folder: Path, values: Values, options: OpenvinoOptions) -> list[Decision]:
@@ -139,7 +139,7 @@ class OpenvinoExporter(Exporter):
         return traced.decisions(self.name)
 
     def add_graph(self, graph: Path, folder: Path, options: OpenvinoOptions) -> list[Decision]:
-        """See `Exporter`. Raises InputError: `npu-unsupported`, `openvino-operator`; Stopped: `disk-full`."""
+        """Export as `Exporter.add_graph`. Raises InputError `npu-unsupported`, `openvino-operator`; Stopped."""
         from quantkit.exporters.openvino.model import converted, fixed, signed, write
 
         refuse_shape("network", options)
@@ -152,13 +152,13 @@ class OpenvinoExporter(Exporter):
         return []
 
     def check_graph(self, graph: Path, folder: Path, feed: Mapping[str, Any]) -> list[Check]:
-        """Hold codes, bit by bit, and outputs against ONNX Runtime's: `openvino.codes`, `reload.openvino`."""
+        """Compare codes, bit by bit, and outputs with ONNX Runtime's: `openvino.codes`, `reload.openvino`."""
         from quantkit.exporters.openvino.model import check_graph
 
         return check_graph(graph, folder, feed)
 
     def check(self, bundle: Path, values: Values | None = None, options: Any = None, **how: Any) -> list[Check]:
-        """Hold all codes (`openvino.codes`) and numbers (`reload.openvino`) against what was decided on."""
+        """Compare all codes (`openvino.codes`) and outputs (`reload.openvino`) with the expected values."""
         from quantkit.exporters.check import decided
         from quantkit.exporters.openvino.model import check
 
@@ -167,7 +167,7 @@ class OpenvinoExporter(Exporter):
 
 
 def refuse(asked: LayerSpec, device: str) -> None:
-    """Refuse what a model for OpenVINO cannot hold, or the device cannot take.
+    """Refuse layers beyond OpenVINO or the device.
 
     Raises InputError: `layout-unsupported`, naming the first layer; `npu-unsupported`.
     """
@@ -184,7 +184,7 @@ def refuse(asked: LayerSpec, device: str) -> None:
 
 
 def refuse_shape(kind: str, options: OpenvinoOptions) -> None:
-    """Refuse for an NPU a model whose shape is not static. Raises InputError `npu-unsupported`."""
+    """Refuse, for an NPU, a model without a static shape. Raises InputError `npu-unsupported`."""
     if options.device != "NPU":
         return
     if kind == "decoder":

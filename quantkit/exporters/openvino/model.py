@@ -59,7 +59,7 @@ def converted(path: Path) -> openvino.Model:
 
 
 def without_guards(model: openvino.Model) -> None:
-    """Take out what the frontend puts behind attention, zeros for rows that see nothing: masks here are finite."""
+    """Remove the frontend's guard after attention, zeros for rows that see nothing: masks here are finite."""
     for node in model.get_ordered_ops():
         if node.get_type_name() != "Select":
             continue
@@ -69,7 +69,7 @@ def without_guards(model: openvino.Model) -> None:
 
 
 def nibbles_around_zero(model: openvino.Model) -> None:
-    """Make codes of 4 bits from 0, around 8, the same codes around 0, `i4`: nothing is subtracted from them any more.
+    """Convert 4-bit codes around 8 to `i4` codes around 0, so that no zero point is subtracted.
 
     A nibble c becomes the nibble of c - 8 in two's complement, c ^ 8. Those with zero points of their own stay `u4`.
     """
@@ -97,12 +97,12 @@ def nibbles_around_zero(model: openvino.Model) -> None:
 
 
 def nibbles_signed(packed: Any) -> Any:
-    """Turn two codes of 4 bits a byte, around 8, into two around 0."""
+    """Convert two 4-bit codes a byte, around 8, to codes around 0."""
     return np.ascontiguousarray(packed) ^ np.uint8(_NIBBLE << 4 | _NIBBLE)
 
 
 def with_state(model: openvino.Model) -> openvino.Model:
-    """Make keys and values that came in and went out variables; `beam_idx` [B] int32 is a new input."""
+    """Make the inputs and outputs of keys and values variables; `beam_idx` [B] int32 is a new input."""
     ov = library()
     from openvino import opset13 as ops
 
@@ -128,7 +128,7 @@ def with_state(model: openvino.Model) -> openvino.Model:
 
 
 def signed(graph: Path, folder: Path) -> Path:
-    """Write a graph whose weights in bytes from 0, around 128, are the same codes around 0.
+    """Write a graph with its byte weights around 128 converted to codes around 0.
 
     OpenVINO 2026.4 multiplies signed weights in integers, and expands others to floats. On processors without VNNI it
     adds two products up in 16 bits: weights that `unsaturated` has bounded fit, others may not, which the check of the
@@ -164,12 +164,12 @@ def around_zero(codes: Any) -> Any:
 
 
 def fixed(model: openvino.Model, shape: tuple[int, ...]) -> None:
-    """Make every input one of so many sequences and tokens, or of so many samples."""
+    """Fix the shape of every input: sequences and tokens, or samples."""
     model.reshape({value.any_name: [*shape, *list(value.partial_shape)[len(shape) :]] for value in model.inputs})
 
 
 def without_pairs(model: openvino.Model) -> None:
-    """Take out what rounds inputs of products, so that they multiply floats: FakeQuantize, to codes and back."""
+    """Remove the rounding of inputs (FakeQuantize), so that products multiply floats."""
     for node in model.get_ordered_ops():
         if node.get_type_name() != "FakeQuantize" or node.input_value(0).get_node().get_type_name() == "Constant":
             continue
@@ -217,7 +217,7 @@ MICROSOFT = "com.microsoft"
 
 @dataclass
 class OpenvinoDialect(PlainOperators):
-    """The rewriting of one graph."""
+    """Rewrites one graph for OpenVINO."""
 
     opsets: ClassVar = {"": 23, MICROSOFT: 1}
     ir_version: ClassVar = 10
@@ -239,7 +239,7 @@ class OpenvinoDialect(PlainOperators):
         return self._node(node, "MatMulNBits", inputs, [f"{name}/output"], MICROSOFT, **how)[0]
 
     def _weight(self, before: ir.Node, name: str, linear: LinearSpec) -> ir.Value:
-        """Codes in bytes and a scale a channel, dequantized; floats as they are."""
+        """Add codes in bytes with a scale a channel, dequantized; floats stay floats."""
         if linear.scheme is None:
             return super()._weight(before, name, linear)
         weights, shape = self.weights, (linear.columns, linear.rows)
@@ -252,7 +252,7 @@ class OpenvinoDialect(PlainOperators):
 
 
 def channel_scales(weights: WeightsByName, name: str) -> Any:
-    """Return a scale for each of a linear's outputs, float32 [N]."""
+    """Return the scale of every output of a linear, float32 [N]."""
     scale, _ = weights.grid(name)
     return np.broadcast_to(scale.reshape(-1), (weights.linears[name].rows,))
 
@@ -280,7 +280,7 @@ def check(folder: Path, values: Values) -> list[Check]:
 
 
 def wrong_codes(folder: Path, values: Values) -> list[str]:
-    """List the constants that are not what was decided on. Raises InputError `openvino-unreadable`."""
+    """List the constants with unexpected values. Raises InputError `openvino-unreadable`."""
     weights, wrong = dialect_weights(values), []
     stored = {name: (kind, data) for name, kind, data in constants(read(folder / MODEL))}
     for name, linear in weights.linears.items():
@@ -308,7 +308,7 @@ def wrong_codes(folder: Path, values: Values) -> list[str]:
 
 
 def check_graph(graph: Path, folder: Path, feed: Mapping[str, Any]) -> list[Check]:
-    """Check a graph's codes, and its outputs beside those of ONNX Runtime, which rounds the same values.
+    """Check a graph's codes, and compare its outputs with ONNX Runtime's, which rounds the same values.
 
     Of a graph that chooses what it gives, both compute what the choice is made of: as many boxes they need not keep.
     """
@@ -347,6 +347,6 @@ def check_graph(graph: Path, folder: Path, feed: Mapping[str, Any]) -> list[Chec
 
 
 def _same(stored: Any, wanted: Any) -> bool:
-    """Bit by bit, in whatever shape."""
+    """Compare bit by bit, in any shape."""
     one, other = (np.ascontiguousarray(values).reshape(-1) for values in (stored, wanted))
     return bool(one.view(np.uint8).tobytes() == other.view(np.uint8).tobytes())

@@ -1,4 +1,4 @@
-"""Does the network that TensorRT will build compute what was decided on? Found out on a CPU.
+"""Check on a CPU that TensorRT's network computes the expected values.
 
     max |outputs - expected| / max |expected| <= 2^-6        (16-bit arithmetic; 2^-3 in bfloat16)
 
@@ -103,7 +103,7 @@ def check_graph(
 
 
 def _weights(model: ir.Model, values: Values, limit: float) -> Check:
-    """The largest difference of a weight in the file from the one that was decided on, in its largest values."""
+    """Check the largest difference of a weight in the file from the expected one, relative to its largest values."""
     most, where = 0.0, ""
     for name in values.schemes:
         tensor = values.quantized(name)
@@ -118,7 +118,7 @@ def _weights(model: ir.Model, values: Values, limit: float) -> Check:
 
 
 def read_back(model: ir.Model, name: str, form: str) -> Array | None:
-    """Read a weight of the file, [N, K] float32, by the words of ONNX's DequantizeLinear; None where it is not there.
+    """Read a weight of the file, [N, K] float32, as ONNX's DequantizeLinear defines it; None if it is missing.
 
     Args:
         name: of the weight; its parts are `NAME.codes`, `NAME.scale` and `NAME.whole`, of a scale that is quantized.
@@ -140,7 +140,7 @@ def read_back(model: ir.Model, name: str, form: str) -> Array | None:
 
 
 def _constant(model: ir.Model, name: str) -> Array | None:
-    """A stored value in float32; None where there is none of that name."""
+    """Return a stored value in float32; None if there is none of this name."""
     value = model.graph.initializers.get(name)
     return None if value is None or value.const_value is None else value.const_value.numpy().astype(np.float32)
 
@@ -149,7 +149,7 @@ def _constant(model: ir.Model, name: str) -> Array | None:
 
 
 def _pairs(model: ir.Model, values: Values, limit: float) -> Check:
-    """How many products, keys and values that are to be quantized have another pair, or none.
+    """Count the products, keys and values with a wrong pair, or without one.
 
     A pair has the scale that was decided on, to `limit` of it, no zero point, and the type of its format.
     """
@@ -179,7 +179,7 @@ def _is_pair(quantize: ir.Node | None, dequantize: ir.Node | None, scale: float,
 
 
 def _on(node: ir.Node, scale: float, form: str, limit: float) -> bool:
-    """Whether a node's scale is this one, to `limit` of it, and its zero point a 0 in the type of a format."""
+    """Tell whether a node has this scale, to `limit` of it, and a zero point of 0 in the type of a format."""
     held, zero = (None if value is None else value.const_value for value in node.inputs[1:])
     if held is None or zero is None or not abs(float(held.numpy().astype(np.float32)) - scale) <= limit * scale:
         return False
@@ -198,7 +198,7 @@ def _reads(node: ir.Node, name: str) -> bool:
 def _graph_pairs(
     stored: ir.Model, products: Mapping[str, NetworkProduct], pairs: Mapping[str, float], kind: str
 ) -> Check:
-    """How many pairs have another scale or type than was decided on, and how many products read none."""
+    """Count the pairs with a wrong scale or type, and the products without one."""
     quantizers = {
         name: node for node in stored.graph if node.op_type == "QuantizeLinear" for name in _sources(node.inputs[0])
     }
@@ -216,7 +216,7 @@ def _graph_pairs(
 
 
 def _sources(value: ir.Value | None) -> list[str]:
-    """A value's names in the float graph: inputs, outputs and what has 32 bits alone are cast in this one."""
+    """Return a value's names in the float graph: inputs, outputs and float32 values are cast in this one."""
     if value is None:
         return []
     cast = is_producer(value, "Cast")
@@ -228,7 +228,7 @@ def _sources(value: ir.Value | None) -> list[str]:
 
 
 def _readers(stored: ir.Model, weight: str) -> list[ir.Value]:
-    """What the product of a weight reads."""
+    """Return the inputs of a weight's products."""
     for node in stored.graph:
         if any(value is not None and value.name == weight for value in node.inputs):
             return [value for value in node.inputs if value is not None]
@@ -239,7 +239,7 @@ def _readers(stored: ir.Model, weight: str) -> list[ir.Value]:
 
 
 def computed(model: ir.Model) -> list[str]:
-    """Name all that is computed in float16; weights, and what is made of them alone, are left out."""
+    """Name all values computed in float16, except weights and values computed from weights alone."""
     import onnx_ir as ir
 
     fixed = set(model.graph.initializers.values())
@@ -253,7 +253,7 @@ def computed(model: ir.Model) -> list[str]:
 
 
 def demand_finite(values: Mapping[str, Array], names: Iterable[str]) -> None:
-    """Refuse a network that leaves float16's range. ONNX Runtime on a CPU computes in float32, and would not show it.
+    """Refuse values beyond float16's range. ONNX Runtime on a CPU computes in float32, and would not show them.
 
     Raises InputError: `float16-overflow`, naming the first value.
     """
@@ -285,7 +285,7 @@ def in_floats(model: ir.Model) -> ir.Model:
 
 @dataclass
 class NetworkState:
-    """A cache, and the mask [B, tokens so far] of what is in it."""
+    """A cache, and the mask [B, tokens so far] of its content."""
 
     caches: dict[str, Array]
     mask: Array
@@ -334,7 +334,7 @@ class RunningNetwork:
         return outputs["logits"].astype(np.float32)
 
     def logits(self, ids: Array, mask: Array | None = None) -> Array:
-        """See `RunningExport`: an engine has no head of an encoder's class."""
+        """Raise as `RunningExport.logits`: an engine has no head of an encoder's class."""
         return self.encode(ids, mask)
 
     def encode(self, ids: Array, mask: Array | None = None) -> Array:
@@ -401,7 +401,7 @@ def _outputs(
     ShapeInferencePass()(plain)  # for the types of what is computed
     inner = computed(plain)
     values, own = Runner(plain, inner, literal=True)(feed), decided_graph(model, products)
-    # a row more that is chosen is no fault: what it is chosen by is compared, where the network has it
+    # choosing one more row is no fault: the values that decide are compared, if the network has them
     by = [name for name in steady(own) if name in values] or list(values)
     expected = {name: value for name, value in Runner(own, steady(own))(feed).items() if name in by}
     demand_finite(values, inner)
@@ -415,7 +415,7 @@ def _outputs(
 
 
 def decided_graph(model: ir.Model, products: Mapping[str, NetworkProduct]) -> ir.Model:
-    """Copy the float graph with the weights and biases that were decided on."""
+    """Copy the float graph with the expected weights and biases."""
     copied = model.clone()
     known = parts_of(copied.graph)
     nodes = {str(node.outputs[0].name): node for node in copied.graph if node.outputs}

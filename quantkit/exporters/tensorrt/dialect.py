@@ -48,7 +48,7 @@ _FEWEST = 3
 
 @dataclass(frozen=True)
 class CacheScales:
-    """The type of a quantized cache, and for each layer the scale of keys and of values."""
+    """Type of a quantized cache, and the scales of keys and values of every layer."""
 
     format: str
     scales: Mapping[int, tuple[float, float]]
@@ -56,7 +56,7 @@ class CacheScales:
 
 @dataclass
 class TensorrtDialect(PlainOperators):
-    """The rewriting of one graph."""
+    """Rewrites one graph for TensorRT."""
 
     opsets: ClassVar = {"": 24}
     ir_version: ClassVar = 11
@@ -67,7 +67,7 @@ class TensorrtDialect(PlainOperators):
 
     @property
     def floats(self) -> np.dtype[Any]:
-        """numpy's type of what is computed in."""
+        """NumPy type of the computation."""
         return FLOATS[self.type]
 
     def apply(self) -> ir.Model:
@@ -113,7 +113,7 @@ class TensorrtDialect(PlainOperators):
         return self._constant(f"zero/{kind}", 0, TYPES[kind])
 
     def _weight(self, before: ir.Node, name: str, linear: LinearSpec) -> ir.Value:
-        """[K, N], as it is multiplied."""
+        """Return [K, N] for multiplication."""
         if linear.scheme is None:
             return super()._weight(before, name, linear)
         parts = stored(self.quantized(name, codes=False), self.floats)
@@ -134,7 +134,7 @@ class TensorrtDialect(PlainOperators):
     def _looked_up(
         self, before: ir.Node, name: str, codes: ir.Value, parts: StoredTensors, scale: ir.Value
     ) -> ir.Value:
-        """Codebook[code + 8] · scale, [K, N]."""
+        """Compute codebook[code + 8] · scale, [K, N]."""
 
         def at(kind: str, inputs: list[ir.Value], output: str, **attributes: Any) -> ir.Value:
             return self._node(before, kind, inputs, [f"{name}.{output}"], **attributes)[0]
@@ -172,7 +172,7 @@ _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """The tensors of one weight, but for its codes."""
+    """Tensors of one weight, without its codes."""
 
     shape: tuple[int, int]  # [K, N]
     type: np.dtype[Any]  # of the codes
@@ -190,7 +190,7 @@ class StoredTensors:
 
 
 def codes(tensor: QuantTensor) -> Array:
-    """Return the codes [K, N], in the type that they are stored in."""
+    """Return the codes [K, N], in their storage type."""
     import torch
 
     kind = TYPES[tensor.scheme.format]
@@ -203,7 +203,7 @@ def codes(tensor: QuantTensor) -> Array:
 
 
 def stored(tensor: QuantTensor, floats: np.dtype[Any]) -> StoredTensors:
-    """Lay out a quantized linear's weight; its codes are not looked at. `floats` is the graph's type."""
+    """Lay out a quantized linear's weight without reading its codes. `floats` is the graph's type."""
     scheme, (rows, columns) = tensor.scheme, tensor.shape
     scale = tensor.scale.float().numpy()
     whole = None if tensor.global_scale is None else np.asarray(tensor.global_scale.float().numpy()).reshape(())
@@ -222,7 +222,7 @@ def stored(tensor: QuantTensor, floats: np.dtype[Any]) -> StoredTensors:
 
 
 def fitting(scale: Array, floats: np.dtype[Any]) -> Array:
-    """Return scales in the graph's type, or in float32 where that would lose more than its rounding."""
+    """Return scales in the graph's type, or in float32 if the graph's type would lose more than its rounding."""
     scale = np.asarray(scale, np.float32)
     short = scale.astype(floats)
     fits = np.abs(short.astype(np.float32) - scale) <= _ROUNDING[floats.name] * np.abs(scale)

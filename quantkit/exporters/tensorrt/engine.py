@@ -1,4 +1,4 @@
-"""An engine from a network: built by Polygraphy's loaders in a process of its own, with a limit on its time.
+"""Build an engine from a network by Polygraphy's loaders, in a child process with a time limit.
 
 What TensorRT measures of its kernels is kept in the user's cache (`timings.py`). Beside an engine stands what built it,
 for which GPU, under which driver, and with which options, as far as they were applied.
@@ -143,7 +143,7 @@ def build_engine(folder: Path, options: TensorrtOptions, progress: Report | None
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """An engine of a network, before it is built, wherever that is: GPU and driver are empty ahead of time."""
+    """Plan of a network's engine, built here or elsewhere: GPU and driver are empty ahead of time."""
 
     library: Name
     sm: list[str]
@@ -155,22 +155,22 @@ class EnginePlan:
 
     @property
     def engine(self) -> str:
-        """Its file: `sm89.engine`."""
+        """File name of the engine: `sm89.engine`."""
         return f"sm{''.join(self.sm).replace('.', '')}.engine"
 
     @property
     def record(self) -> str:
-        """The file that describes it: `sm89.json`."""
+        """File name of its description: `sm89.json`."""
         return f"{Path(self.engine).stem}.json"
 
     def job(self, network: Path, engine: Path, timing_cache: Path | None) -> EngineJob:
-        """Make the build of it."""
+        """Make the job for building it."""
         own: dict[str, Any] = {name: getattr(self, name) for name in ("library", "sm", "gpu", "profiles", "seconds")}
         cache = None if timing_cache is None else str(timing_cache)
         return EngineJob(network=str(network), engine=str(engine), timing_cache=cache, **own, **self.flags)
 
     def described(self, built: Built, **more: str) -> bytes:
-        """Write down `smNN.json`; `more` is of where it was built."""
+        """Return the content of `smNN.json`; `more` describes the machine of the build."""
         record = {**built.model_dump(mode="json"), "driver": self.driver, "options": self.flags, **more}
         record["profiles"] = [profile.model_dump() for profile in self.profiles]
         return (json.dumps(record, indent=2) + "\n").encode()
@@ -202,7 +202,7 @@ def planned(folder: Path, options: TensorrtOptions, gpus: Sequence[Mapping[str, 
 
 
 def build(job: EngineJob, *, progress: Report | None = None) -> Built:
-    """Build in a child process. It gives up by itself when its time is over, and keeps what it has timed.
+    """Build in a child process. It stops itself at the time limit, and keeps its timings.
 
     Raises InputError: `network-unsupported` with the nodes, `build-failed`, `timeout`, `sm-unsupported`;
     MissingDependency: the library, polygraphy.
@@ -220,7 +220,7 @@ def build(job: EngineJob, *, progress: Report | None = None) -> Built:
         died="build-failed",
         where=f"{job.library} {library.version}",
         environment=library.environment(),
-        # one that hears nothing any more
+        # a child that no longer reacts
         seconds=None if job.seconds is None else 2 * job.seconds + 30,
     )
     return Built.model_validate(row)
@@ -275,7 +275,7 @@ def _built(job: EngineJob, report: Report) -> Built:
 
 
 def _config(job: EngineJob, library: Library, timings: Timings, monitor: Any) -> Any:
-    """Polygraphy's loader of the builder's configuration."""
+    """Return Polygraphy's loader of the builder's configuration."""
     from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
     from polygraphy.backend.trt import CreateConfig, Profile
 
@@ -302,7 +302,7 @@ def _config(job: EngineJob, library: Library, timings: Timings, monitor: Any) ->
 
 
 def _monitor(api: Any, deadline: float | None, timings: Timings, report: Report) -> Any:
-    """Reports how far the build is, keeps what was timed, and ends it when its time is over."""
+    """Report the build's progress, keep its timings, and end it at the time limit."""
 
     class Monitor(api.IProgressMonitor):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:

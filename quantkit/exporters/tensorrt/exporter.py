@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class TensorrtExporter(Exporter):
-    """See the module."""
+    """Exporter `tensorrt`."""
 
     name = "tensorrt"
     runtimes = ("tensorrt_rtx", "tensorrt")
@@ -46,7 +46,7 @@ class TensorrtExporter(Exporter):
     Options = TensorrtOptions
 
     def accepts(self, options: TensorrtOptions, asked: LayerSpec) -> None:
-        """Refuse what TensorRT cannot hold. Raises as `Exporter`; `sm-unsupported`, `gpu-absent`, `gpu-other`."""
+        """Refuse layers beyond TensorRT. Raises as `Exporter`; `sm-unsupported`, `gpu-absent`, `gpu-other`."""
         asked.demand_graph(self.name)
         _refuse(options, asked)
         if options.sm is not None:
@@ -59,16 +59,16 @@ class TensorrtExporter(Exporter):
         _demand(options)
 
     def holds(self, options: TensorrtOptions, runtime: str, asked: LayerSpec) -> State:
-        """See `Exporter`."""
+        """Return the support as `Exporter.holds` does."""
         _refuse(options, asked)
         return "native"
 
     def storage(self, options: TensorrtOptions, laid: LaidOver) -> Storage:
-        """See `Exporter`."""
+        """Predict the bytes as `Exporter.storage` does."""
         return laid.engine()
 
     def export(self, folder: Path, values: Values, options: TensorrtOptions) -> list[Decision]:
-        """Write the network; `build` follows when it was checked.
+        """Write the network; `build` follows after the check.
 
         Raises InputError: `attention-unsupported`, `export-untraceable`, `profile-impossible`; Stopped: `disk-full`.
         """
@@ -82,7 +82,7 @@ class TensorrtExporter(Exporter):
         return decisions
 
     def parser(self, options: TensorrtOptions) -> Library | None:
-        """Return the library whose parser says without a GPU what it takes; None where the engine is built elsewhere.
+        """Return a library for checking networks by its parser, without a GPU; None if the engine is built elsewhere.
 
         Raises MissingDependency: the library, where it is to build one.
         """
@@ -95,11 +95,11 @@ class TensorrtExporter(Exporter):
         return library if library.ahead_of_time else None
 
     def capabilities(self, options: TensorrtOptions) -> list[str]:
-        """List the GPUs that the options' library builds for ahead of time; [] where it builds on the GPU."""
+        """List the library's GPUs for building ahead of time; [] if it builds on the GPU."""
         return load(options.library).capabilities()
 
     def build(self, bundle: Path, options: TensorrtOptions, progress: BuildReport | None = None) -> dict[str, str]:
-        """Build the engine of a network that was checked.
+        """Build the engine of a checked network.
 
         Raises InputError: `network-unsupported`, `build-failed`, `timeout`, `sm-unsupported`.
         """
@@ -118,7 +118,7 @@ class TensorrtExporter(Exporter):
 
 
 def _refuse(options: TensorrtOptions, asked: LayerSpec) -> None:
-    """Refuse what no network for TensorRT can hold, on any GPU. Raises InputError `layout-unsupported`."""
+    """Refuse layers beyond TensorRT on any GPU. Raises InputError `layout-unsupported`."""
     for linear, scheme in asked.schemes.items():
         refuse_weights(linear, scheme, asked.shapes[linear][1] if linear in asked.shapes else None)
     for linear, inputs in asked.activations.items():
@@ -159,7 +159,7 @@ def _demand(options: TensorrtOptions) -> None:
 
 
 def refuse_flags(options: TensorrtOptions) -> None:
-    """Refuse what the library has not. Raises InputError `layout-unsupported`."""
+    """Refuse options beyond the library. Raises InputError `layout-unsupported`."""
     for name in TENSORRT_ALONE if options.library == "tensorrt_rtx" else ():
         if getattr(options, name):
             rule = "its engines are for one release, and for the GPUs that it is told"
@@ -234,7 +234,7 @@ _NEAREST = {"int2": "int4", "int3": "int4", "mxfp4": "nvfp4", "fp8_e5m2": "fp8_e
 
 
 def refuse_weights(where: str, scheme: WeightScheme, columns: int | None) -> None:
-    """Refuse weights that TensorRT has no operator for. Raises InputError `layout-unsupported`."""
+    """Refuse weights without an operator in TensorRT. Raises InputError `layout-unsupported`."""
     if scheme.format not in FORMATS:
         rule, remedy = f"TensorRT holds {', '.join(FORMATS)}", _NEAREST.get(scheme.format, "int4")
         raise unheld(where, f"weights in {scheme.format}", rule, f"--set scheme.weights.format={remedy}")
@@ -253,7 +253,7 @@ def refuse_weights(where: str, scheme: WeightScheme, columns: int | None) -> Non
 
 
 def refuse_inputs(where: str, scheme: ActivationScheme) -> None:
-    """Refuse inputs that TensorRT has no operator for. Raises InputError `layout-unsupported`."""
+    """Refuse inputs without an operator in TensorRT. Raises InputError `layout-unsupported`."""
     rule = "TensorRT quantizes activations by one fixed scale a tensor, without zero point, to int8 or fp8_e4m3"
     if scheme.format not in RUNNING:
         remedy = "--set scheme.activations.format=int8, or fp8_e4m3"
@@ -266,7 +266,7 @@ def refuse_inputs(where: str, scheme: ActivationScheme) -> None:
 
 
 def refuse_cache(scheme: CacheScheme) -> None:
-    """Refuse a KV cache that TensorRT has no operator for. Raises InputError `layout-unsupported`."""
+    """Refuse a KV cache without an operator in TensorRT. Raises InputError `layout-unsupported`."""
     if scheme.format not in RUNNING or scheme.granularity != "tensor" or scheme.dynamic or not scheme.symmetric:
         value = f"{scheme.format}, by {scheme.granularity}{'' if scheme.symmetric else ', with zero points'}"
         rule = "TensorRT's cache has one fixed scale a layer and no zero points, in int8 or fp8_e4m3"
@@ -274,7 +274,7 @@ def refuse_cache(scheme: CacheScheme) -> None:
 
 
 def refuse_gpu(where: str, form: str, library: str, sm: str) -> None:
-    """Refuse a format that the library does not compile for a GPU. Raises InputError `layout-unsupported`."""
+    """Refuse a format beyond the library's kernels for a GPU. Raises InputError `layout-unsupported`."""
     firsts = FIRST_SM[library]
     if float(sm) >= firsts.get(form, 0.0):
         return

@@ -1,4 +1,4 @@
-"""A float graph as the network of a TensorRT engine: plain Q/DQ, strongly typed in 16 bits.
+"""Convert a float graph to the network of a TensorRT engine: plain Q/DQ, strongly typed in 16 bits.
 
     Conv            codes [O, I/g, ...] under DequantizeLinear, a scale a channel; its bias stays float
     Gemm, MatMul    codes [K, N] under DequantizeLinear, by tensor, channel or block; a bias is added behind
@@ -37,7 +37,7 @@ WIDE, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
 
 @dataclass(frozen=True)
 class NetworkProduct:
-    """What becomes of one product: its site in the float graph, its codes [N, K], and the bias [N] it adds, if any."""
+    """One product of the network: its site in the float graph, its codes [N, K], and its bias [N], if any."""
 
     site: Site
     weight: QuantTensor
@@ -128,7 +128,7 @@ def _quantize(node: ir.Node, product: NetworkProduct) -> None:
 
 
 def _pair(graph: ir.Graph, value: ir.Value, scale: float, kind: str, weights: Collection[str]) -> None:
-    """A pair behind a value, for the products of these weights and for sums; whatever else reads it reads it whole."""
+    """Add a pair after a value, for products with these weights and for sums; other readers get the unrounded value."""
     name = str(value.name)
     readers = [(node, place) for node, place in value.uses() if node.op_type == "Add" or _multiplies(node, weights)]
     parts = [
@@ -194,7 +194,7 @@ def _half(values: Array) -> Array:
 
 
 def _wide_constants(model: ir.Model, opset: int) -> set[str]:
-    """Initializers that only inputs read which stay float32."""
+    """List initializers read only by float32 inputs, which stay float32."""
     names = set()
     for graph in [model.graph, *model.graph.subgraphs()]:
         for name, value in graph.initializers.items():
@@ -205,7 +205,7 @@ def _wide_constants(model: ir.Model, opset: int) -> set[str]:
 
 
 def _whole(node: ir.Node, opset: int) -> bool:
-    """Whether ONNX defines an operator in float32 and not in float16: Celu, Range, NonMaxSuppression, ..."""
+    """Tell whether ONNX defines an operator in float32 and not in float16: Celu, Range, NonMaxSuppression, ..."""
     if node.domain not in ("", "ai.onnx"):
         return False
     schema = onnx.defs.get_schema(node.op_type, opset)
@@ -242,7 +242,7 @@ def _node(node: ir.Node, wide: set[str], opset: int) -> None:
 
 
 def _ends(graph: ir.Graph) -> None:
-    """Casts behind what comes in and before what goes out."""
+    """Add casts after the inputs and before the outputs."""
     first = graph[0]
     for value in graph.inputs:
         readers = list(value.uses())
@@ -279,7 +279,7 @@ _BLOCK = re.compile(r"\.\d+\.")
 
 
 def groups(network: Path) -> dict[str, tuple[str, ...]]:
-    """Group the linears that read a pair, over all blocks: `q_proj k_proj v_proj`, `o_proj`, ...
+    """Group the linears of every pair, over all blocks: `q_proj k_proj v_proj`, `o_proj`, ...
 
     Of a graph, whose nodes have any names, the products of one shape are a group: `Conv 96x16x1x1`; they take one time.
     """
@@ -294,7 +294,7 @@ def groups(network: Path) -> dict[str, tuple[str, ...]]:
 
 
 def without(network: Path, to: Path, linears: Collection[str]) -> int:
-    """Write the network without the pairs that these linears read, and count the pairs that were taken out.
+    """Write the network without the pairs of these linears, and count the removed pairs.
 
     `to` lies beside the same data file: weights are not written again. Of a pair all readers are named, or none.
     """
@@ -318,14 +318,14 @@ def without(network: Path, to: Path, linears: Collection[str]) -> int:
 
 
 def _quantizer(node: ir.Node) -> ir.Node | None:
-    """The QuantizeLinear of a pair before products, by its DequantizeLinear; None of any other node."""
+    """Return the QuantizeLinear of a pair before products, from its DequantizeLinear; None for other nodes."""
     if node.op_type != "DequantizeLinear" or str(node.outputs[0].name).endswith(_CACHE):
         return None
     return is_producer(node.inputs[0], "QuantizeLinear")
 
 
 def _name(reader: ir.Node) -> str:
-    """What a recipe calls it: a linear, or a node of a graph."""
+    """Return the name for recipes: a linear, or a node of a graph."""
     output = str(reader.outputs[0].name)
     return output.removesuffix(_PRODUCT) if output.endswith(_PRODUCT) else str(reader.name)
 

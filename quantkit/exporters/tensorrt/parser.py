@@ -41,11 +41,11 @@ _ELSEWHERE = (
 
 @dataclass(frozen=True)
 class Refused:
-    """A node that the parser does not take, and what it said; the domain "" is ONNX's own."""
+    """A node that the parser refuses, with its message; the domain "" is ONNX's own."""
 
     operator: str
     node: str = ""
-    said: str = ""
+    message: str = ""
     domain: str = ""
 
 
@@ -74,7 +74,7 @@ def read(library: Library, log: Said, path: Path, where: str) -> tuple[Any, Any,
 
 
 def demand_read(library: Library, network: Path, where: str) -> None:
-    """Let a library's parser read a network in a child process, without building anything of it.
+    """Read a network by a library's parser in a child process, without building it.
 
     Raises InputError: `network-unsupported` with the nodes. MissingDependency: polygraphy.
     """
@@ -89,7 +89,7 @@ def _read(job: Mapping[str, str], caller: child.Caller) -> None:
 
 
 def of_parser(parser: Any) -> list[Refused]:
-    """List all that a parser has refused."""
+    """List the nodes refused by a parser."""
     errors = [parser.get_error(place) for place in range(parser.num_errors)]
     # TensorRT 10 before 10.1 names no nodes
     return [
@@ -103,7 +103,7 @@ def of_parser(parser: Any) -> list[Refused]:
 
 
 def unknown(library: Library, operators: Iterable[str]) -> set[str]:
-    """Return the operators of ONNX that a library's parser has no importer for, or nothing behind it."""
+    """Return ONNX operators without an importer in the library's parser, or with an empty one."""
     log = Said(library.api)
     # all of them named: a parser does not keep alive what it was made of
     builder = library.api.Builder(log.logger)
@@ -118,7 +118,7 @@ def refusal(where: str, library: str, refused: Sequence[Refused]) -> InputError:
     Args:
         refused: in the order of the graph; the first one decides what to do.
     """
-    first, *_ = refused = list(refused) or [Refused("a node", said="no word why")]
+    first, *_ = refused = list(refused) or [Refused("a node", message="no reason")]
     kinds: dict[str, list[str]] = {}
     for node in refused:
         kinds.setdefault(node.operator, []).append(node.node)
@@ -129,7 +129,7 @@ def refusal(where: str, library: str, refused: Sequence[Refused]) -> InputError:
         where=f"{where}: {first.operator} {first.node}".rstrip(),
         value=f"{library} does not take {'; '.join(named[:_SHOWN])}{more}".replace(" ()", ""),
         # its checkers say no more than `false`
-        rule="every node has to be one that it takes" if first.said in ("", "false") else first.said,
+        rule="the library supports every node" if first.message in ("", "false") else first.message,
         remedy=_remedy(first),
     )
 
@@ -140,12 +140,12 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _remedy(first: Refused) -> str:
-    if "zero point is not supported" in first.said:
+    if "zero point is not supported" in first.message:
         return _ZERO_POINT
     for operators, remedy in _REMEDIES:
         if first.operator in operators:
             return remedy
-    if first.domain or "Plugin not found" in first.said:
+    if first.domain or "Plugin not found" in first.message:
         return _CONTRIB
     if first.operator in ("QuantizeLinear", "DequantizeLinear"):
         return f"--set keep=[{first.node.partition('/')[0] or 'LAYER'}] leaves that layer in floats"

@@ -37,7 +37,7 @@ class ProfileShapes(Closed):
 
 
 def fitted(profiles: Sequence[Profile], *, kind: str, context: int) -> tuple[list[Profile], list[str]]:
-    """Return the profiles that fit a model, and what was cut, in words.
+    """Return the model's profiles, and sentences about those that were cut.
 
     Args:
         kind: decoder, encoder or network: only the first has tokens before the new ones.
@@ -62,12 +62,12 @@ def fitted(profiles: Sequence[Profile], *, kind: str, context: int) -> tuple[lis
 
 
 def impossible(where: str, value: str, rule: str, remedy: str) -> InputError:
-    """Make `profile-impossible`: a model has fewer tokens than are asked for."""
+    """Make the error `profile-impossible`, for more tokens than the model has."""
     return InputError("profile-impossible", where=where, value=value, rule=rule, remedy=remedy)
 
 
 def batches(profiles: Sequence[Profile]) -> list[Profile]:
-    """Return the one profile of a graph, whose batch alone is free: from the least to the most of all the target's."""
+    """Return a graph's one profile, with only the batch free: from the least to the most of all the target's."""
     least, likely, most = zip(*([profile.batch for profile in profiles] or [_ANY.batch]), strict=True)
     batch = (min(least), max(likely), max(most))
     return [Profile(name="batch", batch=batch, length=(1, 1, 1), context=(0, 0, 0))]
@@ -78,7 +78,7 @@ def _cut(sizes: Three, most: int) -> Three:
 
 
 def capacity(profiles: Sequence[Profile], context: int) -> int:
-    """Count the tokens that a cache needs for all profiles, never more than the model has."""
+    """Count the cache's tokens for all profiles, at most the model's context."""
     return min(context, max(profile.context[2] + profile.length[2] for profile in profiles))
 
 

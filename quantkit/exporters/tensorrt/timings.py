@@ -1,4 +1,4 @@
-"""What TensorRT has measured of its kernels, kept from build to build, and the time that it saves.
+"""Keep TensorRT's timings of kernels from build to build, and report the time that they save.
 
 One file for each GPU, version and set of builder options: timings hold for those alone ("Optimizing Builder
 Performance", TensorRT 10.16). It is written under a lock, whole or not at all, with what other builds have added
@@ -40,7 +40,7 @@ from quantkit.runtimes.tensorrt.library import Library
 
 
 def place(library: Library, gpu: str, options: Mapping[str, Any]) -> Path | None:
-    """Return the file that keeps the timings of builds alike; None ahead of time."""
+    """Return the file of timings for equal builds; None ahead of time."""
     if library.ahead_of_time:
         return None
     key = json.dumps([library.name, library.version, gpu, dict(options)], sort_keys=True)
@@ -67,23 +67,23 @@ class Timings:
 
     @property
     def file(self) -> str | None:
-        """The file where there is one to be read."""
+        """File name, if there is a file to read."""
         return str(self._path) if self._path is not None and self._stored(self._path) else None
 
     def attach(self, builder: Any, network: Any, config: Any) -> None:
-        """Take a builder's configuration, whose cache the loaders have filled from `file`."""
+        """Take a builder's configuration; the loaders have filled its cache from `file`."""
         if self._path is not None:
             before = self._stored(self._path)
             # a damaged file is begun anew: the loaders have taken an empty cache
             self._config, self.hit = config, bool(before) and config.create_timing_cache(before) is not None
 
     def step(self) -> None:
-        """Write, if it is time to; between two steps of the builder, which stands still meanwhile."""
+        """Write if it is time to, between two steps of the builder, which waits meanwhile."""
         if time.monotonic() - self._written >= self._every:
             self.keep()
 
     def keep(self) -> None:
-        """Add what was timed to the file."""
+        """Add the timings to the file."""
         if self._path is None or self._config is None:
             return
         self._written = time.monotonic()
@@ -126,14 +126,14 @@ class Timings:
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
-        """One process at a time; the kernel lets go of the lock when the process dies."""
+        """Let one process at a time in; the kernel frees the lock of a dead process."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with alone(path.with_suffix(".lock")):
             yield
 
 
 def said(record: Mapping[str, Any]) -> str:
-    """Tell what a timing cache did for a build, from its description; empty where there is none."""
+    """Describe the use of a timing cache in a build, from its record; "" without one."""
     hit, seconds, first = record.get("cache_hit"), float(record.get("seconds", 0.0)), record.get("first_seconds")
     if hit is None:
         return ""
@@ -175,7 +175,7 @@ class TimedLayer(Closed):
 
     @property
     def spread(self) -> float:
-        """How many times as long the slowest takes."""
+        """Time of the slowest kernel, as a multiple of the fastest's."""
         return self.tried[-1].seconds / self.tried[0].seconds
 
 
@@ -206,7 +206,7 @@ class Tactics:
             times[name] = min(seconds, times.get(name, seconds))
 
     def timed(self, count: int = KEPT) -> list[TimedLayer]:
-        """List the layers that take the longest, those with conversions of layouts left out."""
+        """List the slowest layers, without conversions of layouts."""
         layers = []
         for layer, times in self._layers.items():
             if not layer.startswith("Optimizer Reformat"):

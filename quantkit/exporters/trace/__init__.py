@@ -1,4 +1,4 @@
 """A transformer as an ONNX graph, exported once on shapes, and what every dialect needs to rewrite it."""
 
-# the remedy for what no graph holds
+# remedy for a model without a graph
 CHECKPOINT = "compile to a checkpoint alone: --set 'export=[{checkpoint: {}}]'"

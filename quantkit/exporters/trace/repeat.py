@@ -1,4 +1,4 @@
-"""Blocks that are alike are traced once, and copied in the graph.
+"""Trace equal blocks once, and copy them in the graph.
 
 Tracing costs seconds a block and most blocks of a transformer differ in their weights alone. The first of each kind is
 traced between two marks; each later one is a single node of the domain `quantkit` until `expand` puts a copy of the
@@ -30,7 +30,7 @@ _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
 class CalledOtherwise(Exception):
-    """A block that is like others, called with something else than they are."""
+    """Error for a block that equals others, but is called with other arguments."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"block {index}")
@@ -38,14 +38,14 @@ class CalledOtherwise(Exception):
 
 
 def alike(one: nn.Module, other: nn.Module) -> bool:
-    """Tell whether two modules, of one model or of two, differ only in their weights and the numbers of layers."""
+    """Tell whether two modules differ only in their weights and the number of their layer."""
     return [(name, type(module), _state(module)) for name, module in one.named_modules()] == [
         (name, type(module), _state(module)) for name, module in other.named_modules()
     ]
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Everything that a module's forward can see, in a form that compares."""
+    """Return everything readable by a module's forward, in a form for comparing."""
     state: dict[str, Any] = {}
     for name, value in vars(module).items():
         if name in ("layer_idx", "_modules") or name.endswith("_hooks"):
@@ -73,7 +73,7 @@ def _comparable(value: Any) -> Any:
 
 
 def kinds(blocks: nn.ModuleList) -> list[int]:
-    """Number for every block the first one that it is like."""
+    """Return, for every block, the number of the first equal one."""
     firsts: list[int] = []
     for index, block in enumerate(blocks):
         earlier = sorted(set(firsts))
@@ -82,7 +82,7 @@ def kinds(blocks: nn.ModuleList) -> list[int]:
 
 
 def share(blocks: nn.ModuleList, like: list[int], apart: Set[int]) -> list[int]:
-    """Replace blocks by stand-ins that trace each kind once, in place, and list the blocks that are traced.
+    """Replace blocks in place by stand-ins that trace each kind once, and list the traced blocks.
 
     Args:
         like: of `kinds`.
@@ -100,12 +100,12 @@ def share(blocks: nn.ModuleList, like: list[int], apart: Set[int]) -> list[int]:
 
 
 def plain_name(name: str, path: str) -> str:
-    """Name a parameter without the stand-ins: `model.layers.0.block.x` is `model.layers.0.x`."""
+    """Return a parameter's name without the stand-ins: `model.layers.0.block.x` is `model.layers.0.x`."""
     return re.sub(rf"^({re.escape(path)}\.\d+)\.block\.", r"\1.", name)
 
 
 class _Standing(nn.Module):
-    """Stands for a block, and has the block's own attributes."""
+    """Stand-in for a block, with the block's attributes."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _Standing(nn.Module):
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """The hidden states, and the other arguments."""
+    """Return the hidden states, and the other arguments."""
     if "hidden_states" in kwargs:
         others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         return kwargs["hidden_states"], args, others
@@ -133,7 +133,7 @@ def _mark(kind: str, hidden: Tensor, index: int) -> Tensor:
 
 
 class _First(_Standing):
-    """A block that is traced; it notes with what it was called."""
+    """A block that is traced; it records its arguments."""
 
     def __init__(self, block: nn.Module, index: int) -> None:
         super().__init__(block)
@@ -156,7 +156,7 @@ class _First(_Standing):
 
 
 class _Like(_Standing):
-    """A block that is like some that are traced."""
+    """A block that equals traced ones."""
 
     def __init__(self, block: nn.Module, index: int, firsts: Sequence[_First]) -> None:
         super().__init__(block)
@@ -164,7 +164,7 @@ class _Like(_Standing):
         self.__dict__["firsts"] = firsts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand as one node. Raises CalledOtherwise: no block that it is like is called so."""
+        """Become one node. Raises CalledOtherwise if no equal block has these arguments."""
         hidden, others, named = _split(args, kwargs)
         call = _Call.of(others, named)
         firsts: Sequence[_First] = self.__dict__["firsts"]
@@ -179,7 +179,7 @@ class _Like(_Standing):
 
 @dataclass(frozen=True)
 class _Call:
-    """Arguments, kept: what is freed could come back as another tensor at the same place."""
+    """Arguments of a call, kept alive: a freed tensor's address could be used again."""
 
     shape: str
     leaves: list[Any]
@@ -190,7 +190,7 @@ class _Call:
         return cls(str(shape), leaves)
 
     def same(self, other: _Call) -> bool:
-        """Whether the other has the very same tensors and equal numbers."""
+        """Tell whether another call has the same tensors and equal numbers."""
         return self.shape == other.shape and all(
             one is two or (isinstance(one, _SIMPLE) and type(one) is type(two) and one == two)
             for one, two in zip(self.leaves, other.leaves, strict=True)
@@ -198,7 +198,7 @@ class _Call:
 
 
 def expand(graph: ir.Graph, parameters: MutableMapping[str, str], path: str) -> None:
-    """Replace every Block node by a copy of what it is like, and remove the marks.
+    """Replace every Block node by a copy of the equal block's nodes, and remove the marks.
 
     Args:
         graph: of a decoder or encoder; changed.
@@ -223,7 +223,7 @@ def expand(graph: ir.Graph, parameters: MutableMapping[str, str], path: str) -> 
 
 @dataclass(frozen=True)
 class _Region:
-    """The nodes of a block that was traced, and its marks."""
+    """Nodes of a traced block, and its marks."""
 
     index: int
     enter: ir.Node
@@ -240,7 +240,7 @@ def _index(node: ir.Node) -> int:
 
 
 def _stand_for(old: ir.Value, new: ir.Value) -> None:
-    """Let `new` be used wherever `old` is; an output of the graph keeps its name and axes."""
+    """Replace `old` by `new` everywhere; an output of the graph keeps its name and axes."""
     name, is_output = old.name, old.is_graph_output()
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     if is_output:
@@ -248,7 +248,7 @@ def _stand_for(old: ir.Value, new: ir.Value) -> None:
 
 
 def _between(nodes: list[ir.Node], enter: ir.Node, leave: ir.Node, own: set[str]) -> list[ir.Node]:
-    """The nodes between the marks that depend on what goes in or on the block's `own` parameters, in order."""
+    """List the nodes between the marks that depend on the block's input or its `own` parameters, in order."""
     reached = {enter.outputs[0]}
     inside = []
     for node in nodes:

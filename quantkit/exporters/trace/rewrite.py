@@ -1,4 +1,4 @@
-"""What every dialect needs to rewrite a traced graph: values read when they are written, nodes put in and taken out.
+"""Rewrite a traced graph, for all dialects: values read when they are written, nodes added and removed.
 
 Apart from `trace/transformer.py`, which imports transformers: a float ONNX graph is rewritten without it.
 """
@@ -35,7 +35,7 @@ class Traced:
     left: str = ""  # why the head of an encoder is not in it; "" where it is, or there is none
 
     def decisions(self, exporter: str) -> list[Decision]:
-        """Record that a head was left out."""
+        """Record the head, if it was left out."""
         advice = "a checkpoint has it (`export: [checkpoint: {}]`)"
         return [decision(exporter, "head-left-out", "head", f"{self.left}; {advice}")] if self.left else []
 
@@ -46,14 +46,14 @@ def name_of(placeholder: ir.Node) -> str:
 
 
 def is_producer(value: ir.Value | None, kind: str) -> ir.Node | None:
-    """Return the node that makes a value, if it is of a kind."""
+    """Return the producer of a value, if it is of a kind."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == kind else None
 
 
 @dataclass
 class Rewriting:
-    """The rewriting of one traced graph, in place."""
+    """Rewrites one traced graph in place."""
 
     traced: Traced
     weights: WeightsByName
@@ -62,16 +62,16 @@ class Rewriting:
 
     @property
     def graph(self) -> ir.Graph:
-        """The graph."""
+        """Graph to rewrite."""
         return self.traced.model.graph
 
     @property
     def floats(self) -> np.dtype[Any]:
-        """numpy's type of what is computed in."""
+        """NumPy type of the computation."""
         return np.dtype(np.float32)
 
     def _parameters(self) -> None:
-        """Parameters that the graph uses as they are: embeddings, biases, norms with a bias, buffers."""
+        """Add parameters used unchanged: embeddings, biases, norms with a bias, buffers."""
         used: dict[str, ir.Value] = {}
         for node in self.graph:
             for value in node.inputs:
@@ -99,23 +99,23 @@ class Rewriting:
         self.graph.register_initializer(value)
 
     def _new(self, name: str, shape: Sequence[int], dtype: Any, read: Callable[[], Array]) -> ir.Value:
-        """An initializer that is read when it is written; the one there is, if there is one of that name."""
+        """Add an initializer, read when it is written, or return the existing one of this name."""
         if name not in self._names:
             self._bind(ir.Value(name=name), shape, dtype, read)
         return self._names[name]
 
     def _gamma(self, norm: ir.Node) -> ir.Value:
-        """What an RMSNorm multiplies by: its weight, and the one that some classes leave out of it."""
+        """Return an RMSNorm's factor: its weight, plus the offset of some classes."""
         name, offset = f"{name_of(norm)}.weight", np.float32(norm.attributes["offset"].as_float())
         return self._new(name, self.weights.shapes[name], self.floats, lambda: self.weights.tensor(name) + offset)
 
     def _tied(self, linear: LinearSpec) -> ir.Value:
-        """The embedding [N, K] that a head shares its weight with."""
+        """Return the embedding [N, K] of a tied head."""
         name, shape = linear.shared or "", (linear.rows, linear.columns)
         return self._new(name, shape, self.floats, lambda: self.weights.tensor(name))
 
     def _turned(self, name: str, linears: Sequence[str]) -> ir.Value:
-        """Weights of linears below each other, not quantized, as they are multiplied: [K, N]."""
+        """Return unquantized weights of stacked linears for multiplication: [K, N]."""
         specs = [self.weights.linears[linear] for linear in linears]
 
         def read() -> Array:
@@ -125,7 +125,7 @@ class Rewriting:
         return self._new(f"{name}.weight", (specs[0].columns, sum(spec.rows for spec in specs)), self.floats, read)
 
     def _packed_tensors(self, packed: PackedWeights, name: str) -> list[ir.Value]:
-        """The inputs of a MatMulNBits behind the first."""
+        """Return the inputs of a MatMulNBits after the first."""
         return [self._new(f"{name}.{part}", *tensor) for part, tensor in packed.tensors().items()]
 
     def _constant(self, name: str, values: Any, dtype: Any) -> ir.Value:
@@ -141,7 +141,7 @@ class Rewriting:
         domain: str = "",
         **attributes: Any,
     ) -> list[ir.Value]:
-        """The outputs of a new node before another one."""
+        """Insert a node before another one, and return its outputs."""
         values = [ir.Value(name=name) for name in outputs]
         node = ir.Node(domain, kind, list(inputs), ir.convenience.convert_attributes(attributes), outputs=values)
         self.graph.insert_before(before, node)
@@ -151,7 +151,7 @@ class Rewriting:
         return next(value for value in self.graph.inputs if value.name == name)
 
     def _repeated(self, node: ir.Node, name: str, keys: ir.Value | None) -> ir.Value | None:
-        """[B, G, T, D] as the attention `node` has queries, [B, H, T, D]: each key as often as queries share it."""
+        """Repeat keys or values [B, G, T, D] to the query heads of attention `node`, [B, H, T, D]."""
         heads, kv_heads = node.attributes["heads"].as_int(), node.attributes["kv_heads"].as_int()
         if heads == kv_heads:
             return keys
@@ -170,7 +170,7 @@ class Rewriting:
         return size
 
     def _replace(self, node: ir.Node, values: Sequence[ir.Value]) -> None:
-        """Let `values` stand for a node's outputs, and remove it."""
+        """Replace a node's outputs by `values`, and remove it."""
         for old, new in zip(node.outputs, values, strict=True):
             name, is_output = old.name, old.is_graph_output()
             new.shape, new.type = new.shape or old.shape, new.type or old.type
@@ -183,7 +183,7 @@ class Rewriting:
         return [node for node in self.graph if node.domain == DOMAIN and node.op_type == kind]
 
     def _finish(self, opsets: Mapping[str, int], ir_version: int) -> ir.Model:
-        """The graph, without what nothing reads; inputs stay, since a mask is still part of the interface."""
+        """Return the graph without unread nodes; inputs stay, since a mask is part of the interface."""
         from onnx_ir.passes import common
 
         model = self.traced.model
@@ -240,7 +240,7 @@ def keep_few(model: ir.Model, *, optional: bool) -> None:
 
 
 def _products(joined: ir.Node) -> list[ir.Node]:
-    """The products that a Concat puts side by side; others are left out."""
+    """List the products joined by a Concat; other nodes are left out."""
     return [product for value in joined.inputs if (product := is_producer(value, "MatMulNBits")) is not None]
 
 
@@ -268,7 +268,7 @@ _HIDDEN, _HIDDEN_HALF = -1e9, -60000.0
 
 @dataclass
 class PlainOperators(Rewriting):
-    """The rewriting of one graph."""
+    """Rewrites one graph."""
 
     opsets: ClassVar[Mapping[str, int]]
     ir_version: ClassVar[int]
@@ -294,7 +294,7 @@ class PlainOperators(Rewriting):
     # --- products -----------------------------------------------------------------------------------------------------
 
     def _products(self) -> None:
-        """MatMul, behind a pair where its input is quantized; linears that share an input share its pair."""
+        """Write MatMul, after a pair for a quantized input; linears with one input share its pair."""
         pairs: dict[tuple[ir.Value, InputCodes], ir.Value] = {}
         for node in self._placeholders("Linear"):
             name, source = name_of(node), node.inputs[0]
@@ -311,13 +311,13 @@ class PlainOperators(Rewriting):
         return self._node(node, "MatMul", [source, self._weight(node, name, linear)], [f"{name}/output"])[0]
 
     def _weight(self, before: ir.Node, name: str, linear: LinearSpec) -> ir.Value:
-        """[K, N], as it is multiplied; here of a linear that is not quantized."""
+        """Return [K, N] for multiplication; here for a linear that is not quantized."""
         if linear.shared is None:
             return self._turned(name, [name])
         return self._node(before, "Transpose", [self._tied(linear)], [f"{name}.turned"], perm=[1, 0])[0]
 
     def _pair(self, before: ir.Node, source: ir.Value, name: str, how: InputCodes) -> ir.Value:
-        """QuantizeLinear and DequantizeLinear with a fixed scale, behind channels that are moved."""
+        """Add QuantizeLinear and DequantizeLinear with a fixed scale, after moved channels."""
         assert how.scale is not None
         if how.moved:
             shift, reach = (np.asarray(part, np.float32) for part in how.moved)
@@ -331,7 +331,7 @@ class PlainOperators(Rewriting):
         return self._node(before, "DequantizeLinear", [codes, *grid], [f"{name}.values"])[0]
 
     def _zero(self, how: InputCodes) -> ir.Value:
-        """The zero point of an input, in the type of its codes."""
+        """Return the zero point of an input, in the type of its codes."""
         raise NotImplementedError
 
     # --- attention ----------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ class PlainOperators(Rewriting):
             self._attend(first, index, node)
 
     def _cached(self) -> None:
-        """The interface of a cache that is written in place."""
+        """Add the interface of a cache written in place."""
         if self.cache != "in_place":
             return
         for value in (*self.graph.inputs, *self.graph.outputs):
@@ -384,11 +384,11 @@ class PlainOperators(Rewriting):
         self._replace(node, [output, *present])
 
     def _attended(self, node: ir.Node, name: str, inputs: Sequence[ir.Value | None], scale: float) -> ir.Value:
-        """[B, H, S, D] of queries, keys, values and what is added to scores."""
+        """Compute [B, H, S, D] from queries, keys, values and the bias of scores."""
         return self._node(node, "Attention", inputs, [f"{name}/heads"], scale=scale)[0]
 
     def _spelled_out(self, node: ir.Node, name: str, inputs: Sequence[ir.Value | None], softcap: float) -> ir.Value:
-        """softmax(cap(q kᵀ · scale) + bias) v in operators of their own, [B, H, S, D]; scores in float32."""
+        """Compute softmax(cap(q kᵀ · scale) + bias) v by basic operators, [B, H, S, D]; scores in float32."""
 
         def at(kind: str, inputs: list[ir.Value | None], output: str, **attributes: Any) -> ir.Value:
             return self._node(node, kind, inputs, [f"{name}/{output}"], **attributes)[0]
@@ -424,7 +424,7 @@ class PlainOperators(Rewriting):
     def _remember(
         self, node: ir.Node, layer: int, which: int, new: ir.Value | None, past: ir.Value | None
     ) -> tuple[ir.Value, ir.Value]:
-        """(keys or values of all tokens as they are multiplied, the cache with the new ones)."""
+        """Return keys or values of all tokens for multiplication, and the cache with the new ones."""
         name = f"attention.{layer}/{'value' if which else 'key'}"
         if self.cache == "in_place":
             where = self._input("write_indices")
@@ -434,7 +434,7 @@ class PlainOperators(Rewriting):
         return kept, kept
 
     def _mask(self, first: ir.Node, mask: ir.Value | None, window: int, causal: bool) -> ir.Value:
-        """[B, 1, S, T], 0 where a token sees another and a large negative number elsewhere; made once."""
+        """Return [B, 1, S, T], 0 for visible tokens and a large negative number for others; made once."""
         if (window, causal) in self._masks:
             return self._masks[window, causal]
         assert mask is not None
@@ -465,7 +465,7 @@ class PlainOperators(Rewriting):
         return bias
 
     def _columns(self, at: Callable[..., ir.Value], mask: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """(place of each column of the cache, [1, 1, 1, T]; that of each new token, [B or 1, 1, S, 1])."""
+        """Return positions of the cache's columns, [1, 1, 1, T], and of the new tokens, [B or 1, 1, S, 1]."""
         zero, one = self._constant("mask/first", 0, np.int64), self._constant("mask/step", 1, np.int64)
         length = at("Shape", [self._input("input_ids")], "length", start=1, end=2)
         scalar = self._constant("mask/scalar", [0], np.int64)

@@ -1,4 +1,4 @@
-"""A transformer as an ONNX graph, exported once on shapes: no weight is read.
+"""Export a transformer as an ONNX graph, once, on shapes: no weight is read.
 
 The model's own class runs under `torch.export` with weights that take no memory. What every dialect writes in its own
 way goes into the graph as one placeholder node of the domain `quantkit`:
@@ -44,7 +44,7 @@ _MODEL = "model."
 
 @dataclass
 class _Memory:
-    """What attention sees of the cache while the model is traced."""
+    """Part of the cache that attention sees during tracing."""
 
     past: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     mask: Tensor | None = None
@@ -53,7 +53,7 @@ class _Memory:
 
     @contextmanager
     def seen(self) -> Iterator[None]:
-        """Let attention see it."""
+        """Make the cache visible to attention."""
         token = _memory.set(self)
         try:
             yield
@@ -67,7 +67,7 @@ _memory: ContextVar[_Memory] = ContextVar("memory")
 
 
 class _PassedOn(Cache):  # type: ignore[misc]
-    """A cache that keeps nothing: new keys and values go on to attention, which has the old ones."""
+    """Cache that stores nothing: new keys and values go on to attention, which has the old ones."""
 
     def __init__(self, length: int) -> None:
         self.layers: list[Any] = []
@@ -94,7 +94,7 @@ def _attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The placeholder for [B, H, S, D] queries; transformers' signature. Output [B, S, H, D]."""
+    """Write the placeholder for [B, H, S, D] queries; transformers' signature. Output [B, S, H, D]."""
     unknown = [name for name in ("s_aux", "position_bias") if options.get(name) is not None]
     if unknown:
         rule = "softmax(q k / scale) v, causal or not, with window and soft cap"
@@ -178,7 +178,7 @@ class _RMSNorm(nn.Module):
 
 @torch.no_grad()
 def rms_norm(module: nn.Module) -> tuple[float, float] | None:
-    """Return (epsilon, offset) of a module that computes x / sqrt(mean(x²) + epsilon) * (weight + offset), else None.
+    """Return (epsilon, offset) for a module computing x / sqrt(mean(x²) + epsilon) * (weight + offset), else None.
 
     A copy of it is run: nothing is concluded from its name.
     """
@@ -219,7 +219,7 @@ def _stand_ins(model: nn.Module) -> None:
 
 
 def _hollow(model: nn.Module, floats: torch.dtype) -> None:
-    """Give every parameter without data one element that stands for all of them; buffers stay float32."""
+    """Give every parameter without data one element in place of all; buffers stay float32."""
     for module in model.modules():
         for kind in (module._parameters, module._buffers):
             for name, value in list(kind.items()):
@@ -260,7 +260,7 @@ class _Decoder(nn.Module):
 
 
 class _Encoder(nn.Module):
-    """The last hidden states, and what a head behind them makes of them: all outputs whose names say logits."""
+    """Last hidden states, and the outputs of a head after them: all outputs whose names contain logits."""
 
     def __init__(self, model: nn.Module, extra: Sequence[str], whole: bool) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def trace(
 
 
 def _copied(traced: Traced) -> Traced:
-    """Copy a graph whose weights have no values: for `clone` they have to be among its inputs."""
+    """Copy a graph without values of weights: for `clone` the weights have to be among its inputs."""
     graph = traced.model.graph
     own = {*graph.inputs, *(value for node in graph for value in node.outputs)}
     outside = dict.fromkeys(value for node in graph for value in node.inputs if value is not None)
@@ -325,8 +325,8 @@ def _copied(traced: Traced) -> Traced:
     count = len(graph.inputs)
     graph.inputs.extend(weights)
     model = traced.model.clone()
-    for each in (graph, model.graph):
-        del each.inputs[count:]
+    for copied in (graph, model.graph):
+        del copied.inputs[count:]
     return replace(traced, model=model, parameters=dict(traced.parameters))
 
 
@@ -347,7 +347,7 @@ def _traced_whole(skeleton: nn.Module, kind: str, floats: torch.dtype, positions
 
 
 def _without_head(skeleton: nn.Module, wanted: bool) -> str:
-    """Why an encoder is traced without the head that its class has; "" where it is not, or has none."""
+    """Describe why an encoder is traced without its head; "" if it has none, or is traced with it."""
     if getattr(skeleton, "base_model", skeleton) is skeleton:
         return ""
     words = getattr(skeleton, "get_output_embeddings", lambda: None)() is not None
@@ -358,7 +358,7 @@ def _without_head(skeleton: nn.Module, wanted: bool) -> str:
 def _traced(
     skeleton: nn.Module, kind: str, floats: torch.dtype, positions: bool, whole: bool, apart: Set[int]
 ) -> Traced:
-    """`trace`, with blocks that are called otherwise than those they are like; raises CalledOtherwise for one more."""
+    """Trace as `trace`, with separately traced blocks `apart`; raises CalledOtherwise for one more."""
     model = copy.deepcopy(skeleton)
     path = find_blocks(model)
     blocks = model.get_submodule(path)
@@ -399,7 +399,7 @@ _BSP = ("batch_size", "sequence_length", "past_sequence_length", "total_sequence
 
 
 def _decoder(model: nn.Module, floats: torch.dtype, positions: bool, layers: Sequence[int]) -> Parts:
-    """With the caches of the blocks that are traced alone: tracing takes longer with each, copies get theirs after."""
+    """Wrap a decoder with the caches of the traced blocks: copies get theirs later, which saves time."""
     config: Any = model.config
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
@@ -448,7 +448,7 @@ def _cleaned(
     path: str,
     known: Set[str],
 ) -> Traced:
-    """Readable names, constants folded, and no hollow parameter (`known`) mistaken for one that is all zeros."""
+    """Set readable names and fold constants; hollow parameters (`known`) are not mistaken for zeros."""
     import onnxscript.optimizer
     from onnx_ir.passes import common
 
