@@ -122,7 +122,8 @@ def test_too_little_to_calibrate_on_is_an_error_too_little_to_score_on_is_made_u
     decisions: list[Decision] = []
     _, scoring = tokens.load(recipe(ids(5)), source(byte_tokenizer), calibrate=True, decisions=decisions)
     assert scoring.name == "prose-en"
-    assert decisions[0].reason == "it is too short to score on"
+    reason = "too short to score on: its part for scores holds 5 sequences of 32 tokens, and 10 are needed; "
+    assert decisions[0].reason == f"{reason}a longer file is scored itself"
 
 
 def test_ids_beyond_the_vocabulary_are_refused(byte_tokenizer: Any, ids: Any) -> None:

@@ -115,7 +115,7 @@ def load(
     if source.kind == "encoder" and purpose_of(source).gives == "text":
         common["tokens"] = min(tokens, _TEXT)  # one answer a text: more texts rather than longer ones
     positions = SCORED if whole or source.kind != "decoder" else _fewest()
-    problem, code = "it is too short to score on", "scored-elsewhere"
+    code = "scored-elsewhere"
     try:
         scoring = _scoring(choice.set, positions, common)
         if calibration is None:  # else it has the same to say
@@ -130,6 +130,10 @@ def load(
             common["tokens"] = sequence_length(CalibrationChoice().tokens, source, [])
         elif error.code != "calibration-short":
             raise
+        else:
+            held, few = str(error.value).removesuffix(" in it"), -(-_fewest() // max(common["tokens"] - 1, 1))
+            problem = f"too short to score on: its part for scores holds {held}, and {few} are needed; "
+            problem += "a longer file is scored itself"
     if common["tokenizer"] is None or choice.set == _FALLBACK:
         remedy = "give a longer set, or one with an eval split, or a model folder with a tokenizer"
         raise _nothing(choice.set, problem, remedy)
