@@ -55,7 +55,7 @@ def listing(kind: str | None = None) -> dict[str, dict[str, str]]:
 
 
 def find(name: str) -> list[CatalogEntry]:
-    """Find everything that goes by a shipped name: mostly one thing.
+    """Find all entries of a shipped name: mostly one.
 
     Raises:
         InputError: `unknown-name` with a did-you-mean over all kinds.
@@ -200,7 +200,7 @@ def _options(schema: Any) -> tuple[dict[str, Any], list[Fact]]:
 
 
 def _described(docstring: str, key: str) -> str:
-    """Read what the `Args:` of a docstring say about a key: `key: text`, with the lines that go on deeper."""
+    """Read the description of a key in a docstring's `Args:`, with its continuation lines."""
     lines = docstring.splitlines()
     for number, line in enumerate(lines):
         if line.strip().startswith(f"{key}: "):
@@ -263,7 +263,6 @@ def _model(name: str) -> CatalogEntry:
 
 
 def _sizes(name: str) -> CatalogEntry:
-    """Show a model of which only the config ships."""
     shipped, model = configs.shipped(name), configs.read(name)
     facts = [("kind", model.kind), ("parameters", f"{model.parameters:,}")]
     if model.active_parameters != model.parameters:

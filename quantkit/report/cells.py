@@ -57,7 +57,7 @@ def _all(cells: Sequence[MatrixEntry]) -> list[Part]:
 
 
 def _columns(found: Sequence[MatrixEntry]) -> list[list[str]]:
-    """The formats of each column: those that are alike everywhere share one, under the shortest name."""
+    """Group formats into columns: formats with equal cells everywhere share one, under the shortest name."""
     alike: dict[frozenset[tuple[str, ...]], list[str]] = {}
     for name in dict.fromkeys(column.split(" ")[0] for column in matrix.columns(found)):
         cells = [each for each in found if each.format == name]

@@ -84,7 +84,6 @@ def headline(data: Compared) -> str:
 
 
 def _within(cell: DecidedCell) -> str:
-    """`; its recipe allows 0.25 nats`."""
     if cell.answer == "worse" and cell.shipped:
         return f"; {cell.shipped}"
     if cell.answer != "worse" or cell.allowed is None:
@@ -95,7 +94,6 @@ def _within(cell: DecidedCell) -> str:
 
 
 def _seen(cell: DecidedCell) -> str:
-    """Say the smallest loss that would have been called."""
     if cell.doubt == "ceiling":
         return "it is more than bytes and operations allow: a time or a ceiling is wrong, measure it again"
     if cell.what == "latency":
@@ -229,7 +227,6 @@ def _cells(data: Compared, what: str) -> tuple[list[DecidedCell], list[Part]]:
 
 
 def _charts(panels: Sequence[Plot], captions: Sequence[str] = ()) -> Exhibit:
-    """Build charts whose data stands in the table over them."""
     return Exhibit(captions, panels, [], Sheet([], []))
 
 
@@ -265,7 +262,7 @@ def _times(data: Compared) -> list[Part]:
 
 
 def _line(cell: DecidedCell, kind: str) -> str:
-    """Name the line that cells which differ in their batch alone are on."""
+    """Name the line for cells with different batches only."""
     shape = cell.shape or {}
     if cell.name == "latency.decode_step":
         return f"step, context {shape.get('context', 0):,}"

@@ -15,7 +15,7 @@ from quantkit.report.kit.tree import Code, Conclusion, Part, Remark, Styled
 
 
 def html(bundle: Bundle) -> str:
-    """What a notebook shows of a bundle; text of others is escaped.
+    """Return a notebook's view of a bundle; foreign text is escaped.
 
     Raises:
         InputError: `measurements-invalid`.
@@ -33,7 +33,7 @@ def html(bundle: Bundle) -> str:
 
 
 def plot(bundle: Bundle, title: str | None = None) -> Any:
-    """A chart of a bundle's page by its title, else the first, as `plotly.graph_objects.Figure`.
+    """Return a chart of a bundle's page by title, else the first, as `plotly.graph_objects.Figure`.
 
     Raises:
         InputError: `unknown-figure`, `nothing-to-plot`, `measurements-invalid`.
@@ -63,7 +63,6 @@ def _rows(bundle: Bundle) -> list[Row]:
 
 
 def _panels(bundle: Bundle) -> dict[str, Plot]:
-    """By title, in the order of the page."""
     manifest, rows = bundle.manifest, _rows(bundle)
     parts = [
         *speed.sections(manifest, rows),
@@ -75,7 +74,7 @@ def _panels(bundle: Bundle) -> dict[str, Plot]:
 
 
 def _colours() -> dict[str, str]:
-    """The page's colours and fonts by name, those of its light side: a figure outside of it cannot ask the page."""
+    """Return the page's colours and fonts by name, from its light side, for a figure outside of the page."""
     given = r"--([a-z0-9-]+):\s*(?:light-dark\()?(#\w+|rgba?\([^)]*\)|[^;]+)"
     named = dict(re.findall(given, page.read("page.css")))
     return {name: named[text[6:-1]] if text.startswith("var(--") else text for name, text in named.items()}

@@ -181,7 +181,6 @@ def _cache(data: Taxed) -> float:
 
 
 def _explained(data: Taxed) -> list[str]:
-    """Say what the columns are, a sentence each."""
     cache, name = _cache(data), data.baseline
     split = (
         " Where the kernel is ours, a twin with the same loads and no decoding splits it: see the page."

@@ -19,7 +19,7 @@ _Rows = list[tuple[Line, Cell]]
 def verified(
     path: Path, manifest: Manifest, checks: Sequence[Check], notes: Sequence[str], seals: Sequence[str] = ()
 ) -> list[Part]:
-    """Build what `verify` found; `seals`: lines about the bundle's seal and who signed it."""
+    """Build the result of `verify`; `seals`: lines about the bundle's seal and signer."""
     failed = sum(not check.ok for check in checks)
     outcome = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks hold"
     rows: list[list[Line]] = [
@@ -34,7 +34,7 @@ def verified(
 
 
 def planned(plan: Mapping[str, Any]) -> list[Part]:
-    """Build what a compile would do; `plan` is the result of `--dry-run` as the envelope has it."""
+    """Build a compile's plan; `plan`: result of `--dry-run` in the envelope."""
     model, seen, disk, left_out = plan["model"], plan["calibration"], plan["disk_bytes"], plan["kept"]
     layers = []
     for scheme in plan["schemes"]:
@@ -78,7 +78,7 @@ def planned(plan: Mapping[str, Any]) -> list[Part]:
 
 
 def listing(kinds: Mapping[str, Mapping[str, str]]) -> list[Part]:
-    """Build what there is of each kind: names and summaries."""
+    """Build the list of each kind: names and summaries."""
     width = max((len(name) for names in kinds.values() for name in names), default=1)
     parts: list[Part] = []
     for kind, names in kinds.items():
@@ -88,7 +88,7 @@ def listing(kinds: Mapping[str, Mapping[str, str]]) -> list[Part]:
 
 
 def entry(shown: CatalogEntry) -> list[Part]:
-    """Build one thing: what it is, its facts one under the other, and the text that defines it."""
+    """Build one entry: description, facts, and its defining text."""
     title = Remark((Styled(shown.name, "strong"), Styled(f"  {shown.kind}", "dim")))
     facts = [Section("", [Facts(shown.facts)])] if shown.facts else []
     source = [Section("", [Code("", shown.source.rstrip())])] if shown.source else []
@@ -96,7 +96,7 @@ def entry(shown: CatalogEntry) -> list[Part]:
 
 
 def machine(report: Mapping[str, Any]) -> list[Part]:
-    """Build what the doctor found."""
+    """Build the doctor's report."""
     from quantkit.measurement.doctor import place_of
 
     about = report["machine"]
@@ -145,7 +145,6 @@ def _ceiling(row: Mapping[str, Any]) -> str:
 
 
 def _library(library: Mapping[str, Any]) -> Line:
-    """Write what one of the TensorRT libraries builds for, and what is missing."""
     able = f"{library['version']}, builds for SM {', '.join(library['builds_for'])}" if library["builds_for"] else ""
     missing = "; ".join(library["missing"])
     return (able, "; " if able and missing else "", Styled(missing, "dim"))
@@ -181,7 +180,7 @@ def listed(devices: Sequence[Mapping[str, Any]]) -> list[Part]:
 
 
 def device(known: Mapping[str, Any]) -> list[Part]:
-    """Build all that is known of one device."""
+    """Build the facts of one device."""
     about, name = known["about"], Remark(Styled(known["name"], "strong"))
     rows: _Rows = [(field, known[field]) for field in ("address", "workdir")]
     rows += [(field, known[field]) for field in ("python", "wheelhouse") if known[field]]
@@ -209,7 +208,7 @@ def device(known: Mapping[str, Any]) -> list[Part]:
 
 
 def ceilings(name: str, rows: Iterable[Mapping[str, Any]], written: str | None) -> list[Part]:
-    """Build what a device can do at best."""
+    """Build a device's limits."""
     facts: _Rows = []
     for row in rows:
         kind = f" {row['settings']['compute_type']}" if row["settings"].get("compute_type") else ""

@@ -146,7 +146,7 @@ def _lines(data: Data) -> list[list[str]]:
 
 
 def _thinned(lines: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Keep for a screen what has a name, and of the rest of the front only so many."""
+    """Keep named points for a screen, and a few of the rest."""
     unnamed = [i for i, line in enumerate(lines) if not line[0]]
     step = -(-len(unnamed) // _SHOWN) or 1
     kept = set(unnamed[step // 2 :: step])
@@ -265,7 +265,6 @@ def _bars(blocks: Sequence[int], values: Mapping[str, Sequence[float]]) -> Figur
 
 
 def _chosen(data: Data) -> Exhibit:
-    """Build which unit got how many bits."""
     bits = {entry["name"]: entry["bits"] for entry in data["alone"]}
     kinds, blocks = _grid(data)
     at = {(unit["block"], _kind(unit)): bits.get(unit["chosen"]) for unit in data["units"]}

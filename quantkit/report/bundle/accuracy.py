@@ -195,7 +195,7 @@ def _as_text(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def traps(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
-    """Say what the rows' flags say of the source that no note does."""
+    """Return sentences for flags about the source without a note."""
     said = []
     for flag in dict.fromkeys(flag for row in rows for flag in row.flags if flag.startswith("source-was-")):
         was = flag.removeprefix("source-was-").replace("-", " ")

@@ -77,18 +77,18 @@ class CurvePoint:
 
     @property
     def tax_share(self) -> float | None:
-        """The tax as a share of the original's time."""
+        """Tax as a share of the original's time."""
         tax = self.tax.value if self.tax is not None else None
         return tax / self.original if tax is not None and self.original else None
 
     @property
     def faster(self) -> str:
-        """`2.40×`, `~1.02×` where it is noise."""
+        """Speed-up as text: `2.40×`, or `~1.02×` within noise."""
         return words.or_dash(self.ratio, lambda ratio: f"{'~' if self.doubtful else ''}{words.times(ratio)}")
 
 
 def point(x: int, row: Row, tax: Row | None, bandwidth: Row | None = None) -> CurvePoint:
-    """Read what the rows of one size say."""
+    """Read the rows of one size."""
     base, op, speed = row.baseline, tax.op if tax is not None else None, speed_up(row)
     flags = list(dict.fromkeys([*row.flags, *(tax.flags if tax is not None else [])]))
     doubtful = bool(NOISY & set(row.flags)) or (speed is not None and bool(speed.doubt))
@@ -143,12 +143,12 @@ class Series:
 
     @property
     def cells(self) -> list[CurvePoint]:
-        """The points that were measured."""
+        """Measured points."""
         return [cell for cell in self.points if (cell.row.value or 0) > 0]
 
     @property
     def skipped(self) -> list[CurvePoint]:
-        """The points without a value."""
+        """Points without a value."""
         return [cell for cell in self.points if (cell.row.value or 0) <= 0]
 
     @property
@@ -162,7 +162,7 @@ class Series:
 
     @property
     def counted(self) -> str:
-        """What a second's worth of work is counted in: a graph takes whole samples, not tokens."""
+        """Unit of work: a graph takes whole samples, not tokens."""
         return "sample" if self.unit == "pass" and tokens(self.points[0].row) == 1 else "token"
 
     @property
@@ -172,12 +172,12 @@ class Series:
 
     @property
     def spread(self) -> float | None:
-        """The largest A/A spread of its cells."""
+        """Largest A/A spread of its cells."""
         return max((cell.row.aa_spread for cell in self.cells if cell.row.aa_spread is not None), default=None)
 
     @property
     def ideal(self) -> float | None:
-        """The x up to which the roofline promises a gain."""
+        """Largest x with a gain promised by the roofline."""
         ideal = self.even.settings.get("ideal") if self.even is not None else None
         return ideal / self.per_x if isinstance(ideal, int | float) and ideal > 0 else None
 
@@ -244,7 +244,7 @@ def _batch(row: Row) -> int:
 
 
 def _of(rows: Sequence[Row], cell: Row, name: str) -> Row | None:
-    """Find the row of that name about the whole step of the same cell."""
+    """Find the row with `name` about the whole step of the same cell."""
     for row in rows:
         same = (row.batch, row.shape, figures.variant(row)) == (cell.batch, cell.shape, figures.variant(cell))
         if same and row.name == name and (row.op is None or row.op.layer is None):
@@ -332,7 +332,7 @@ def skipped(curve: Series) -> list[str]:
 
 
 def cautions(curve: Series) -> list[str]:
-    """Say what the flags of the cells mean, each once, with where it holds."""
+    """Return the cautions for the cells' flags, once each, with their places."""
     said = []
     for flag, text in _FLAGS.items():
         xs = [cell.x for cell in curve.cells if flag in cell.flags]
@@ -343,7 +343,7 @@ def cautions(curve: Series) -> list[str]:
 
 
 def shared_cautions(several: Sequence[Series]) -> list[str]:
-    """List the cautions that hold for each of several curves: they are told once."""
+    """List cautions common to several curves, once each."""
     told = [cautions(curve) for curve in several]
     return [text for text in told[0] if all(text in others for others in told)] if len(told) > 1 else []
 
@@ -359,12 +359,12 @@ def measured(curve: Series) -> str:
 
 
 def spread(curve: Series) -> str:
-    """`A/A spread 1.3 % at most`; empty where it is not known."""
+    """Format `A/A spread 1.3 % at most`; "" if unknown."""
     return f"A/A spread {words.percent(curve.spread)} at most" if curve.spread is not None else ""
 
 
 def setting(curve: Series) -> str:
-    """Say what it ran in and on: threads, runtime with its version, accuracy level, device."""
+    """Describe threads, runtime with its version, accuracy level and device."""
     row = curve.cells[0].row
     threads, level = row.settings.get("threads"), row.settings.get("accuracy_level")
     return words.joined(
@@ -383,7 +383,7 @@ def how(curve: Series) -> str:
 
 
 def few_steps(several: Sequence[Series]) -> str:
-    """Say which 99th percentiles rest on few steps, once for all curves; empty where none does."""
+    """Name the 99th percentiles based on few steps, once for all curves; "" without any."""
     flags = [["p99-from-few" in cell.flags for cell in curve.cells] for curve in several]
     if not any(map(any, flags)):
         return ""
@@ -391,7 +391,7 @@ def few_steps(several: Sequence[Series]) -> str:
 
 
 def conditions(several: Sequence[Series], rows: Sequence[Row]) -> list[str]:
-    """Say what all curves were measured in and on, each once, and what a share of the bandwidth is a share of."""
+    """Describe the conditions of all curves, once each, and the base of the bandwidth's share."""
     said = list(dict.fromkeys(text for curve in several if (text := setting(curve))))
     if few := few_steps(several):
         said.append(few[:1].lower() + few[1:].rstrip("."))

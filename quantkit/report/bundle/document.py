@@ -216,7 +216,7 @@ def near(path: Path) -> str:
 
 
 def took(seconds: Mapping[str, float | None], memory: int | None) -> str:
-    """Say what a compile took: seconds by `total` and `quantize_cpu`, and the peak of its memory in bytes."""
+    """Describe a compile's cost: seconds by `total` and `quantize_cpu`, and peak memory in bytes."""
     total, cpu = seconds.get("total"), seconds.get("quantize_cpu")
     return words.joined(
         f"{words.duration(total)} in all" if total is not None else "",
@@ -337,7 +337,7 @@ def card(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> str:
 
 
 def _front_matter(manifest: Manifest, rows: Sequence[Row]) -> dict[str, Any]:
-    """Collect what the hub reads: base model, licence if known, task, tags, quantization."""
+    """Collect the hub's metadata: base model, licence if known, task, tags, quantization."""
     source = manifest.model.source
     licence = ALIASES[name].licence.lower() if (name := source.ref.removeprefix("alias:")) in ALIASES else None
     formats = sorted({str(layer.scheme.get("format")) for layer in manifest.layers})

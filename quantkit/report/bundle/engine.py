@@ -36,7 +36,7 @@ def sections(engines: Sequence[Inspected]) -> list[Exhibit]:
 
 
 def said(engine: Inspected) -> list[str]:
-    """Say what it does otherwise than asked, and what it made of the network."""
+    """Describe fallbacks, and the engine's version of the network."""
     fallen = [product for product in engine.products if product.fell_back]
     unknown = sum(product.got is None for product in engine.products)
     count, whole = words.plural(len(engine.products), "quantized layer"), len(engine.products)
@@ -56,7 +56,7 @@ def said(engine: Inspected) -> list[str]:
 
 
 def brief(engine: Inspected) -> list[Part]:
-    """Build for a terminal: what fell back, a line each, and the costliest."""
+    """Build the terminal's summary: fallbacks, a line each, and the costliest layers."""
     fallen = [product for product in engine.products if product.fell_back]
     text = f": {' '.join(said(engine))}"
     parts: list[Part] = [Remark((MARK[not fallen], " ", Styled(engine.engine, "strong"), text))]

@@ -104,7 +104,7 @@ def _right(row: Row, value: float) -> Figures:
 
 
 def _alone(label: str | Callable[[Row], str], form: words.Form | None = None) -> Callable[[Row, float], Figures]:
-    """Make lines of what is about both sides: its value and interval."""
+    """Return lines for value and interval of a figure about both sides."""
 
     def line(row: Row, value: float) -> Figures:
         shown, name = form or share_form(row), label if isinstance(label, str) else label(row)
@@ -134,7 +134,7 @@ def same(row: Row, value: float) -> Figures:
 
 
 def agreement(row: Row) -> str:
-    """Name what a row of agreement counts: words, classes, or classes where the original is sure."""
+    """Name the items of a row of agreement: words, classes, or classes where the original is confident."""
     if not of_classes(row):
         return "same most likely word"
     sure = row.settings.get("surer_than")
@@ -161,7 +161,7 @@ _MAKERS: dict[str, Callable[[Row, float], Figures]] = {
 
 
 def of_classes(row: Row) -> bool:
-    """Whether a row is about a classifier's answers."""
+    """Tell if a row is about a classifier's answers."""
     return "classes" in (row.shape or {})
 
 
@@ -177,7 +177,7 @@ def points_form(row: Row) -> words.Form:
 
 
 def lost(row: Row) -> str:
-    """Tell what a share lost against the original: `−0.2 points (−0.5 to 0.1), McNemar p 0.30`; empty where unknown."""
+    """Format a share's loss against the original: `−0.2 points (−0.5 to 0.1), McNemar p 0.30`; "" if unknown."""
     base = row.baseline
     if base is None or base.difference is None:
         return ""
@@ -188,7 +188,7 @@ def lost(row: Row) -> str:
 
 
 def variant(row: Row) -> str:
-    """Name the export that a row is about, as a reader tells it from the others; empty where no runtime is needed."""
+    """Name the export of a row, to tell it from the others; "" if no runtime is needed."""
     level, cache, output = (row.settings.get(name) for name in ("accuracy_level", "kv_cache", "output"))
     cached = f"context {(row.shape or {}).get('context', 0):,}, {cache} cache" if cache is not None else ""
     leveled, named = f"level {level}" if level is not None else "", f"output {output}" if output is not None else ""
@@ -196,7 +196,7 @@ def variant(row: Row) -> str:
 
 
 def export(row: Row) -> str:
-    """Name the folder that a row of sizes is about, as a reader calls it."""
+    """Name the folder of a row of sizes, in the reader's words."""
     folder = str(row.settings.get("export") or "this bundle")
     return {"model": "checkpoint", "onnx": "ONNX"}.get(folder, folder)
 
@@ -217,7 +217,7 @@ def flags(row: Row) -> str:
 
 
 def scored(rows: Sequence[Row]) -> str:
-    """Say what accuracy was measured on and how its intervals are made; empty where none was."""
+    """Describe the data and the intervals of accuracy; "" without accuracy."""
     row = next((row for row in rows if row.data is not None), None)
     if row is None or row.data is None:
         return ""
@@ -237,7 +237,7 @@ def scored(rows: Sequence[Row]) -> str:
 
 
 def counted(row: Row) -> str:
-    """Name what is counted as one."""
+    """Name the unit of counting."""
     if of_classes(row):
         return next((unit for unit in ("sample", "text", "pair") if f"ci95-by-{unit}" in row.flags), "image")
     if row.name in RECALL or "ci95-by-pair" in row.flags:
@@ -248,7 +248,8 @@ def counted(row: Row) -> str:
 
 
 def calibrated(seen: CalibrationEntry) -> str:
-    """Say what the passes saw: `prose-en (calib), 16 sequences of 512 tokens`; images and pairs have no tokens."""
+    """Describe the calibration data: `prose-en (calib), 16 sequences of 512 tokens`; images and pairs have no
+    tokens."""
     of = f"sequences of {seen.tokens} tokens" if seen.tokens else "items"
     return f"{seen.set} ({seen.split}), {seen.samples} {of}{written(seen.generated)}{begins(seen.begins)}"
 
@@ -259,7 +260,7 @@ def written(samples: int | None) -> str:
 
 
 def begins(tokens: str | None) -> str:
-    """Say what sequences begin with, to be added to how many there are: `, each beginning with <bos>`."""
+    """Describe the start of the sequences, as an addition: `, each beginning with <bos>`."""
     return f", each beginning with {tokens}" if tokens else ""
 
 
@@ -267,12 +268,12 @@ def begins(tokens: str | None) -> str:
 
 
 def gates(checks: Sequence[Check]) -> list[Check]:
-    """Pick the checks that are gates of the recipe."""
+    """Return the checks of the recipe's gates."""
     return [check for check in checks if check.name.startswith(_GATE)]
 
 
 def unjudged(manifest: Manifest) -> list[str]:
-    """List the recipe's gates that nothing which was scored could judge."""
+    """List gates of the recipe without a matching score."""
     judged = {check.name.rpartition(".")[2] for check in gates(manifest.checks)}
     asked: dict[str, Any] = manifest.recipe.get("gates") or {}
     return [gate for gate, limit in asked.items() if limit is not None and gate not in judged]
@@ -291,7 +292,7 @@ def relation(check: Check) -> str:
 
 
 def short(check: Check) -> str:
-    """Name a check without what its heading says already: `kl_max`, or `kl_max in onnxruntime`."""
+    """Shorten a check's name under its heading: `kl_max`, or `kl_max in onnxruntime`."""
     if not check.name.startswith(_GATE):
         return check.name
     runtime, _, gate = check.name.removeprefix(_GATE).rpartition(".")
@@ -316,7 +317,7 @@ def decisions_table(groups: Sequence[Sequence[Decision]]) -> Sheet:
 
 
 def change(decision: Decision) -> str:
-    """Say what a decision changed: `0.01 → 0.1`; empty where it says nothing."""
+    """Format a decision's change: `0.01 → 0.1`; "" without one."""
     if decision.from_ is None and decision.to is None:
         return ""
     return f"instead of {decision.from_}" if decision.to is None else f"{decision.from_} → {decision.to}"
@@ -332,7 +333,7 @@ def results_table(rows: Sequence[Row], *, layers: int = 0, dtype: str = "", quan
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Say what a reader of a bundle's figures must know about its source, wherever they are shown."""
+    """Return notes on the source for readers of a bundle's figures."""
     alias = ALIASES.get(manifest.model.source.ref.removeprefix("alias:"))
     if alias is not None:
         return [alias.note] if alias.note else []
@@ -367,7 +368,6 @@ def verdict(manifest: Manifest, rows: Sequence[Row], *, prompts: bool = True) ->
 
 
 def _in_floats(entries: Sequence[WeightsEntry]) -> float | None:
-    """The share of the linear weights that is not quantized; None where there are none."""
     linear = [entry for entry in entries if entry.linear]
     whole = sum(entry.elements for entry in linear)
     return sum(entry.elements for entry in linear if entry.state != "quantized") / whole if whole else None
@@ -414,7 +414,6 @@ def tone(manifest: Manifest) -> str:
 
 
 def _batches(rows: Sequence[Row]) -> list[int]:
-    """The batches whose decode step was timed."""
     return sorted({row.batch for row in rows if row.name == "latency.decode_step" and row.value and row.batch})
 
 
@@ -426,7 +425,7 @@ def untimed(manifest: Manifest, rows: Sequence[Row]) -> list[int]:
 
 
 def timed(rows: Sequence[Row]) -> bool:
-    """Whether its speed was measured."""
+    """Tell if its speed was measured."""
     return any(row.name.startswith("latency.") and row.value is not None for row in rows)
 
 
@@ -462,7 +461,7 @@ def place(name: str) -> tuple[str, str]:
 
 
 def weights(entries: Sequence[WeightsEntry]) -> list[str]:
-    """Say what became of the source's tensors: the share of linear weights in floats, why, and what no module uses."""
+    """Describe the source's tensors: share of linear weights in floats, reasons, unused tensors."""
     linear = [entry for entry in entries if entry.linear]
     whole = sum(entry.elements for entry in linear)
     left = sorted((entry for entry in linear if entry.state != "quantized"), key=lambda entry: -entry.elements)

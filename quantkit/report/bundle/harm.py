@@ -45,7 +45,7 @@ def parts(manifest: Manifest, harm: Harm | None) -> list[Part]:
 
 
 def by_kind(layers: Sequence[LayerHarm]) -> str:
-    """Name the kind that carries most of the squared relative output error, against its part of the layers."""
+    """Name the kind with most of the squared relative output error, and its part of the layers."""
     sums: dict[str, float] = {}
     kinds = [figures.place(layer.name)[1] for layer in layers]
     for kind, layer in zip(kinds, layers, strict=True):
@@ -62,7 +62,7 @@ def by_kind(layers: Sequence[LayerHarm]) -> str:
 
 
 def by_depth(blocks: Sequence[BlockHarm]) -> str:
-    """Name the fewest blocks that make half of the sum of squared own errors; a third or fewer is concentrated."""
+    """Name the fewest blocks with half of the squared own errors; a third or fewer is concentrated."""
     total = sum(block.own**2 for block in blocks)
     if len(blocks) < 2 or total <= 0:
         return ""
@@ -206,7 +206,7 @@ def mixed(search: MixedSearch | None) -> list[Exhibit]:
 
 
 def mixed_said(search: MixedSearch) -> list[str]:
-    """Say what was chosen, what it costs, and what all of it in low precision would have harmed."""
+    """Describe the choice, its cost, and the harm of low precision everywhere."""
     first = search.steps[0]
     low = f"With nothing kept high, {search.what}: {words.short(first.harm)} at {words.size(first.bytes)}."
     if search.chosen is None:

@@ -44,7 +44,6 @@ def _size(rows: Sequence[Row]) -> list[str]:
 
 
 def _accuracy(rows: Sequence[Row]) -> list[str]:
-    """Two lines: of a decoder KL divergence and perplexity, of other models the first figures that they have."""
     scored = {row.name: row for row in reversed(rows) if row.name.startswith("accuracy.") and row.value is not None}
     kl, perplexity = scored.get("accuracy.kl"), scored.get("accuracy.perplexity")
     if kl is None or perplexity is None or perplexity.baseline is None:
@@ -65,7 +64,6 @@ def _accuracy(rows: Sequence[Row]) -> list[str]:
 
 
 def _speed(manifest: Manifest, rows: Sequence[Row]) -> list[str]:
-    """A line for the smallest step and one for the smallest prompt."""
     lines = []
     for name in ("latency.decode_step", "latency.prefill"):
         timed = [row for row in rows if row.name == name and row.value is not None and row.baseline is not None]
@@ -96,7 +94,6 @@ def _sure(interval: tuple[float, float] | None) -> str:
 
 
 def _next(manifest: Manifest, rows: Sequence[Row], place: str) -> list[str]:
-    """The commands that one would type next."""
     typed, lines = shlex.quote(place), []
     if manifest.model.kind == "decoder":
         alone = usage.file_runtime(manifest) or usage.engine_runtime(manifest)

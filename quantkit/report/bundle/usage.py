@@ -47,13 +47,13 @@ _AS_NAMED = Files()
 
 
 def has(manifest: Manifest, place: str) -> bool:
-    """Whether there is such a file, or a file in such a folder (`onnx/`)."""
+    """Tell if a file, or a folder with files (`onnx/`), exists."""
     folder = place.endswith("/")
     return any(entry.path == place or (folder and entry.path.startswith(place)) for entry in manifest.files)
 
 
 def packed(manifest: Manifest) -> bool:
-    """Whether it holds a checkpoint of codes."""
+    """Tell if it holds a checkpoint of codes."""
     return layout(manifest) is not None
 
 
@@ -68,13 +68,13 @@ def layout(manifest: Manifest) -> Layout | None:
 
 
 def libraries(manifest: Manifest) -> list[str]:
-    """List what transformers loads the checkpoint with, as pip calls it."""
+    """List packages required by transformers for the checkpoint, by their names for pip."""
     stored = layout(manifest)
     return [name.replace("_", "-") for name in stored.libraries] if stored is not None else []
 
 
 def commands(manifest: Manifest) -> list[Code]:
-    """List all that can be done with it, to be typed in its folder."""
+    """List the commands for the bundle, to be typed in its folder."""
     decodes = manifest.model.kind == "decoder"
     made = [Code("Check every byte, and load it again", "quantkit verify .")]
     if has(manifest, "model/"):
@@ -106,7 +106,7 @@ def commands(manifest: Manifest) -> list[Code]:
 
 
 def recommend(manifest: Manifest, files: Files = _AS_NAMED) -> str:
-    """Write what ranks the recipes for its model; empty for a graph or a GGUF file, whose sizes no plan reads."""
+    """Return the command to rank recipes for its model; "" for a graph or a GGUF file, whose sizes no plan reads."""
     kind, _, name = manifest.model.source.ref.partition(":")
     target = (manifest.target or {}).get("name")
     if manifest.model.kind == "network" or kind == _MODULE or name.lower().endswith((".onnx", ".gguf")) or not target:
@@ -116,7 +116,7 @@ def recommend(manifest: Manifest, files: Files = _AS_NAMED) -> str:
 
 
 def measure(manifest: Manifest, place: str = ".", files: Files = _AS_NAMED) -> list[str]:
-    """Write what measures its speed and judges it; `place` is the bundle, as a shell reads it.
+    """Return the command to measure and judge its speed; `place`: the bundle, quoted for a shell.
 
     An engine is timed on its GPU: a decoder's by us, any other by its library's own tool.
 
@@ -146,7 +146,7 @@ def _measured(manifest: Manifest, place: str, runtime: str, files: Files = _AS_N
 
 
 def against(manifest: Manifest, files: Files = _AS_NAMED) -> list[str]:
-    """Write what `measure` asks for where a bundle does not say where it lies: the model, a graph's scoring set."""
+    """Return the options of `measure` for a source without a known place: the model, a graph's scoring set."""
     kind, _, name = manifest.model.source.ref.partition(":")
     baseline = [f"--baseline {shlex.quote(files.model or f'./{name}')}"] if kind == _PATH else []
     graph = manifest.model.kind == "network" or kind == _MODULE or name.lower().endswith(".onnx")
@@ -154,7 +154,7 @@ def against(manifest: Manifest, files: Files = _AS_NAMED) -> list[str]:
 
 
 def _calibration(manifest: Manifest, files: Files) -> list[str]:
-    """Write the set that a recipe cannot name, since it is a file of somebody's own."""
+    """Return the option for a calibration set outside of the recipe, such as a user's own file."""
     kind, _, name = str((manifest.recipe.get("calibration") or {}).get("set", "")).partition(":")
     return [f"--calibration {shlex.quote(files.calibration or f'./{name}')}"] if kind == _PATH else []
 
@@ -171,20 +171,20 @@ def _measure_engine(manifest: Manifest, place: str, files: Files = _AS_NAMED) ->
 
 
 def engine_runtime(manifest: Manifest) -> str:
-    """Name what builds and runs its engines."""
+    """Name the runtime of its engines."""
     steps: list[dict[str, Any]] = manifest.recipe.get("export", [])
     engines = (step[name] for name in plugins.exporters_that_store("engine") for step in steps if name in step)
     return str((next(engines, None) or {}).get("library", "tensorrt_rtx"))
 
 
 def file_runtime(manifest: Manifest) -> str | None:
-    """Name what reads the one file that it holds everything in; None: it has no such file."""
+    """Name the runtime of a single-file bundle; None for any other."""
     exporters = map(load_exporter, plugins.exporters_that_store("file"))
     return next((each.runtimes[0] for each in exporters if has(manifest, f"{each.place}/")), None)
 
 
 def generate(place: str, runtime: str | None = None) -> str:
-    """Write what lets it go on from a prompt."""
+    """Return the command to continue a prompt."""
     return f'quantkit generate {place}{f" --runtime {runtime}" if runtime else ""} --prompt "{PROMPT}"'
 
 
@@ -194,7 +194,7 @@ def auto_class(manifest: Manifest) -> str:
 
 
 def again(manifest: Manifest) -> Code:
-    """Write what makes it again; a file or folder is named as it was, wherever it stood, and a module by its class."""
+    """Return the command to make it again; files and folders keep only their names, modules their classes."""
     kind, _, rest = manifest.model.source.ref.partition(":")
     files, code = _calibration(manifest, _AS_NAMED), bool(_files_of_code(manifest))
     if kind == _MODULE:

@@ -57,7 +57,7 @@ class Axis:
 
 
 def log_axis(title: str, values: Sequence[float], *, form: Form = words.plain) -> Axis:
-    """Make a logarithmic axis that holds all (positive) values, with three to eight round labels."""
+    """Make a logarithmic axis for (positive) values, with three to eight round labels."""
     low, high = min(values) / 1.12, max(values) * 1.12
     if high / low < _LEAST_SPAN:
         middle = math.sqrt(high * low)
@@ -73,7 +73,7 @@ def log_axis(title: str, values: Sequence[float], *, form: Form = words.plain) -
 
 
 def straight_axis(title: str, values: Sequence[float], *, form: Form = words.plain) -> Axis:
-    """Make a linear axis that holds all values, with three to six round labels."""
+    """Make a linear axis for values, with three to six round labels."""
     low, high = min(values), max(values)
     span = (high - low) or abs(high) or 1.0
     power = 10.0 ** math.floor(math.log10(span))
@@ -203,12 +203,12 @@ def over(
 
 
 def heights(curves: Iterable[Curve]) -> list[float]:
-    """List all that the upright axis has to hold, ends of intervals too."""
+    """List all values on the vertical axis, with the ends of intervals."""
     return [y for curve in curves for y in (*curve.y, *(end for band in curve.band if band for end in band))]
 
 
 def plain(text: object) -> str:
-    """Escape text, so that plotly shows it as it is.
+    """Escape text for plotly.
 
     >>> plain("<b>x</b>")
     '&lt;b&gt;x&lt;/b&gt;'

@@ -38,7 +38,7 @@ _EXACT = {"versions", "seed", "A's content", "B's content"}
 
 
 def demand() -> None:
-    """Refuse to begin without what a page needs. Raises MissingDependency: plotly, extra `report`."""
+    """Refuse to begin without a page's dependencies. Raises MissingDependency: plotly, extra `report`."""
     if not machine.has("plotly"):
         raise MissingDependency("plotly", extra="report", purpose="the page")
 
@@ -84,12 +84,12 @@ def fragment(parts: Sequence[Part]) -> str:
 
 
 def page_of_site(folder: Path, template: str, **values: Any) -> str:
-    """Render a page whose style and script lie beside it, from a template in `folder` that extends the shell."""
+    """Render a page with separate style and script, from a template in `folder` that extends the shell."""
     return _filled(folder, template, _POLICY.format(scripts=_BESIDE, styles=f"{_BESIDE} "), **values)
 
 
 def read(name: str) -> str:
-    """Read what all pages share: `page.css`, `page.js`."""
+    """Read a shared file of all pages: `page.css`, `page.js`."""
     return (_TEMPLATES / name).read_text(encoding="utf-8")
 
 
@@ -111,7 +111,7 @@ def _environment(folder: Path) -> Environment:
 
 
 def _line(line: Line) -> Markup:
-    """Escape a line; what stands between backticks is code, tones are classes, links are links."""
+    """Escape a line; backticks become code, tones become classes, links become links."""
     from markupsafe import Markup
 
     made = Markup("")

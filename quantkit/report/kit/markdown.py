@@ -35,7 +35,7 @@ def escape(value: object) -> str:
 
 
 def on_one_line(value: object) -> str:
-    """Replace what does not print by spaces."""
+    """Replace unprintable characters by spaces."""
     return _NOT_SHOWN.sub(" ", str(value))
 
 

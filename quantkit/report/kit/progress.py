@@ -49,7 +49,7 @@ class Passed:
         self.share = self.share or 0.0
 
     def at(self, stage: str, done: float, detail: str = "") -> bool:
-        """Take that a stage is `done` (0..1); return whether it is another stage than before."""
+        """Record a stage as `done` (0..1); return True for a new stage."""
         now, new = self._clock(), stage != self.stage
         if new:
             self._entered = self._last = (now, done)
@@ -131,7 +131,7 @@ class NotebookBar:
 
 
 def notebook() -> NotebookBar | None:
-    """Find the notebook's cell that runs this; None elsewhere."""
+    """Find the notebook cell of this run; None elsewhere."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is None:  # none, or IPython's own terminal
         return None
@@ -180,7 +180,7 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the bar away; what it said is in the summary."""
+        """Remove the bar; the summary has its content."""
         self._over.set()
         if self._live:
             self._bar.stop()
@@ -190,7 +190,7 @@ class Display:
             self._cell.clear()
 
     def begin(self, what: str) -> None:
-        """Say what is being done, on the first line."""
+        """Show the current work, on the first line."""
         with self._lock:
             self._what = in_line(what)
         if not self._live and self._cell is None:
@@ -202,7 +202,7 @@ class Display:
             self._passed.plan(stages)
 
     def at(self, stage: str, done: float, detail: str = "") -> None:
-        """Show that a stage is `done` (0..1)."""
+        """Show a stage as `done` (0..1)."""
         with self._lock:
             new = self._passed.at(stage, done, in_line(detail))
             share = self._passed.share
@@ -211,7 +211,7 @@ class Display:
             self._tell()
 
     def note(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         if not self._live:
             self._told = time.monotonic()
         try:

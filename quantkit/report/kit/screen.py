@@ -148,7 +148,7 @@ def table(
 
 
 def pairs(rows: Iterable[tuple[RenderableType, RenderableType]] = ()) -> Table:
-    """Put what is known beside what it is known of."""
+    """Lay out names beside their values."""
     made = Table.grid(padding=(0, 2, 0, 0))
     made.add_column(style=DIM, no_wrap=True)
     for row in rows:
@@ -165,7 +165,7 @@ def grid(rows: Iterable[Sequence[RenderableType]], gap: int = 2) -> Table:
 
 
 def indented(*shown: RenderableType, by: int = 2) -> list[RenderableType]:
-    """Put each below what it belongs to."""
+    """Indent parts below their heading."""
     return [Padding(each, (0, 0, 0, by)) for each in shown]
 
 

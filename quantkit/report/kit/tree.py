@@ -213,6 +213,6 @@ class Document(Part):
 
 
 def only(parts: Iterable[Part], on: On) -> list[Part]:
-    """Drop what a renderer does not show, and sections of which nothing is left."""
+    """Drop parts of other renderers, and empty sections."""
     kept = (part for part in parts if part.on & on)
     return [part for part in kept if not isinstance(part, Section) or only(part.parts, on)]

@@ -28,7 +28,7 @@ def size(count: float) -> str:
 
 
 def rate(value: float, unit: str) -> str:
-    """A rate or a size with its unit: `rate(3e11, "B/s")` is `300 GB/s`."""
+    """Format a rate or a size with its unit: `rate(3e11, "B/s")` is `300 GB/s`."""
     if unit == "B":
         return size(value)
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
@@ -38,7 +38,7 @@ def rate(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the units one would say it in.
+    """Format a time in natural units.
 
     >>> duration(0.42), duration(41), duration(72), duration(4_000)
     ('0.4 s', '41 s', '1 min 12 s', '1 h 07 min')
@@ -56,7 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def about(seconds: float) -> str:
-    """A time that is a guess, rounded as guesses are.
+    """Format an estimated time, rounded.
 
     >>> about(3), about(6), about(43), about(100), about(700)
     ('a few seconds', 'about 5 s', 'about 45 s', 'about 1 min 40 s', 'about 12 min')
@@ -68,7 +68,7 @@ def about(seconds: float) -> str:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """(factor, unit) in which such a time is read.
+    """Return (factor, unit) for reading a time.
 
     >>> time_unit(0.0113)
     (1000.0, 'ms')
@@ -77,13 +77,13 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def moment(seconds: float) -> str:
-    """A short time, held together by its space: `moment(0.0113)` is `11.3 ms`."""
+    """Format a short time with a non-breaking space: `moment(0.0113)` is `11.3 ms`."""
     factor, unit = time_unit(abs(seconds))
     return f"{figure(seconds * factor, 3)}\u00a0{unit}"
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """A number with so many significant digits, without an exponent where that can be read.
+    """Format a number with significant digits, without an exponent if readable.
 
     >>> figure(4.3125, 5), figure(16.9234), figure(0.000003)
     ('4.3125', '16.92', '3e-06')
@@ -105,12 +105,12 @@ def percent(share: float, places: int = 1) -> str:
 
 
 def share(value: float) -> str:
-    """A share with two digits that mean something, however small: `share(0.0000654)` is `0.0065 %`."""
+    """Format a share with two significant digits, however small: `share(0.0000654)` is `0.0065 %`."""
     return f"{figure(100 * value, 2)} %"
 
 
 def points(difference: float, places: int = 1) -> str:
-    """A difference of shares in points of percent, with its sign.
+    """Format a difference of shares in percentage points, with its sign.
 
     >>> points(-0.0021), points(0.0004, 2), points(-0.0001)
     ('−0.2', '+0.04', '0.0')
@@ -119,13 +119,13 @@ def points(difference: float, places: int = 1) -> str:
 
 
 def signed(number: float, places: int) -> str:
-    """`signed(-0.5, 1)` is `−0.5`; what rounds to zero has no sign."""
+    """Format `signed(-0.5, 1)` as `−0.5`; zero after rounding has no sign."""
     text = f"{number:+,.{places}f}"
     return text.lstrip("+-") if float(text.replace(",", "")) == 0 else text.replace("-", "−")
 
 
 def chance(p: float) -> str:
-    """A p-value, as far as it is read.
+    """Format a p-value with useful digits.
 
     >>> chance(0.2968), chance(0.0312), chance(0.00002)
     ('0.30', '0.031', 'below 0.001')
@@ -162,7 +162,7 @@ def times(ratio: float) -> str:
 
 
 def between(interval: Interval | None, form: Form) -> str:
-    """`2.6× to 2.7×`; empty where there is none."""
+    """Format `2.6× to 2.7×`; "" without an interval."""
     return f"{form(interval[0])} to {form(interval[1])}" if interval else ""
 
 
@@ -208,7 +208,7 @@ def whole_tick(share: float) -> str:
 
 
 def joined(*parts: str, by: str = ", ") -> str:
-    """Join the parts that are not empty."""
+    """Join the non-empty parts."""
     return by.join(part for part in parts if part)
 
 
@@ -218,7 +218,7 @@ def bracketed(text: str) -> str:
 
 
 def or_dash(value: object, form: Form) -> str:
-    """A number as `form` shows it, a dash for what is none."""
+    """Format a number with `form`; a dash for None or NaN."""
     return form(float(value)) if isinstance(value, int | float) else "–"
 
 

@@ -14,7 +14,7 @@ from quantkit.report.plan import words as say
 
 
 def as_dict(outlook: Outlook) -> dict[str, Any]:
-    """For the envelope's `result`."""
+    """Return `result` of the JSON envelope."""
     model, target, work = outlook.architecture, outlook.target, outlook.workload
     found = {
         "model": {
@@ -71,7 +71,7 @@ def ranked_as_dict(outlook: Outlook, ranked: Sequence[Ranked]) -> dict[str, Any]
 
 
 def _named(thing: object, *names: str) -> dict[str, Any]:
-    """What is called in JSON as it is in Python."""
+    """Return attributes with equal names in JSON and Python."""
     return {name: getattr(thing, name) for name in names}
 
 
@@ -134,7 +134,7 @@ def _timed(timed: TimedStep) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON holds: no NaN, no tuple, no dataclass."""
+    """Return JSON values: no NaN, no tuple, no dataclass."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -327,7 +327,7 @@ def _provenance(outlook: Outlook) -> list[Part]:
 
 
 def rehearsed(block: str, seconds: float, findings: Sequence[tuple[str, bool]]) -> list[Part]:
-    """Build what a rehearsal found: (line, whether the compile would end with it)."""
+    """Build a rehearsal's findings: (line, True if it would end the compile)."""
     what = f"rehearsed on {block} in {words.duration(seconds)}" if block else "rehearsed; no block was run"
     if not findings:
         return [Remark(f"{what}: nothing that would fail was found")]

@@ -29,7 +29,7 @@ Times = Callable[[PlannedBatch], TimedStep | None]
 
 
 def colours(outlook: Outlook) -> dict[str, str]:
-    """Give all candidates that run a colour of the page, by their labels."""
+    """Assign page colours to all candidates that run, by their labels."""
     runs = [each.label for each in outlook.candidates if each.problem is None]
     return {label: f"series-{min(i + 1, _SERIES)}" for i, label in enumerate(runs)}
 
@@ -73,7 +73,6 @@ def roofline(outlook: Outlook) -> Plot | None:
 
 
 def _rates(outlook: Outlook) -> dict[float, str]:
-    """Map operations a second -> what is computed so, of all that the candidates compute in."""
     kinds: dict[float, list[str]] = {}
     units: dict[float, set[str]] = {}
     for kind, figure in outlook.target.compute.items():
@@ -86,7 +85,7 @@ def _rates(outlook: Outlook) -> dict[float, str]:
 
 
 def _phases(outlook: Outlook) -> list[tuple[str, str, Times]]:
-    """List (what, symbol, of a row): decoding and prompts; of a model that does not decode, its passes."""
+    """List (phase, symbol, value of a row): decoding and prompts, or the passes of another model."""
     phases: list[tuple[str, str, Times]] = [(say.step(outlook), "circle", lambda row: row.step)]
     return [*phases, *([("prompts", "diamond", lambda row: row.prefill)] if say.decodes(outlook) else [])]
 
@@ -128,7 +127,7 @@ def _round_rate(value: float) -> str:
 
 
 def memory_bars(outlook: Outlook) -> Plot | None:
-    """Plot what memory goes into at the largest batch that fits, a bar a candidate, against the capacity."""
+    """Plot the parts of memory at the largest fitting batch, a bar a candidate, against the capacity."""
     known = [(each.label, each.memory) for each in outlook.candidates if each.memory is not None]
     if not known:
         return None
@@ -144,7 +143,7 @@ def memory_bars(outlook: Outlook) -> Plot | None:
 
 
 def memory_lines(outlook: Outlook) -> Plot | None:
-    """Plot all that one device holds over the batch."""
+    """Plot the memory of one device over the batch."""
     drawn = []
     for each in outlook.candidates:
         if each.memory is not None and len(each.rows) > 1:
@@ -161,7 +160,7 @@ def memory_lines(outlook: Outlook) -> Plot | None:
 
 
 def _capacity(outlook: Outlook) -> list[Mark]:
-    """Mark what runtimes use of a device, each once; of several with their names."""
+    """Mark the usable memory of each runtime, with names if there are several."""
     sizes: dict[float, dict[str, None]] = {}
     for each in outlook.candidates:
         if each.memory is not None and each.memory.capacity:
@@ -203,7 +202,7 @@ def times(outlook: Outlook) -> list[Plot]:
 
 
 def rates(outlook: Outlook, *, wide: bool = False) -> Plot | None:
-    """Plot what comes out each second, by batch."""
+    """Plot output a second, by batch."""
     unit = say.per_second(outlook)
 
     def points(each: PlannedRecipe) -> list[_At]:
@@ -218,7 +217,7 @@ def rates(outlook: Outlook, *, wide: bool = False) -> Plot | None:
 
 
 def costs(outlook: Outlook) -> Plot | None:
-    """Plot what the traffic's tokens cost by the cheapest way, by batch; None where nothing has a price."""
+    """Plot the cheapest price of the traffic's tokens, by batch; None without prices."""
     money, unit = say.currency(outlook), say.unit(outlook)
 
     def points(each: PlannedRecipe) -> list[_At]:

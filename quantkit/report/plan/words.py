@@ -41,17 +41,17 @@ _WAITS = {"ttft": "first", "tpot": "next", "latency": "all"}
 
 
 def decodes(outlook: Outlook) -> bool:
-    """Whether the model writes token by token."""
+    """Tell if the model writes token by token."""
     return outlook.architecture.kind == "decoder"
 
 
 def unit(outlook: Outlook) -> str:
-    """Name what comes out of it: `tokens`, `sequences`, `images`."""
+    """Name its output: `tokens`, `sequences`, `images`."""
     return _OUTPUT[outlook.architecture.kind]
 
 
 def step(outlook: Outlook) -> str:
-    """Name what is timed at each batch: a `step` of decoding, or a whole `pass`."""
+    """Name the timed work at each batch: a `step` of decoding, or a whole `pass`."""
     return "step" if decodes(outlook) else "pass"
 
 
@@ -91,7 +91,7 @@ def target(outlook: Outlook) -> str:
 
 
 def computed(outlook: Outlook) -> list[str]:
-    """List the compute types that any candidate's operations are done in, in the order of the target."""
+    """List the compute types of all candidates, in the order of the target."""
     used = {op.compute for row in _rows(outlook) for op in row.step.bound.ops}
     return [*(kind for kind in outlook.target.compute if kind in used), *sorted(used - set(outlook.target.compute))]
 
@@ -101,7 +101,7 @@ def _rows(outlook: Outlook) -> list[PlannedBatch]:
 
 
 def notes(outlook: Outlook) -> tuple[list[str], list[str]]:
-    """Split (what was assumed, what else holds for all candidates)."""
+    """Split into (assumptions, other notes on all candidates)."""
     assumed = [note.removeprefix(_ASSUMED) for note in outlook.notes if note.startswith(_ASSUMED)]
     return assumed, [note for note in outlook.notes if not note.startswith(_ASSUMED)]
 
@@ -122,7 +122,7 @@ def workload(work: Workload, architecture: Architecture) -> str:
 
 
 def bound(timed: TimedStep | None) -> str:
-    """`12.1 ms`; the column says that it is a bound."""
+    """Format a bound: `12.1 ms`; the column's title calls it a bound."""
     return words.moment(timed.least) if timed is not None and timed.least is not None else NONE
 
 
@@ -156,12 +156,12 @@ def in_full(timed: TimedStep) -> str:
 
 
 def limit(timed: TimedStep) -> str:
-    """Name the roof that most of the time goes under."""
+    """Name the dominant roof."""
     return NONE if timed.least is None else "memory" if timed.bound.memory_bound else "compute"
 
 
 def rate(candidate: PlannedRecipe, row: PlannedBatch, work: Workload) -> Rate:
-    """Reckon what comes out each second, of one device."""
+    """Compute the output a second of one device."""
     whole, devices = row.rate(work.output), candidate.memory.devices if candidate.memory is not None else 1
     most, expected = (value / devices if value is not None else None for value in (whole.most, whole.forecast))
     interval = (whole.interval[0] / devices, whole.interval[1] / devices) if whole.interval is not None else None
@@ -174,7 +174,7 @@ def most(rate: Rate) -> str:
 
 
 def expected(rate: Rate) -> str:
-    """`1,900 (1,500–2,300)`, two digits each."""
+    """Format `1,900 (1,500–2,300)`, two digits each."""
     return with_interval(rate.forecast, rate.interval) if rate.forecast is not None else NONE
 
 
@@ -190,12 +190,12 @@ def _two(value: float) -> str:
 
 
 def fitting(candidate: PlannedRecipe) -> list[PlannedBatch]:
-    """Drop the batches that are known not to fit."""
+    """Drop batches too large for the device."""
     return [row for row in candidate.rows if row.fits is not False]
 
 
 def best(candidate: PlannedRecipe, work: Workload) -> tuple[PlannedBatch, Rate] | None:
-    """Find the batch that gives the most of those that fit: by forecasts where all have one, else by bounds."""
+    """Find the fitting batch with most output: by forecasts if all have one, else by bounds."""
     rates = [(row, rate(candidate, row, work)) for row in fitting(candidate)]
     values = [(each.forecast if candidate.forecast else each.most, row, each) for row, each in rates]
     known = [(value, row, each) for value, row, each in values if value is not None]
@@ -210,7 +210,7 @@ def legend(outlook: Outlook) -> str:
 
 
 def timed(outlook: Outlook) -> bool:
-    """Whether any time is known."""
+    """Tell if any time is known."""
     return any(row.step.seconds is not None for row in _rows(outlook))
 
 
@@ -231,7 +231,7 @@ def takes(memory: PlannedMemory) -> str:
 
 
 def fits(memory: PlannedMemory) -> bool | None:
-    """Whether it all goes into each device; None where the target does not say how much they hold."""
+    """Tell if it fits into each device; None if the target states no capacity."""
     return None if memory.capacity is None else memory.total <= memory.capacity
 
 
@@ -243,7 +243,7 @@ def largest(number: int | None, memory: PlannedMemory) -> str:
 
 
 def because(candidates: Sequence[PlannedRecipe]) -> list[tuple[str, str]]:
-    """Say (what, what its times stand on), each reason once: of all, of some recipes, or of some of their batches."""
+    """Return (scope, basis of its times), each reason once: for all, some recipes, or some of their batches."""
     reasons: dict[str, dict[str, dict[str, list[int]]]] = {}
     runs = [each for each in candidates if each.rows]
     for each in runs:
@@ -256,7 +256,7 @@ def because(candidates: Sequence[PlannedRecipe]) -> list[tuple[str, str]]:
 
 
 def _about(runs: Sequence[PlannedRecipe], about: dict[str, dict[str, list[int]]]) -> str:
-    """`int4, bf16`, or with what of them: `int4 (prompts of batch 1 and 8)`."""
+    """Name recipes, with batches: `int4, bf16`, or `int4 (prompts of batch 1 and 8)`."""
     named = []
     for each in (each for each in runs if each.label in about):
         own, batches = about[each.label], [row.batch for row in each.rows]
@@ -268,7 +268,7 @@ def _about(runs: Sequence[PlannedRecipe], about: dict[str, dict[str, list[int]]]
 
 
 def cautions(outlook: Outlook) -> dict[str, list[str]]:
-    """Say what a reader must know -> of which candidates: what is not computed as stored, cannot run, does not fit."""
+    """Return caution -> candidates: not computed as stored, cannot run, does not fit."""
     told: dict[str, list[str]] = {}
     for each in outlook.candidates:
         texts = [
@@ -288,7 +288,7 @@ def cautions(outlook: Outlook) -> dict[str, list[str]]:
 
 
 def compiling(candidates: Sequence[PlannedRecipe]) -> tuple[Sheet, list[str]]:
-    """Say what each compile takes: memory at its peak, disk; of time what a rehearsal measured."""
+    """Describe each compile's cost: peak memory, disk, and time from a rehearsal."""
     body, said = [], []
     for each in candidates:
         if (need := each.compiling) is not None:
@@ -321,7 +321,7 @@ def answer(outlook: Outlook) -> str:
 
 
 def chosen(outlook: Outlook) -> list[PlannedRecipe]:
-    """Find what is recommended; none where nothing is."""
+    """Find the recommended candidate; None without one."""
     return [each for each in outlook.candidates if each.label == outlook.recommendation.label]
 
 
@@ -333,13 +333,13 @@ def reasons(outlook: Outlook) -> list[str]:
 
 
 def standing(outlook: Outlook) -> str:
-    """Name what a recommendation stands on."""
+    """Name the basis of a recommendation."""
     runs = [each for each in outlook.candidates if each.problem is None]
     return "forecast" if runs and all(each.forecast for each in runs) else "by bounds"
 
 
 def confirm(outlook: Outlook) -> list[str]:
-    """Write the commands that would confirm it, on the target; none where nothing is recommended."""
+    """Return commands to confirm the recommendation on the target; none without one."""
     if not (recommended := chosen(outlook)):
         return []
     best_ = recommended[0]
@@ -382,7 +382,7 @@ class Priced:
 
 
 def together(row: PlannedBatch, output: int, value: float) -> Priced:
-    """Reckon an amount that goes with the time of whole requests."""
+    """Compute an amount proportional to the time of whole requests."""
     rate, used = row.rate(output), row.tokens_per_s(output)
 
     def at(other: float | None) -> float | None:
@@ -393,7 +393,7 @@ def together(row: PlannedBatch, output: int, value: float) -> Priced:
 
 
 def _of(timed: TimedStep | None, value: float) -> Priced:
-    """Reckon an amount that goes with the time of the prompts alone, or of the steps alone."""
+    """Compute an amount proportional to the time of the prompts, or of the steps."""
     if timed is None or not timed.seconds:
         return Priced()
     share = value / timed.seconds
@@ -427,7 +427,7 @@ def amounts_head(outlook: Outlook) -> list[str]:
 
 
 def amounts(outlook: Outlook, row: PlannedBatch) -> list[str]:
-    """Write what a million tokens cost at a batch: those that go in, that come out, both together; joules of one."""
+    """Format the cost of a million tokens at a batch: input, output, both; and joules a token."""
     cost, output, writes = _paid(row.cost), outlook.workload.output, decodes(outlook)
     texts: list[Priced | str] = []
     if cost is not None and writes:
@@ -443,7 +443,7 @@ def amounts(outlook: Outlook, row: PlannedBatch) -> list[str]:
 
 
 def bases(outlook: Outlook) -> list[str]:
-    """Say whose price it is, of when, and what else it takes, each once."""
+    """Describe the price's source, date and further assumptions, once each."""
     costs = [cost for row in _rows(outlook) if (cost := _paid(row.cost)) is not None]
     return list(dict.fromkeys("; ".join([cost.basis, *cost.notes]) for cost in costs))
 
@@ -468,7 +468,7 @@ def price_warnings(outlook: Outlook) -> list[str]:
 
 
 def loads(outlook: Outlook, quantiles: Sequence[str] = ("p50", "p99")) -> Sheet | None:
-    """Build what requests wait for, a line a candidate; None where no load was simulated."""
+    """Build the waiting times of requests, a line a candidate; None without a simulated load."""
     columns = [(metric, which) for metric in METRICS for which in quantiles]
     names = ["recipe", "load", *(f"{_WAITS[metric]},\n{which}" for metric, which in columns)]
     body = []
@@ -487,7 +487,7 @@ def loads(outlook: Outlook, quantiles: Sequence[str] = ("p50", "p99")) -> Sheet 
 
 
 def carried(outlook: Outlook) -> list[str]:
-    """Say what servers do under the load, a sentence a candidate."""
+    """Describe the servers under load, a sentence a candidate."""
     said = []
     for each in outlook.candidates:
         if (load := each.load) is None:
