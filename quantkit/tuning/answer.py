@@ -54,7 +54,7 @@ def front_of(
     uniform: Mapping[str, Any] | None,
     points: Sequence[FrontPoint],
 ) -> dict[str, Any]:
-    """Give `front.json`.
+    """Return the content of `front.json`.
 
     Args:
         facts: model, base recipe, target, budget, candidates, texts, factor, decisions, notes.
@@ -77,7 +77,7 @@ def front_of(
             for name, choice in alone.items()
             if choice is not None
         ],
-        "front": [each.as_dict(tables, factor) for each in points],
+        "front": [one.as_dict(tables, factor) for one in points],
         "timings": sorted(tables.seconds),
         "units": [
             {
@@ -110,7 +110,7 @@ def write(folder: Path, recipe: Recipe, data: Mapping[str, Any], harms: Sequence
 
 
 def comment(data: Mapping[str, Any]) -> list[str]:
-    """Write what stands above the recipe: what was measured."""
+    """Write the comment above the recipe: the measurements."""
     chosen, seen, check = data["chosen"], data["texts"]["harm"], data["texts"]["check"]
     limits = ", ".join(f"{kind}={value:g}" for kind, value in data["budget"].items())
     lines = [
@@ -155,7 +155,7 @@ Assignment = Mapping[str, WeightScheme | None]
 
 
 def recipe_of(base: Recipe, assignment: Assignment, sizes: Mapping[str, int], *, name: str, summary: str) -> Recipe:
-    """Give the base recipe with these schemes. Raises InputError: `recipe-invalid`.
+    """Return the base recipe with these schemes. Raises InputError: `recipe-invalid`.
 
     Args:
         base: passes, exports, gates, and overrides of layers that are not assigned here.
@@ -180,10 +180,10 @@ def recipe_of(base: Recipe, assignment: Assignment, sizes: Mapping[str, int], *,
         # the user's own come last and win; none of them names a tuned layer
         "overrides": [*overrides, *data["overrides"]],
     }
-    made = Recipe.from_dict(data, name=name, allow_code=bool(base.code))
-    wrong = [layer for layer, scheme in assignment.items() if made.weights_for(layer) != scheme]
-    assert not wrong, f"{wrong[0]} would get {made.weights_for(wrong[0])}"
-    return made
+    recipe = Recipe.from_dict(data, name=name, allow_code=bool(base.code))
+    wrong = [layer for layer, scheme in assignment.items() if recipe.weights_for(layer) != scheme]
+    assert not wrong, f"{wrong[0]} would get {recipe.weights_for(wrong[0])}"
+    return recipe
 
 
 def fields(scheme: WeightScheme | None) -> dict[str, Any] | None:
@@ -194,7 +194,7 @@ def fields(scheme: WeightScheme | None) -> dict[str, Any] | None:
 def globs(
     assignment: Assignment, default: WeightScheme, sizes: Mapping[str, int]
 ) -> list[tuple[str, WeightScheme | None]]:
-    """(glob, scheme) in the order in which they apply; later ones win.
+    """Return (glob, scheme) in the order in which they apply; later ones win.
 
     >>> int8 = WeightScheme(format="int8")
     >>> int4 = WeightScheme(format="int4")
@@ -205,7 +205,7 @@ def globs(
     kinds: dict[str, list[str]] = {}
     for layer in assignment:
         kinds.setdefault(_kind(layer), []).append(layer)
-    found: list[tuple[str, WeightScheme | None]] = []
+    matches: list[tuple[str, WeightScheme | None]] = []
     now: dict[str, WeightScheme | None] = dict.fromkeys(assignment, default)
     for kind, layers in kinds.items():
         weights: Counter[WeightScheme | None] = Counter()
@@ -215,7 +215,7 @@ def globs(
         glob = f"*.{kind}"
         only_these = all(_kind(layer) == kind for layer in assignment if fnmatchcase(layer, glob))
         if most != default and count > 1 and 2 * count > len(layers) and only_these:
-            found.append((glob, most))
+            matches.append((glob, most))
             now |= dict.fromkeys(layers, most)
     left = [layer for layer, scheme in assignment.items() if now[layer] != scheme]
     while left:
@@ -228,20 +228,20 @@ def globs(
             saves = sum(other in left for other in matched) > 1
             if glob == layer or (saves and all(assignment[other] == scheme for other in matched)):
                 break
-        found.append((glob, scheme))
+        matches.append((glob, scheme))
         left = [other for other in left if other not in matched]
-    return found
+    return matches
 
 
 def _kind(layer: str) -> str:
-    """What a layer is called in its block: `mlp.down_proj` of `model.layers.3.mlp.down_proj`."""
+    """Return a layer's name in its block: `mlp.down_proj` of `model.layers.3.mlp.down_proj`."""
     parts = layer.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[numbers[0] + 1 :]) if numbers else layer
 
 
 def recipe_text(recipe: Recipe, comment: Sequence[str]) -> str:
-    """Write the recipe as YAML: one line a key, one line an override, what was measured above it."""
+    """Write the recipe as YAML: one line a key, one line an override, the measurements above."""
     data = recipe.as_dict()
     lines = [f"# {line}".rstrip() for line in comment]
     lines.append(f"schema: {data.pop('schema')}")
@@ -265,29 +265,29 @@ def recipe_text(recipe: Recipe, comment: Sequence[str]) -> str:
 
 
 def _flow(value: Any) -> str:
-    """YAML of one line."""
+    """Write YAML on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=math.inf)
     return text.removesuffix("...\n").rstrip("\n")
 
 
 def harms_place(key: Mapping[str, Any]) -> Path:
-    """Find the file of the harms that depend on `key`."""
+    """Return the file of harms for `key`."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return content.cache_dir() / "tune" / f"{name}.jsonl"
 
 
 def read_harms(path: Path) -> list[UnitHarm]:
-    """Read what is known; nothing where the file is not there or was damaged."""
+    """Read the known harms; none if the file is missing or damaged."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        found = [json.loads(line) for line in lines]
-        return [UnitHarm(**{**row, "members": tuple(row["members"])}) for row in found]
+        rows = [json.loads(line) for line in lines]
+        return [UnitHarm(**{**row, "members": tuple(row["members"])}) for row in rows]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
 def keep_harms(path: Path, harms: Sequence[UnitHarm]) -> None:
-    """Replace what is known by more. A cache that cannot be written costs time, not the result."""
+    """Add harms to the known ones. A cache that cannot be written costs time, not the result."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, harms_text(harms).encode())

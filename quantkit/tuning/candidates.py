@@ -106,19 +106,19 @@ def choices(
     possible = _possible(prepared, dict.fromkeys(asked), named, decisions)
     possible = _together(prepared, possible, decisions)
     tuned = set().union(*(layers.schemes for layers in possible.values())) - _named(recipe, prepared.layers)
-    found = [
-        Candidate(name_of(scheme), scheme, {name: each for name, each in layers.schemes.items() if name in tuned})
+    candidates = [
+        Candidate(name_of(scheme), scheme, {name: own for name, own in layers.schemes.items() if name in tuned})
         for scheme, layers in possible.items()
     ]
     if not named or any(name == FLOAT or name.startswith(("float", "bfloat")) for name in wanted):
-        found.append(Candidate(FLOAT, None))
-    if len(found) < 2 or not tuned:
-        value = f"{', '.join(each.name for each in found) or 'no candidate'} for {len(tuned)} linears"
+        candidates.append(Candidate(FLOAT, None))
+    if len(candidates) < 2 or not tuned:
+        value = f"{', '.join(own.name for own in candidates) or 'no candidate'} for {len(tuned)} linears"
         rule, remedy = "a choice is between two at least", "--formats int4,int8"
         raise InputError("nothing-to-choose", where=recipe.name, value=value, rule=rule, remedy=remedy)
     fixed = {name: scheme for name, scheme in prepared.layers.schemes.items() if name not in tuned}
     kept = [name for name in prepared.layers.shapes if name not in tuned and name not in fixed]
-    return Choices(found, fixed, kept, prepared.layers.shapes, prepared.layers.head, decisions)
+    return Choices(candidates, fixed, kept, prepared.layers.shapes, prepared.layers.head, decisions)
 
 
 def _changed(base: WeightScheme, change: Mapping[str, Any], recipe: str) -> WeightScheme:
@@ -145,8 +145,8 @@ def _changed(base: WeightScheme, change: Mapping[str, Any], recipe: str) -> Weig
 def _possible(
     prepared: Prepared, asked: Mapping[WeightScheme, None], named: bool, decisions: list[Decision]
 ) -> dict[WeightScheme, Layers]:
-    """Those that can be laid out, run on the target and be exported, each alone."""
-    found = {}
+    """Return schemes suitable for layout, target and exports, each alone."""
+    laid_out = {}
     for scheme in asked:
         try:
             layers = _laid_out(prepared, scheme)
@@ -157,8 +157,8 @@ def _possible(
             reason = "; ".join(part for part in (problem.value, problem.rule) if part)
             decisions.append(decision("tune", "candidate-dropped", name_of(scheme), reason, name_of(scheme)))
         else:
-            found[scheme] = layers
-    return found
+            laid_out[scheme] = layers
+    return laid_out
 
 
 def _laid_out(prepared: Prepared, scheme: WeightScheme) -> Layers:
@@ -183,27 +183,27 @@ def _accept(prepared: Prepared, layers: Layers, schemes: Mapping[str, WeightSche
 def _together(
     prepared: Prepared, possible: dict[WeightScheme, Layers], decisions: list[Decision]
 ) -> dict[WeightScheme, Layers]:
-    """Candidates that the exports take side by side; all without zero points where they do not."""
+    """Return candidates for the exports side by side; all without zero points if they do not fit otherwise."""
     try:
         _accept_mixed(prepared, possible)
     except InputError as problem:
         without = {_changed(scheme, {"symmetric": True}, "symmetric"): None for scheme in possible}
         if without.keys() == possible.keys():
             raise
-        made = {scheme: _laid_out(prepared, scheme) for scheme in without}
-        _accept_mixed(prepared, made)
+        symmetric = {scheme: _laid_out(prepared, scheme) for scheme in without}
+        _accept_mixed(prepared, symmetric)
         reason = f"{problem.rule}: a mixture is stored without zero points"
         decisions.append(decision("tune", "made-symmetric", "scheme.weights.symmetric", reason, False, True))
-        return made
+        return symmetric
     return possible
 
 
 def _accept_mixed(prepared: Prepared, possible: Mapping[WeightScheme, Layers]) -> None:
-    """Raises what the exports have against these schemes in turn, layer by layer."""
+    """Raise the exports' objections to these schemes in turn, layer by layer."""
     if not possible:
         return
     layers = list(possible.values())
-    names = list(dict.fromkeys(name for each in layers for name in each.schemes))
+    names = list(dict.fromkeys(name for layer_set in layers for name in layer_set.schemes))
     mixed = {
         name: schemes[name]
         for number, name in enumerate(names)
@@ -213,6 +213,6 @@ def _accept_mixed(prepared: Prepared, possible: Mapping[WeightScheme, Layers]) -
 
 
 def _named(recipe: Recipe, layers: Layers) -> set[str]:
-    """The linears that the recipe's overrides name, and the head."""
+    """Return the linears in the recipe's overrides, and the head."""
     globs = [override.match for override in recipe.overrides]
     return {name for name in layers.shapes if name == layers.head or any(fnmatchcase(name, glob) for glob in globs)}

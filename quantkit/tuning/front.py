@@ -98,34 +98,34 @@ class Tables:
         return np.full(len(self.units), column)
 
 
-def tables(harms: Sequence[UnitHarm], found: Choices, *, dtype_bits: int, total_bytes: float) -> Tables:
+def tables(harms: Sequence[UnitHarm], options: Choices, *, dtype_bits: int, total_bytes: float) -> Tables:
     """Make the tables of a model; `dtype_bits`: of a weight in the source, `total_bytes`: of all of them."""
     members = list(dict.fromkeys((harm.block, harm.members) for harm in harms))
-    shapes = found.shapes
+    shapes = options.shapes
     units = [Unit(block, names, sum(_count(shapes[name]) for name in names)) for block, names in members]
     at = {(harm.members, harm.candidate): harm.kl for harm in harms}
-    harm = np.full((len(units), len(found.candidates)), np.nan)
+    harm = np.full((len(units), len(options.candidates)), np.nan)
     bits = np.full_like(harm, np.nan)
     for u, unit in enumerate(units):
-        for c, candidate in enumerate(found.candidates):
+        for c, candidate in enumerate(options.candidates):
             if candidate.scheme is None:
                 harm[u, c], bits[u, c] = 0.0, dtype_bits * unit.weights
             elif (unit.members, candidate.name) in at:
                 harm[u, c] = at[unit.members, candidate.name]
                 bits[u, c] = sum(stored_bits(shapes[name], candidate.layers[name]) for name in unit.members)
     tuned = {name for unit in units for name in unit.members}
-    inside = {name: shape for name, shape in shapes.items() if name != found.head}
+    inside = {name: shape for name, shape in shapes.items() if name != options.head}
     fixed = 0.0
     for name, shape in inside.items():
         if name not in tuned:
-            scheme = found.fixed.get(name)
+            scheme = options.fixed.get(name)
             fixed += stored_bits(shape, scheme) if scheme is not None else dtype_bits * _count(shape)
     weights = sum(_count(shape) for shape in inside.values())
     rest = total_bytes - dtype_bits / 8 * weights
-    if found.head is not None and found.head in found.fixed:
+    if options.head is not None and options.head in options.fixed:
         # a quantized head is stored beside the embedding that it may be tied to
-        rest += stored_bits(shapes[found.head], found.fixed[found.head]) / 8
-    names = [candidate.name for candidate in found.candidates]
+        rest += stored_bits(shapes[options.head], options.fixed[options.head]) / 8
+    names = [candidate.name for candidate in options.candidates]
     return Tables(units, names, harm, bits, fixed, weights, rest, {})
 
 
@@ -143,9 +143,9 @@ class FrontPoint:
     predicted: float
 
     def as_dict(self, tables: Tables, factor: float = 1.0) -> dict[str, Any]:
-        """Give what `front.json` holds."""
+        """Return the entry in `front.json`."""
         counts = Counter(tables.names[c] for c in self.choice)
-        found = {
+        record = {
             "bits": self.bits,
             "bytes": round(self.bytes),
             "predicted": self.predicted,
@@ -153,8 +153,8 @@ class FrontPoint:
             "units": {name: counts[name] for name in tables.names if counts[name]},
         }
         if tables.seconds:
-            found["seconds"] = {str(batch): total(table, self.choice) for batch, table in tables.seconds.items()}
-        return found
+            record["seconds"] = {str(batch): total(table, self.choice) for batch, table in tables.seconds.items()}
+        return record
 
 
 def point(tables: Tables, choice: Choice) -> FrontPoint:
@@ -181,14 +181,14 @@ def best(tables: Tables, budget: Budget, factor: float = 1.0) -> FrontPoint:
     if budget.kl is not None:
         limits.append((tables.harm, budget.kl / factor))
     goal = tables.bits if budget.kl is not None else tables.harm
-    found = choose(goal, limits)
-    if found is None:
+    chosen = choose(goal, limits)
+    if chosen is None:
         raise _unreachable(tables, budget, factor)
-    return point(tables, found)
+    return point(tables, chosen)
 
 
 def _unreachable(tables: Tables, budget: Budget, factor: float) -> InputError:
-    """Which limit alone is out of reach, and by how much; else that they are together."""
+    """Name the limit out of reach alone, and by how much; else say that all together are."""
     smallest, kindest = least(tables.bits), least(tables.harm)
     nearest = {
         "bits": tables.mean_bits(smallest),
@@ -210,7 +210,7 @@ def _unreachable(tables: Tables, budget: Budget, factor: float) -> InputError:
 
 
 def _upwards(value: float) -> str:
-    """Four significant digits, never less than the value: what can be copied can be reached."""
+    """Round up to four significant digits, so that the printed limit can be reached."""
     power = 10.0 ** (np.floor(np.log10(value)) - 3) if value > 0 else 1.0
     return f"{np.ceil(value / power - 1e-9) * power:.10g}"
 
@@ -221,17 +221,17 @@ def sweep(tables: Tables, steps: int = STEPS) -> list[FrontPoint]:
     columns = np.nanmax(np.where(np.isnan(tables.bits), -np.inf, tables.bits)[:, quantized], axis=1)
     low = tables.mean_bits(least(tables.bits))
     high = max((float(columns.sum()) + tables.fixed_bits) / tables.weights, low)
-    found: list[FrontPoint] = []
+    points: list[FrontPoint] = []
     # closer together where bits are few: there a little more helps most
     for share in np.linspace(0.0, 1.0, steps) ** 1.5:
         limit = (low + share * (high - low)) * tables.weights - tables.fixed_bits
         choice = choose(tables.harm, [(tables.bits, limit)])
         if choice is not None:
-            found.append(point(tables, choice))
+            points.append(point(tables, choice))
     kept: list[FrontPoint] = []
-    for each in sorted(found, key=lambda each: (each.bits, each.predicted)):
-        if not kept or each.predicted < kept[-1].predicted:
-            kept.append(each)
+    for candidate in sorted(points, key=lambda candidate: (candidate.bits, candidate.predicted)):
+        if not kept or candidate.predicted < kept[-1].predicted:
+            kept.append(candidate)
     return kept
 
 
@@ -245,7 +245,7 @@ _SLACK = 1e-9
 
 
 def choose(goal: Table, limits: Sequence[tuple[Table, float]]) -> Choice | None:
-    """Choose the candidate of each unit, [U]; None where no choice keeps to the limits.
+    """Choose the candidate of every unit, [U]; None if no choice meets the limits.
 
     Args:
         goal: [U, C], what to make small; nan where a unit has no such candidate.
@@ -262,16 +262,16 @@ def choose(goal: Table, limits: Sequence[tuple[Table, float]]) -> Choice | None:
         row, scale = np.where(there, table, 0.0).reshape(1, -1), max(abs(most), 1e-300)
         constraints.append(LinearConstraint(csr_array(row / scale), -np.inf, most / scale * (1 + _SLACK)))
     cost = np.where(there, goal, 0.0).reshape(-1)
-    found: Any = milp(
+    solved: Any = milp(
         cost / (np.abs(cost).max() or 1.0),
         constraints=constraints,
         integrality=np.ones(cost.size),
         bounds=Bounds(0, there.reshape(-1).astype(float)),
         options={"mip_rel_gap": GAP},
     )
-    if found.x is None:
+    if solved.x is None:
         return None
-    picked: Choice = np.asarray(found.x).reshape(units, candidates).argmax(axis=1)
+    picked: Choice = np.asarray(solved.x).reshape(units, candidates).argmax(axis=1)
     return picked
 
 
@@ -305,21 +305,21 @@ def unit_seconds(
     """
     times = _times(rows)
     wanted = list(batches) or sorted({key[3] for key in times})
-    found: dict[int, Table] = {}
+    by_batch: dict[int, Table] = {}
     missing = []
     for batch in wanted:
-        table = np.array([[_unit(times, shapes, each, batch) for each in candidates] for shapes in units], dtype=float)
+        table = np.array([[_unit(times, shapes, one, batch) for one in candidates] for shapes in units], dtype=float)
         if np.isnan(table).any():
             u, c = (int(i[0]) for i in np.nonzero(np.isnan(table)))
             rows_, columns = units[u][0]
             missing.append(f"batch {batch}: {candidates[c].name}, K {columns}, N {rows_} was not timed")
         else:
-            found[batch] = table
-    return found, missing
+            by_batch[batch] = table
+    return by_batch, missing
 
 
 def _times(rows: Iterable[Row]) -> Mapping[Key, float]:
-    found: dict[Key, float] = {}
+    fastest: dict[Key, float] = {}
     for row in rows:
         op = row.op
         if row.name != "latency.op" or row.value is None or op is None:
@@ -327,20 +327,20 @@ def _times(rows: Iterable[Row]) -> Mapping[Key, float]:
         if op.format and op.K is not None and op.N is not None and op.M is not None:
             key = (op.format, op.K, op.N, op.M)
             # a sweep times several ways to store one format: a runtime is given the fastest
-            found[key] = min(found.get(key, row.value), row.value)
-    return found
+            fastest[key] = min(fastest.get(key, row.value), row.value)
+    return fastest
 
 
 def _unit(times: Mapping[Key, float], shapes: Sequence[tuple[int, int]], candidate: Candidate, batch: int) -> float:
-    """Seconds of one unit; nan where they are not known."""
+    """Return the seconds of one unit; nan if unknown."""
     formats = _FLOATS if candidate.name == FLOAT or candidate.scheme is None else (candidate.scheme.format,)
     for name in formats:
         fused = times.get((name, shapes[0][1], sum(rows for rows, _ in shapes), batch))
         single = [times.get((name, columns, rows, batch)) for rows, columns in shapes]
         if fused is not None:
             return fused
-        if all(each is not None for each in single):
-            return sum(each for each in single if each is not None)
+        if all(seconds is not None for seconds in single):
+            return sum(seconds for seconds in single if seconds is not None)
     return float("nan")
 
 
@@ -365,7 +365,7 @@ class Budget:
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Budget:
         """Read `["bits=4.25", "latency=12ms"]`, or one text with commas. Raises InputError: `budget-invalid`."""
-        found: dict[str, float] = {}
+        limits: dict[str, float] = {}
         for text in (part.strip() for whole in texts for part in whole.split(",")):
             kind, equals, value = text.partition("=")
             number = re.fullmatch(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*", value)
@@ -374,15 +374,15 @@ class Budget:
                 amount = float(number.group(1)) * unit if number and unit else 0.0
             except ValueError:
                 amount = 0.0
-            if not equals or kind in found or amount <= 0:
+            if not equals or kind in limits or amount <= 0:
                 value, rule = text or "nothing", "one of bits=, bytes=, kl=, latency=, each once, with a number above 0"
                 remedy = "e.g. bits=4.25, bytes=100MB, kl=0.05, latency=12ms"
                 raise InputError("budget-invalid", where="--budget", value=value, rule=rule, remedy=remedy)
-            found[kind] = amount
-        return cls(**found)
+            limits[kind] = amount
+        return cls(**limits)
 
     def as_dict(self) -> dict[str, float]:
-        """Give the limits that are set."""
+        """Return the limits by name."""
         return {kind: getattr(self, kind) for kind in KINDS if getattr(self, kind) is not None}
 
     def __str__(self) -> str:

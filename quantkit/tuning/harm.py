@@ -134,8 +134,8 @@ class _Measurement:
             self._advance(self.subject.stream.load(index), index)
         first = self.start
         while first < self.count:
-            found, first = self._wave(first)
-            yield found
+            harms, first = self._wave(first)
+            yield harms
 
     @torch.no_grad()
     def _advance(self, module: nn.Module, index: int) -> None:
@@ -146,7 +146,7 @@ class _Measurement:
 
     @torch.no_grad()
     def _wave(self, first: int) -> tuple[list[UnitHarm], int]:
-        """The harms of blocks `first` up to the returned one."""
+        """Return the harms of blocks from `first` to the returned one."""
         most = max(1, -(-self.count // WAVES))
         fits = STATES // (self.clean.numel() * self.clean.element_size())
         variants: list[_Variant] = []
@@ -171,7 +171,7 @@ class _Measurement:
         head = Head(model, self.subject.stream.path, self.subject.stream.flow)
         carried = _carried(variants)
         scored = divergences(
-            head, self.subject.ids, reference, [each.state for each in carried if each.state is not None]
+            head, self.subject.ids, reference, [variant.state for variant in carried if variant.state is not None]
         )
         for variant, kl in zip(carried, scored, strict=True):
             variant.kl = kl
@@ -184,7 +184,7 @@ class _Measurement:
             variant.state = self.calls.run_all(module, index, variant.state)
 
     def _share(self, first: int, last: int, index: int) -> float:
-        """How much is done, by the blocks that variants have gone through: those of block i go through n − i."""
+        """Return the share done, by the blocks that variants have passed: those of block i pass n − i."""
         count = self.count
         whole = (count - self.start) * (count - self.start + 1) / 2
         before = sum(count - block for block in range(self.start, first))
@@ -194,8 +194,7 @@ class _Measurement:
         return (before + (mine if index >= count else 0.9 * min(passed, mine))) / whole
 
     def _variants(self, index: int, clean: Tensor, calibration: Tensor | None) -> list[_Variant]:
-        """Every unit of a block, which `self.clean` is behind and `clean` and `calibration` go into, in every
-        candidate; only what has to go through the rest of the model has its state."""
+        """Make a block's variants from its inputs `clean` and `calibration`; only those to carry on keep states."""
         subject = self.subject
         before = _Before()
         at = next(i for i, step in enumerate(subject.steps) if step.run.name in assigners())
@@ -224,11 +223,11 @@ class _Measurement:
                 error = float((state - self.clean).double().square().sum()) / size
                 units.setdefault(members, []).append(_Variant(index, members, name, error, state))
         for variants in units.values():
-            anchor = next((each for each in variants if each.candidate == subject.anchor), None)
-            if anchor is not None and anchor.error > _FAINT * max(each.error for each in variants):
-                for each in variants:
-                    each.state = each.state if each is anchor else None
-        return [each for variants in units.values() for each in variants]
+            anchor = next((one for one in variants if one.candidate == subject.anchor), None)
+            if anchor is not None and anchor.error > _FAINT * max(one.error for one in variants):
+                for one in variants:
+                    one.state = one.state if one is anchor else None
+        return [one for variants in units.values() for one in variants]
 
 
 @dataclass
@@ -248,21 +247,21 @@ def _carried(variants: Sequence[_Variant]) -> list[_Variant]:
 
 
 def _harms(variants: Sequence[_Variant]) -> list[UnitHarm]:
-    """What was measured, and what follows from it."""
+    """Return the measured harms, and those scaled from them."""
     anchors = {variant.members: variant for variant in variants if variant.kl is not None}
-    found = []
-    for each in variants:
-        kl, scaled = each.kl, each.kl is None
+    harms = []
+    for variant in variants:
+        kl, scaled = variant.kl, variant.kl is None
         if kl is None:
-            anchor = anchors[each.members]
+            anchor = anchors[variant.members]
             assert anchor.kl is not None
-            kl = anchor.kl * each.error / anchor.error
-        found.append(UnitHarm(each.block, each.members, each.candidate, kl, each.error, scaled))
-    return found
+            kl = anchor.kl * variant.error / anchor.error
+        harms.append(UnitHarm(variant.block, variant.members, variant.candidate, kl, variant.error, scaled))
+    return harms
 
 
 def _units(worked: Worked) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]]:
-    """Full names of a unit's linears, and what their codes stand for by name within the block."""
+    """Yield the full names of a unit's linears, and the values of their codes by name within the block."""
     block = worked.block
     for group in block.structure.groups:
         values = {}
@@ -277,7 +276,7 @@ def _units(worked: Worked) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]
 
 @contextmanager
 def _replaced(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """For a while, some linears of a module have other weights."""
+    """Replace the weights of some linears of a module, for a while."""
     kept = {name: module.get_submodule(name).weight for name in values}
     for name, value in values.items():
         set_weight(module.get_submodule(name), value)

@@ -85,7 +85,7 @@ class FoundPlacement:
         return [{"match": f"*.{kind}", "activations": None} for kind in kinds]
 
     def keep(self, groups: Mapping[str, Sequence[str]]) -> list[str]:
-        """Give the nodes that stay in floats, of a graph, whose products have both sides in 8 bits or none."""
+        """Return the nodes of a graph in floats; both sides of a product are in 8 bits or none."""
         return list(dict.fromkeys(name for group in self.off for name in groups[group]))
 
 
@@ -125,9 +125,9 @@ def search(
         for place, group in enumerate(ordered):
             switched = now ^ {group}
             tell(place / len(ordered), f"without {', '.join(sorted(switched)) or 'none'}")
-            found = at(switched)
-            if found.harm <= max(harm_max, before.harm) and _faster(found, best):
-                now, best, changed = switched, found, True
+            placement = at(switched)
+            if placement.harm <= max(harm_max, before.harm) and _faster(placement, best):
+                now, best, changed = switched, placement, True
     return FoundPlacement(tuple(sorted(now)), before, best, len(known))
 
 
@@ -137,8 +137,8 @@ def _faster(one: PlacementTime, other: PlacementTime) -> bool:
 
 
 def _read(journal: Path) -> dict[frozenset[str], PlacementTime]:
-    """What is known; a last line that was cut off is left out."""
-    found = {}
+    """Read the journal; a last line that was cut off is left out."""
+    known = {}
     try:
         lines = journal.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -146,16 +146,16 @@ def _read(journal: Path) -> dict[frozenset[str], PlacementTime]:
     for line in lines:
         try:
             row = json.loads(line)
-            found[frozenset(row["off"])] = PlacementTime(row["seconds"], row["spread"], row["harm"])
+            known[frozenset(row["off"])] = PlacementTime(row["seconds"], row["spread"], row["harm"])
         except (ValueError, KeyError, TypeError):
             continue
-    return found
+    return known
 
 
 def _write(journal: Path, known: Mapping[frozenset[str], PlacementTime]) -> None:
     rows = [
-        {"off": sorted(off), "seconds": each.seconds, "spread": each.spread, "harm": each.harm}
-        for off, each in known.items()
+        {"off": sorted(off), "seconds": time.seconds, "spread": time.spread, "harm": time.harm}
+        for off, time in known.items()
     ]
     journal.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(journal, "".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -215,14 +215,14 @@ def autotune(
     groups = pairs.groups(network)
     measure = Placements(folder, groups, build, feed)
     most = _KL if bundle.manifest.model.kind == "decoder" else _COSINE
-    found = search(groups, measure, harm_max=most, journal=journal, progress=progress)
-    if not found.off:
-        return found, {}
-    return found, {"keep": found.keep(groups)} if graph else {"overrides": found.overrides(groups)}
+    best = search(groups, measure, harm_max=most, journal=journal, progress=progress)
+    if not best.off:
+        return best, {}
+    return best, {"keep": best.keep(groups)} if graph else {"overrides": best.overrides(groups)}
 
 
 def tokens(folder: Path) -> Array:
-    """Give text that may guide a choice, in a bundle's tokens, [1, n]."""
+    """Return text for guiding a choice, in a bundle's tokens, [1, n]."""
     from quantkit.runtimes.text import Tokenizer
 
     text = (content.folder("calibration") / "prose-en" / "tune.txt").read_text(encoding="utf-8")
@@ -295,16 +295,16 @@ def _longest(model: Any) -> int:
 
 
 def _harm(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
-    """Of logits the mean KL over positions, nats; of all else one less the least mean cosine of an output's rows."""
+    """Return the mean KL of logits over positions, nats, or one minus the least mean cosine of other outputs."""
     if _LOGITS in one and len(one) == 1:
-        first, second = (_log_chances(each[_LOGITS]) for each in (one, other))
+        first, second = (_log_chances(outputs[_LOGITS]) for outputs in (one, other))
         return float((np.exp(first) * (first - second)).sum(axis=-1).mean())
     return max(1 - _cosine(one[name], other[name]) for name in one)
 
 
 def _cosine(one: Array, other: Array) -> float:
-    """Mean over rows, of which there are as many as the first size says; rows of zeros on both sides are equal."""
-    first, second = (each.reshape(len(each), -1).astype(np.float64) for each in (one, other))
+    """Return the mean cosine over rows; their number is the first size, and rows of zeros on both sides are equal."""
+    first, second = (rows.reshape(len(rows), -1).astype(np.float64) for rows in (one, other))
     sizes = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     products = (first * second).sum(axis=1)
     return float(np.where(sizes > 0, products / np.where(sizes > 0, sizes, 1), 1.0).mean())

@@ -96,7 +96,7 @@ class Tuned:
 
 
 def asked(model: str, **how: Any) -> Request:
-    """Make the `Request.of` what can be tuned. Raises InputError: `model-graph`, those of `Request.of`."""
+    """Make a `Request.of` a tunable model. Raises InputError: `model-graph`, those of `Request.of`."""
     demand_no_graph(model, "int8-mixed")
     request = Request.of(model, **how)
     demand_model(model)
@@ -168,7 +168,7 @@ class _Search:
         return Tuned(self.out, data, self.decisions, warnings)
 
     def _facts(self) -> dict[str, Any]:
-        """What was asked, of what, and what was done otherwise."""
+        """Return the request, the model, and the deviations."""
         source = self.prepared.source
         return {
             "quantkit": __version__,
@@ -178,13 +178,13 @@ class _Search:
             "target": self.request.target.name,
             "budget": self.question.budget.as_dict(),
             "candidates": [
-                {"name": each.name, "scheme": each.scheme.model_dump(mode="json") if each.scheme else None}
-                for each in self.found.candidates
+                {"name": one.name, "scheme": one.scheme.model_dump(mode="json") if one.scheme else None}
+                for one in self.found.candidates
             ],
             "texts": {"harm": answer.text_of(self.text), "check": answer.text_of(self.scored) if self.scored else None},
             "anchor": self._anchor(),
             "factor": self.factor if self.measured else None,
-            "decisions": [each.as_dict() for each in self.decisions],
+            "decisions": [one.as_dict() for one in self.decisions],
             "notes": list(source.notes),
             "seconds": time.perf_counter() - self.started,
         }
@@ -202,7 +202,7 @@ class _Search:
         known = answer.read_harms(path)
         count = len(self.prepared.stream.block_names)
         start = known[-1].block + 1 if known else 0
-        tried = sum(each.scheme is not None for each in self.found.candidates)
+        tried = sum(one.scheme is not None for one in self.found.candidates)
         # about four units a block, each measured with one candidate or with all; a compile goes through the blocks too
         variants = 4 * (tried if self.question.exact else 1) * (count - start)
         self.progress.note(f"{variants} variants of units to measure: their time is known after the first block")
@@ -215,7 +215,7 @@ class _Search:
         subject: HarmSubject = harm.HarmSubject(
             stream=self.prepared.stream,
             steps=self.prepared.steps,
-            candidates={each.name: each.layers for each in self.found.candidates if each.scheme is not None},
+            candidates={one.name: one.layers for one in self.found.candidates if one.scheme is not None},
             calibration=ids,
             ids=self.text.ids,
             probe_ids=torch.randint(0, vocabulary, (2, 12), generator=generator),
@@ -234,12 +234,12 @@ class _Search:
         return known
 
     def _anchor(self) -> str | None:
-        """The candidate that the recipe itself is about, or the one with the fewest bits above it."""
+        """Return the recipe's own candidate, or the one with the fewest bits above it."""
         if self.question.exact:
             return None
         base = self.request.recipe.scheme.weights
-        quantized = [each for each in self.found.candidates if each.scheme is not None]
-        same = [each for each in quantized if base and each.scheme and each.scheme.format == base.format]
+        quantized = [one for one in self.found.candidates if one.scheme is not None]
+        same = [one for one in quantized if base and one.scheme and one.scheme.format == base.format]
         return (same or quantized)[0].name
 
     def _guiding(self, samples: int, tokens: int) -> TokenSet:
@@ -249,12 +249,12 @@ class _Search:
         decisions: list[Decision] = []
         calibration = self.prepared.calibration
         source, recipe = self.prepared.source, self.request.recipe
-        found = guiding(recipe, source, samples=samples, tokens=length, calibration=calibration, decisions=decisions)
-        self.decisions += [each for each in decisions if each not in self.decisions]
-        return found
+        text = guiding(recipe, source, samples=samples, tokens=length, calibration=calibration, decisions=decisions)
+        self.decisions += [one for one in decisions if one not in self.decisions]
+        return text
 
     def _key(self, calibrated: list[list[int]] | None) -> dict[str, Any]:
-        """All that a harm depends on."""
+        """Return the inputs of a harm, for its file name."""
         recipe = self.request.recipe.as_dict()
         relevant = ("torch", "transformers", "numpy")
         return {
@@ -267,15 +267,15 @@ class _Search:
             "ids": self.text.sha256,
             "anchor": self._anchor(),
             "candidates": [
-                [each.name, sorted({name: scheme.model_dump() for name, scheme in each.layers.items()}.items())]
-                for each in self.found.candidates
+                [one.name, sorted({name: scheme.model_dump() for name, scheme in one.layers.items()}.items())]
+                for one in self.found.candidates
             ],
         }
 
     def _settle(self, harms: Sequence[UnitHarm]) -> None:
-        """Linears that no token of the texts reached, as those of an expert: nothing is known of their harm."""
+        """Exclude linears without any token, as those of an expert, from the choice: their harm is unknown."""
         seen = {name for harm in harms for name in harm.members}
-        own = next(each for each in self.found.candidates if each.name == (self._anchor() or each.name))
+        own = next(one for one in self.found.candidates if one.name == (self._anchor() or one.name))
         self.unmeasured = {name: scheme for name, scheme in own.layers.items() if name not in seen}
         if self.unmeasured:
             first = next(iter(self.unmeasured))
@@ -288,18 +288,18 @@ class _Search:
 
     def _tables(self, harms: Sequence[UnitHarm]) -> Tables:
         source = self.prepared.source
-        made = front.tables(
+        tables = front.tables(
             harms, self.found, dtype_bits=8 * WIDTHS[source.dtype], total_bytes=source.weights.total_bytes()
         )
         if not self.question.timings:
-            return made
-        shapes = [[self.found.shapes[name] for name in unit.members] for unit in made.units]
+            return tables
+        shapes = [[self.found.shapes[name] for name in unit.members] for unit in tables.units]
         seconds, missing = front.unit_seconds(
             self.question.timings, shapes, self.found.candidates, self.question.batches
         )
         for text in missing:
             self.progress.note(f"timings: {text}")
-        return replace(made, seconds=seconds)
+        return replace(tables, seconds=seconds)
 
     def _recipe(self, tables: Tables, point: FrontPoint, name: str) -> Recipe:
         assignment = {
@@ -331,7 +331,7 @@ class _Search:
         return chosen
 
     def _uniform(self, tables: Tables, chosen: FrontPoint) -> dict[str, Any] | None:
-        """The best that one scheme for all units comes to within the bits of the choice, compiled and scored."""
+        """Compile and score the best single scheme within the bits of the choice."""
         base = self.request.recipe.scheme.weights
         options: list[tuple[float, str, Recipe]] = []
         plain = self._plain_bits()
@@ -350,15 +350,15 @@ class _Search:
         return {**measured.as_dict(), "name": name, "bits": bits}
 
     def _plain_bits(self) -> float:
-        """Bits a weight of the base recipe as it stands."""
+        """Return the bits a weight of the base recipe."""
         schemes = self.prepared.layers.schemes
         wide = 8 * WIDTHS[self.prepared.source.dtype]
         inside = self.prepared.layers.inside
-        found = [
+        bits = [
             stored_bits(shape, schemes[name]) if name in schemes else wide * shape[0] * shape[1]
             for name, shape in inside.items()
         ]
-        return sum(found) / sum(rows * columns for rows, columns in inside.values())
+        return sum(bits) / sum(rows * columns for rows, columns in inside.values())
 
     def _compile(self, recipe: Recipe, folder: str, number: int) -> ScoredChoice:
         from quantkit.tuning.search import compile_and_score
@@ -385,7 +385,7 @@ class ScoredChoice:
     rows: list[Row]
 
     def as_dict(self) -> dict[str, Any]:
-        """Give what `front.json` holds."""
+        """Return the entry in `front.json`."""
         rows = {row.name: row for row in reversed(self.rows)}
         held_out, bits = rows.get("accuracy.kl"), rows.get("size.bits_per_weight")
         return {
@@ -401,19 +401,19 @@ class ScoredChoice:
 
 
 def scored_in(runtimes: Sequence[str], where: str) -> str:
-    """Name the runtime, of the exports', in which what is compiled is scored: the first that runs here.
+    """Name the exports' first runtime on this machine, for scoring compiled choices.
 
     Raises InputError `tune-unscored`, where none does.
     """
     from quantkit.pipeline.blocks.score import runs_here
 
-    found = next((runtime for runtime in runtimes if runs_here(runtime)), None)
-    if found is None:
+    first = next((runtime for runtime in runtimes if runs_here(runtime)), None)
+    if first is None:
         value = "; ".join(f"{runtime}: {load_runtime(runtime).why_not_here()}" for runtime in runtimes)
         rule = "what is chosen is compiled and scored, so one of its exports runs here"
         remedy = "--set 'export=[{checkpoint: {}}]', and export the engine from what is written; or --no-check"
         raise InputError("tune-unscored", where=where, value=value, rule=rule, remedy=remedy)
-    return found
+    return first
 
 
 def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSet, progress: Progress) -> ScoredChoice:
