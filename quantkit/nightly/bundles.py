@@ -98,7 +98,7 @@ class Bundles:
 
 
 def inputs_sha256(request: Request) -> str:
-    """Hash everything that decides the result of a compile. Raises InputError as opening the model and the set."""
+    """Hash all inputs of a compile. Raises InputError as opening the model and the set."""
     recipe = request.recipe.as_dict()
     chosen = recipe["calibration"].pop("set")
     known = {
