@@ -47,7 +47,7 @@ def place(source: Source, exporter: str, options: Mapping[str, Any]) -> Path:
 
 
 def _files(exporter: str) -> list[Path]:
-    """List the code that shapes a float graph or file, and a little more."""
+    """List the code with a say in the bytes of a float graph or file, and a little more."""
     folder, patterns = Path(__file__).parent.parent / "exporters", (f"{exporter}.py", f"{exporter}/**/*.py")
     return sorted(path for pattern in ("values.py", *patterns, "trace/*.py") for path in folder.glob(pattern))
 

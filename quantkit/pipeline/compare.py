@@ -81,7 +81,9 @@ class Text:
 
 
 def flips(a: Items, b: Items, text: Text, count: int) -> WordFlips:
-    """Find what flipped, with `count` examples of each kind: where the chance of what follows has changed most."""
+    """Find flipped positions, with `count` examples of each kind: those with the largest change in the next token's
+    chance.
+    """
     test = mcnemar(a.right_candidate, b.right_candidate, b.clusters()[0])
     rise = b.nll_candidate - a.nll_candidate
     moved = flipped(a, b)
@@ -124,14 +126,14 @@ def _flip(a: Items, b: Items, text: Text, item: int, rise: float) -> WordFlip:
 
 
 def scored_text(side: BundleSide, items: Items, data: Data, calibration: str | None) -> tuple[Text, list[str]]:
-    """Read the text that was scored again; with what a reader must know where it is not at hand.
+    """Read the scored text again; return it with a note for readers if it is not at hand.
 
     Args:
-        items: how many sequences there are, and how long.
-        data: its name and hash.
-        calibration: where it is; None is the name that the rows have for it.
+        items: number and length of the sequences.
+        data: name and hash of the text.
+        calibration: path of the set; None for the name in the rows.
 
-    Raises InputError: where `calibration` says where it is: `items-differ` and those of `load_tokens`.
+    Raises InputError: with a `calibration`, `items-differ` and those of `load_tokens`.
     """
 
     def without(why: str) -> list[str]:
@@ -199,8 +201,8 @@ def _loaded(folder: Path) -> Any:
     except InputError:
         raise
     except Exception as problem:  # whatever a damaged file makes the library raise
-        said = (str(problem).splitlines() or [type(problem).__name__])[0]
-        raise InputError("tokenizer-damaged", where=str(folder), value=said) from problem
+        message = (str(problem).splitlines() or [type(problem).__name__])[0]
+        raise InputError("tokenizer-damaged", where=str(folder), value=message) from problem
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ class Margins:
     size: float = 0.01
 
     def __post_init__(self) -> None:
-        """Refuse what is no margin."""
+        """Refuse values outside the range of a margin."""
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if value is not None and not (isfinite(value) and value > 0):
@@ -301,7 +303,7 @@ def compare_bundles(
 
 
 def _demand_sense(measure: bool, speed: bool, runtime: str | None, timing: Mapping[str, object]) -> None:
-    """Refuse what would be asked for and not be done."""
+    """Refuse options without effect."""
     if measure and not speed:
         remedy = "leave one out"
         raise InputError("usage", where="--measure", value="with --no-speed", rule="it times both", remedy=remedy)
@@ -452,7 +454,7 @@ def _again(
     timing: BundleTiming,
     progress: Progress,
 ) -> dict[int, tuple[Quantity, CellDecision, bool]]:
-    """Take times that were called worse or better once more: no call rests on one run."""
+    """Repeat times called worse or better: no call rests on one run."""
     called = {
         timing_of.key(quantity): i
         for i, (quantity, decision) in enumerate(zip(asked, decisions, strict=True))
@@ -472,7 +474,7 @@ def _again(
 
 
 def _sized(a: BundleSide, b: BundleSide, runtimes: tuple[str, str], margin: float) -> list[Quantity]:
-    """Count the bytes that each side's runtime loads: nothing about it is uncertain."""
+    """Count the bytes for each side's runtime to load: they have no uncertainty."""
     one, other = a.size(runtimes[0])[0], b.size(runtimes[1])[0]
     if not one or not other:
         return []
@@ -497,7 +499,7 @@ def _limits(side: BundleSide, asked: Sequence[Quantity]) -> dict[int, float]:
 
 
 def _shipped(a: BundleSide, b: BundleSide, asked: Quantity) -> str:
-    """Say why a time that is worse than the float model's is no failure: B's verdict ships it all the same."""
+    """Explain why a time above the float model's is no failure: B's verdict ships it all the same."""
     verdict = None if b.floating or not a.floating else b.manifest.verdict
     if verdict is None or verdict.answer not in ("ship_it", "ship_up_to"):
         return ""

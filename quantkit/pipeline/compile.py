@@ -64,7 +64,7 @@ class Compiled:
 
     @property
     def decisions(self) -> list[Decision]:
-        """What was done otherwise than asked."""
+        """Deviations from the request."""
         return self.bundle.manifest.decisions
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,10 +87,10 @@ class Compiled:
 def asked(
     model: str, *, recipe: str = "awq-int4", changes: Sequence[str] = (), imatrix: Path | None = None, **how: Any
 ) -> Request:
-    """Read and check all that is asked of a compile, before the model is opened.
+    """Read and check a whole request for a compile, before the model is opened.
 
     Args:
-        imatrix: an importance matrix that `rtn` weighs errors by.
+        imatrix: importance matrix for `rtn` to weigh errors by.
         how: see `Request.of`.
 
     Raises InputError: of `Request.of`, `demand_model` and `weighed_by`.
@@ -215,7 +215,7 @@ def _compiled(subject: Subject) -> Compiled:
 
 
 def _manifest(subject: Subject) -> Manifest:
-    """Describe a bundle that is written and not measured yet."""
+    """Describe a written bundle before its measurement."""
     import torch
 
     request, (model, calibration) = subject.request, subject.entries()

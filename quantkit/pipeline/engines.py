@@ -59,7 +59,7 @@ def here(
 
 
 def notes(bundle: Path, built: Iterable[str]) -> list[Decision]:
-    """Record what the timing cache has saved of builds."""
+    """Record the builds saved by the timing cache."""
     texts = {path: timings.said(json.loads(limits.read(bundle / path))) for path in built if path.endswith(".json")}
     return [
         decision(TENSORRT.name, NOTE, path.removesuffix(".json") + ".engine", text)
@@ -94,13 +94,13 @@ def add_engine(bundle: Bundle, exporter: Any, options: Any, progress: Progress) 
 
 
 def put(bundle: Bundle, beside: Path, engine: str, built: Iterable[str], texts: Iterable[Decision]) -> Bundle:
-    """Put an engine that was built into a bundle.
+    """Put a built engine into a bundle.
 
     Args:
-        beside: a folder that is laid out as the bundle is.
-        engine: its path in both.
-        built: that, and the path of what describes it.
-        texts: of its build; those of an earlier one go.
+        beside: folder with the layout of the bundle.
+        engine: path of the engine in both.
+        built: its description, and the path of that.
+        texts: texts of its build; those of an earlier one are removed.
     """
     whole: dict[str, bytes | None] = {name: (beside / name).read_bytes() for name in built}
     # what was learnt of an engine of that name was learnt of another one

@@ -92,7 +92,7 @@ def foreseen_device(asked: str, sizes: CompileSpec, target: Target) -> tuple[str
 
 
 def demand_disk(expected: Compiling, out: Path) -> None:
-    """Refuse a build that takes more bytes than are free. Raises InputError `disk-space`."""
+    """Refuse a build larger than the free disk space. Raises InputError `disk-space`."""
     need = expected.disk.most
     place = next((folder for folder in (out, *out.absolute().parents) if folder.is_dir()), Path())
     free = shutil.disk_usage(place).free

@@ -48,12 +48,12 @@ class Exported:
 
     @property
     def says(self) -> str:
-        """One sentence for people."""
+        """Sentence for people."""
         if self.dry_run:
             return f"dry run: {self.to} can be added; nothing was written"
         if self.engine:
-            said = f"{self.engine} was built from the network that the bundle has; its content_sha256 is what it was"
-            return ". ".join([said, *(taken.reason for taken in self.decisions)])
+            sentence = f"{self.engine} was built from the bundle's network; the bundle keeps its content_sha256"
+            return ". ".join([sentence, *(taken.reason for taken in self.decisions)])
         sha256 = self.bundle.manifest.content_sha256
         return f"{folder_of(self.to)}/ was added; the bundle's content_sha256 is now {sha256}"
 
@@ -144,7 +144,7 @@ def export_bundle(
 
 
 def _demand_possible(bundle: Bundle, exporter: Any, calibration: str | None) -> None:
-    """Refuse what no export can be made of."""
+    """Refuse a bundle or format without any possible export."""
     graph = holds_graph(bundle)
     if graph and (is_network(bundle) or not exporter.reads_graphs):
         raise InputError(
@@ -216,7 +216,7 @@ def engine_options(bundle: Bundle, exporter: Any, changes: Sequence[str]) -> dic
 
 
 def _demand_codes(bundle: Bundle) -> None:
-    """Refuse a bundle that does not hold what an export is made from."""
+    """Refuse a bundle without the codes for an export."""
     if not usage.has(bundle.manifest, "model/"):
         code, value, remedy = "bundle-without-checkpoint", "no model/", "compile with `export: [checkpoint: {}]`"
     elif bundle.manifest.layers and not usage.packed(bundle.manifest):
@@ -229,14 +229,14 @@ def _demand_codes(bundle: Bundle) -> None:
 
 
 def options_of(exporter: Any, changes: Sequence[str], bundle: Bundle) -> dict[str, Any]:
-    """Return the exporter's options: what the bundle's target says, then what was asked for."""
+    """Return the exporter's options: those from the bundle's target, then those asked for."""
     target = bundle.manifest.target or {}
     read = [name for name in exporter.runtimes if name in target.get("runtimes", [])]
-    said = dict(target.get("build", {}).get((read or exporter.runtimes)[0], {}))
+    defaults = dict(target.get("build", {}).get((read or exporter.runtimes)[0], {}))
     if read:
-        said |= {"library": read[0], "profiles": target.get("profiles", [])}
-        said |= {"sm": sm} if (sm := target.get("arch", {}).get("sm")) else {}
-    options = {name: said[name] for name in exporter.Options.model_fields if name in said}
+        defaults |= {"library": read[0], "profiles": target.get("profiles", [])}
+        defaults |= {"sm": sm} if (sm := target.get("arch", {}).get("sm")) else {}
+    options = {name: defaults[name] for name in exporter.Options.model_fields if name in defaults}
     for change in changes:
         name, equals, text = change.partition("=")
         if not equals:

@@ -92,13 +92,13 @@ _SUBJECTS = {
 
 
 def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None) -> tuple[list[Check], list[Decision]]:
-    """Check each gate that was set in each runtime it was measured in, on the worst of its rows there; with a decision
-    for each gate whose measurement there is none of: a note, if nobody asked for it.
+    """Check each gate in each runtime with a measurement, on its worst row there; with a decision for each gate without
+    one: a note, if nobody asked for it.
 
     The first runtime's checks are called `gate.kl_max`; others bear the runtime's name: `gate.onnxruntime.kl_max`.
 
     Args:
-        asked: gates that somebody asked for; None is all.
+        asked: gates from the request; None is all.
     """
     checks: list[Check] = []
     unjudged: list[tuple[str, float, str]] = []
@@ -123,7 +123,7 @@ def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None
 
 
 def near(gates: Gates, rows: Sequence[Row]) -> list[Decision]:
-    """List the gates whose limit lies inside a row's 95 % interval: more items may decide otherwise."""
+    """List the gates with a limit inside a row's 95 % interval: more items may change the decision."""
     decisions = []
     for gate, limit in gates.model_dump().items():
         for row in filter(_SUBJECTS[gate].has, rows) if limit is not None else ():
@@ -164,8 +164,9 @@ def allowed(gates: Gates, name: str, before: float | None) -> float | None:
 
 
 def warnings(decisions: Sequence[Decision]) -> list[str]:
-    """Say what a reader has to know: of gates that were not judged or are close, of formats that are not computed in,
-    of weights that stay in floats."""
+    """Warn a reader of gates that were not judged or are close, of formats outside the computation, and of weights in
+    floats.
+    """
     texts = {
         UNJUDGED: "{0.where} {0.from_:g} is {0.reason}",
         NEAR: "{0.where} {0.from_:g}: {0.reason}",
@@ -182,7 +183,7 @@ def still_unjudged(decisions: Sequence[Decision], checks: Sequence[Check]) -> li
 
 
 def measured(gate: str, rows: Sequence[Row]) -> Row | None:
-    """Return the first row that a gate is about."""
+    """Return the first row for a gate."""
     return next(filter(_SUBJECTS[gate].has, rows), None)
 
 
@@ -203,12 +204,12 @@ def failed_gate(manifest: Manifest) -> GateError | None:
 
 
 def demand(checks: Iterable[Check], remedy: str, *, of: str = "") -> None:
-    """Refuse what failed a check.
+    """Refuse failed checks.
 
     Args:
-        of: what the checks are of, where that is not what was asked for.
+        of: subject of the checks, if it differs from the request.
 
-    Raises GateError: `check-failed`, with the first that failed.
+    Raises GateError: `check-failed`, with the first failed check.
     """
     failed = next((check for check in checks if not check.ok), None)
     if failed is not None:

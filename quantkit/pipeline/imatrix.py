@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 def weighed_by(file: Path, recipe: str, changes: Sequence[str] = ()) -> tuple[list[str], tuple[Decision, ...]]:
-    """Return the changes that make a recipe weigh errors by a file, and what they do otherwise than it says.
+    """Change a recipe so as to weigh errors by a file; return the changes, and decisions for deviations from the
+    recipe.
 
-    Rounding to nearest weighs by it. Where a GGUF file is written, it stands in for a solver too: whoever has such a
-    file wants what llama-quantize makes of it.
+    Rounding to nearest weighs by it. For a GGUF export it replaces a solver too: users with such a file want the result
+    of llama-quantize.
 
-    Raises InputError: `imatrix-unused`, it has no pass that does; those of `Recipe.load`.
+    Raises InputError: `imatrix-unused`, if no pass can weigh by it; those of `Recipe.load`.
     """
     asked, path = Recipe.load(recipe, changes), json.dumps(str(file.expanduser().resolve()))
     if any(step.name == Rtn.name for step in asked.passes):

@@ -86,13 +86,13 @@ class MeasuredAgainst:
 
     @property
     def bytes(self) -> int | None:
-        """What its weights take; None where that is not known."""
+        """Bytes of its weights; None if unknown."""
         if self.graph is not None:
             return self.graph.bytes
         return None if self.stream is None else self.stream.source.weights.total_bytes()
 
     def floats_in_torch(self) -> StreamedModel:
-        """Return the float model, which steps on a GPU are timed against. Raises InputError `baseline-needed`."""
+        """Return the float model for timing steps on a GPU against. Raises InputError `baseline-needed`."""
         if self.stream is None or self.format != "float32":
             rule = "on a GPU times are set against the float model in bfloat16"
             remedy = "--baseline MODEL, or --no-speed"
@@ -112,7 +112,7 @@ class MeasuredAgainst:
         return float_export(self.stream.source, exporter, options), float_format(exporter, options)
 
     def costs(self) -> SampleCost:
-        """Return what one sample takes of a graph. Raises InputError: those of `graphs.answers.cost`."""
+        """Return the cost of one sample of a graph. Raises InputError: those of `graphs.answers.cost`."""
         from quantkit.graph.sites import sites
         from quantkit.pipeline.graphs.answers import cost
 
@@ -134,21 +134,21 @@ def measure(
     progress: Progress | None = None,
     scored: Callable[[float], None] | None = None,
 ) -> tuple[list[Row], Items | None]:
-    """Measure what one runtime runs of a bundle, finished or still in its build.
+    """Measure a bundle, finished or still in its build, in one runtime.
 
     Args:
-        accuracy: score and weigh it.
+        accuracy: True to score and weigh it.
         plan: shapes and seconds of the timing; None does not time it.
-        candidate: the model opened in its runtime already; of a graph, what runs it.
-        weighed: the folder of the bundle whose files are weighed; None is the one that the runtime reads.
-        engine: an engine that is timed on this machine's GPU; True times quantkit's own kernels there.
-        across: time ONNX Runtime in turns with a file of another runtime.
-        scored: told the share of the score that is done; None tells `progress`.
+        candidate: the model opened in its runtime already; for a graph, its runner.
+        weighed: folder of the bundle whose files are weighed; None is the one for the runtime.
+        engine: engine to time on this machine's GPU; True times quantkit's own kernels there.
+        across: True to time ONNX Runtime in turns with a file of another runtime.
+        scored: callback with the finished share of the score; None tells `progress`.
 
     Returns:
-        The rows, and what was learnt of each position of a decoder.
+        The rows, and the results for each position of a decoder.
 
-    Raises InputError, GateError, MissingDependency: of what opens, scores and times.
+    Raises InputError, GateError, MissingDependency: of opening, scoring and timing.
     """
     progress = progress or Progress()
     rows: list[Row] = []
@@ -168,7 +168,7 @@ def measure(
 
 
 def sizes(bundle: Bundle, original: MeasuredAgainst, folder: str) -> list[Row]:
-    """Weigh what lies in one folder of a bundle."""
+    """Weigh the files in one folder of a bundle."""
     manifest = bundle.manifest
     against: dict[str, Any] = {"baseline": original.subject, "baseline_bytes": original.bytes}
     return size_rows(manifest.layers, manifest.files, subject=manifest.content_sha256, folder=folder, **against)
@@ -215,17 +215,17 @@ def _score_graph(
     assert graph is not None and samples is not None
     own = runner(bundle, runtime) if candidate is None else candidate
     expected = answers(graph.model, samples, lambda done: tell(done / 2))
-    given = answers(own, samples, lambda done: tell((1 + done) / 2))
+    answered = answers(own, samples, lambda done: tell((1 + done) / 2))
     subject, baseline = bundle.manifest.content_sha256, original.subject
     kinds = kinds_of(graph.model)
-    rows = agreement(expected, given, samples, kinds, subject=subject, baseline=baseline, runtime=runtime)
+    rows = agreement(expected, answered, samples, kinds, subject=subject, baseline=baseline, runtime=runtime)
     return [*sizes(bundle, original, weighed or file_of(bundle, runtime).parent.name), *rows], None
 
 
 def _time(
     bundle: Bundle, original: MeasuredAgainst, runtime: str, plan: TimingPlan, progress: Progress, *, across: bool
 ) -> list[Row]:
-    """Time what a runtime reads, in turns with the float model in what it reads."""
+    """Time a runtime on the bundle, in turns with the float model in a file for that runtime."""
     from quantkit.measurement.timing.speed import SpeedJob, SpeedSide, run
 
     manifest, reads = bundle.manifest, load_runtime(runtime)
@@ -267,8 +267,9 @@ def _time_graph(
 
 
 def _across(bundle: Bundle, original: MeasuredAgainst, progress: Progress) -> SpeedSide | None:
-    """Return what ONNX Runtime runs in turns with a file of another runtime: the bundle's own graph, else the float
-    model's; None, with a note, where there is neither."""
+    """Return the graph for ONNX Runtime to run in turns with a file of another runtime: the bundle's own, else the
+    float model's; None, with a note, if there is neither.
+    """
     from quantkit.measurement.timing.speed import SpeedSide
 
     manifest, name = bundle.manifest, export_of(RUNTIME)
@@ -330,14 +331,14 @@ def measure_bundle(
     speed: bool = True,
     decisions: list[Decision] | None = None,
 ) -> list[Row]:
-    """Measure what one runtime runs of a bundle. Its rows replace those of their kind; verdict and page follow.
+    """Measure a bundle in one runtime. Its rows replace those of their kind; verdict and page follow.
 
     Args:
         plan: shapes and seconds of the timing; its batches default to the target's, up to 32.
-        decisions: gets what was done otherwise than asked: text that had to come from elsewhere.
+        decisions: list for deviations from the request: text from another place.
 
-    Raises InputError: `baseline-needed`, where the source was a folder; `bundle-without-onnx` or `-checkpoint`;
-    `nothing-to-score-on`, where `calibration` has nothing for this; MissingDependency: of the runtime.
+    Raises InputError: `baseline-needed`, if the source was a folder; `bundle-without-onnx` or `-checkpoint`;
+    `nothing-to-score-on`, if `calibration` has nothing for this; MissingDependency: of the runtime.
     """
     progress, decisions = progress or Progress(), [] if decisions is None else decisions
     runtime = runtime or default_runtime(bundle)
@@ -402,18 +403,18 @@ def original_of(
     calibration: str | None = None,
     decisions: list[Decision] | None = None,
 ) -> MeasuredAgainst:
-    """Open what the bundle is measured against, and refuse what cannot be.
+    """Open the baseline of a bundle, and refuse an unfit one.
 
     Args:
-        baseline: a model, a graph or a bundle; None is what the bundle was made from, where that can be had.
-        timed: the runtime that its floats are timed in; None where nothing is timed.
-        calibration: the set that scores; None is the one that the bundle was calibrated on.
-        decisions: gets what was done otherwise than asked.
+        baseline: a model, a graph or a bundle; None is the bundle's source, if it can be had.
+        timed: runtime for timing its floats; None if nothing is timed.
+        calibration: scoring set; None is the bundle's calibration set.
+        decisions: list for deviations from the request.
 
     Raises InputError: `baseline-needed`, `baseline-kind`, `baseline-inputs`, `baseline-vocabulary`,
     `calibration-needed`, `nothing-to-score-on`, `bundle-without-onnx`, `-gguf`, `bundle-without-checkpoint`,
-    `hash-mismatch`, those of `open_model`, `open_graph` and `load_inputs`; MissingDependency: torch, where nothing can
-    be measured without.
+    `hash-mismatch`, those of `open_model`, `open_graph` and `load_inputs`; MissingDependency: torch, if nothing can be
+    measured without it.
     """
     if holds_graph(bundle):
         from quantkit.graph.open import open_graph
@@ -481,7 +482,7 @@ def _opened(bundle: Bundle, baseline: str | None, timed: str | None) -> Measured
 
 
 def _demand_alike(bundle: Bundle, kind: str, config: dict[str, Any], where: str) -> None:
-    """Refuse a baseline that does not do what the bundle does."""
+    """Refuse a baseline with another task than the bundle's."""
     mine, ours = bundle.manifest.model.kind, config_of(bundle)
     if kind != mine:
         remedy = "the model that the bundle was made from"
@@ -513,7 +514,7 @@ def _steps_on_gpu(bundle: Bundle, runtime: str, progress: Progress) -> bool:
 
 
 def quick(kind: str) -> TimingPlan:
-    """Return what a compile looks at, for a kind of model."""
+    """Return the quick measurement of a compile, for a kind of model."""
     if kind == "network":
         return replace(_OTHERS, batches=_TEXTS, seconds=40.0)
     return QUICK if kind == "decoder" else replace(_OTHERS, batches=_TEXTS)

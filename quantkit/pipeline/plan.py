@@ -195,7 +195,7 @@ def _workload(question: PlanQuestion, architecture: Architecture, target: Target
 
 
 def _refuse_unused(question: PlanQuestion, architecture: Architecture) -> None:
-    """Refuse lengths that a model does not have: they would be passed over in silence."""
+    """Refuse lengths without meaning for a model: they would be ignored in silence."""
     if architecture.kind == "decoder":
         return
     asked: dict[str, object] = {"--output": question.output, "--requests": question.mix}
@@ -271,7 +271,7 @@ class _Planning:
         )
 
     def _export(self) -> str | None:
-        """Return the export that its runtime reads."""
+        """Return the export for its runtime."""
         names = [step.name for step in self.recipe.export]
         return next((name for name in names if self.runtime in load_exporter(name).runtimes), None)
 
@@ -401,7 +401,7 @@ class _Planning:
 
 
 def _usual(kind: Kind, target: Target) -> list[str]:
-    """Name the usual recipes that the target runs."""
+    """Name the usual recipes for the target."""
     first = (next((name for name in like if _runs(name, kind, target, native=True)), None) for like in _DEFAULTS[kind])
     return [name for name in first if name is not None]
 

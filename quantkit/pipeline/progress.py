@@ -17,7 +17,7 @@ class Progress:
     """Receives the stages, then how far each is. This one says nothing to nobody."""
 
     def begin(self, what: str) -> None:
-        """Take what is being done."""
+        """Set the current activity."""
 
     def plan(self, stages: Mapping[str, float]) -> None:
         """Take the stages to come, in order, with the number of parts that each has."""

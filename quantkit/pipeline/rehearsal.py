@@ -93,7 +93,7 @@ class Rehearsal:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was learnt that the compile would end with."""
+        """True without a finding to end the compile with."""
         return not any(finding.fails for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Rehearsal:
 
 
 def rehearse(request: Request, progress: Progress | None = None) -> Rehearsal:
-    """Find out what a compile would take, and what it would fail with; nothing of it is kept.
+    """Find the resources for a compile, and its failures; keep nothing.
 
     Raises InputError: `compile-unknown`, of a graph of images.
     """
@@ -147,7 +147,7 @@ class _Rehearsing:
 
     @contextlib.contextmanager
     def _noting(self, instead: str = "") -> Iterator[None]:
-        """Turn what is raised inside into a finding; a library's own exceptions, under the code `instead`."""
+        """Turn exceptions inside into findings; a library's own exceptions get the code `instead`."""
         try:
             yield
         except QuantkitError as problem:
@@ -363,7 +363,7 @@ def alone(recipe: Recipe, prepared: Prepared, index: int) -> Recipe:
 
 
 def renamed(name: str, block: str) -> str:
-    """Rename what is inside a block as it is where that block is number 0."""
+    """Rename tensors inside a block as in the block with number 0."""
     return f"{block.rpartition('.')[0]}.0{name.removeprefix(block)}"
 
 
@@ -390,7 +390,7 @@ def _config(config: Mapping[str, Any], index: int, count: int) -> dict[str, Any]
 
 
 def _tensors(stream: StreamedModel, index: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the cut model stores, each tensor of the files once."""
+    """Yield the cut model's stored tensors, each tensor of the files once."""
     block, seen, config = stream.block_names[index], set(), stream.source.config
     weights, vocabulary = stream.source.weights, config.get("vocab_size") or 0
     vocabulary = vocabulary or (config.get("text_config") or {}).get("vocab_size")

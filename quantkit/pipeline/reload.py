@@ -103,7 +103,7 @@ def _words(shape: Sequence[int | None]) -> str:
 
 
 def fed(network: Path, inputs: Path | None = None) -> tuple[dict[str, Array], list[str]]:
-    """Return (input -> values, what is to be said of them)."""
+    """Return (input -> values, notes on them)."""
     entries = _inputs(network)
     if inputs is not None:
         return _of_file(inputs, entries), []
@@ -182,7 +182,7 @@ def reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
 
 
 def exports_of(bundle: Bundle, runtimes: Sequence[str]) -> dict[str, Path]:
-    """Map runtimes to what they open of a bundle: a folder, or a graph's file."""
+    """Map runtimes to their files in a bundle: a folder, or a graph's file."""
     places: dict[str, Path] = {}
     graph = holds_graph(bundle)
     for name in runtimes:
@@ -197,9 +197,9 @@ def exports_of(bundle: Bundle, runtimes: Sequence[str]) -> dict[str, Path]:
 
 
 def loaded(bundle: Bundle) -> list[Check]:
-    """Check that ONNX Runtime opens the graph and makes a step, alone and with quantkit's own operators.
+    """Check for ONNX Runtime to open the graph and make a step, alone and with quantkit's own operators.
 
-    In a process of its own, which a graph may end. What does not run on this machine is not looked at.
+    The check has a process of its own, because a graph may end it. Operators for other machines are not checked.
     """
     places = exports_of(bundle, of_one_file(speed.RUNTIME))
     work = {name: str(path) for name, path in places.items() if load_runtime(name).why_not_here() is None}

@@ -79,7 +79,7 @@ class Request:
 
     @cached_property
     def support(self) -> Support:
-        """What the recipe can have on the target. Raises InputError, that of `planning.support.ask`."""
+        """Support for the recipe on the target. Raises InputError, that of `planning.support.ask`."""
         return support.ask(self.recipe, self.target, kind_of(self.model))
 
     @classmethod
@@ -174,9 +174,9 @@ def _recipe(recipe: str | Path | Recipe | Mapping[str, Any], changes: Sequence[s
 
 
 def demand_model(model: str) -> None:
-    """Refuse a model that cannot be compiled, before torch is imported.
+    """Refuse an unfit model, before torch is imported.
 
-    A night's plan is read where its models need not lie, so that `Request.of` does not ask.
+    A night's plan may be read on a machine without its models, so that `Request.of` does not check this.
 
     Raises InputError: `adapter-unmerged`, those of `model.sight`.
     """
@@ -205,8 +205,9 @@ def runs_here(target: Target) -> bool:
 
 
 def kind_of(model: str) -> Kind | None:
-    """Return what its name alone says of a model; None where it has to be opened. A graph, whatever it takes, is
-    compiled as networks are."""
+    """Return the kind of a model by its name alone; None if it has to be opened. Every graph, whatever its inputs, is
+    compiled as networks are.
+    """
     alias = ALIASES.get(model)
     return "network" if is_graph(model) else None if alias is None else alias.kind
 

@@ -75,17 +75,17 @@ class BundleSide:
 
     @property
     def manifest(self) -> Manifest:
-        """The bundle's."""
+        """Manifest of the bundle."""
         return self.bundle.manifest
 
     @property
     def subject(self) -> str:
-        """What it is called in the rows."""
+        """Name in the rows."""
         return self.original if self.floating else self.manifest.content_sha256
 
     @property
     def original(self) -> str:
-        """The float model's hash."""
+        """Hash of the float model."""
         return self.manifest.model.source.sha256
 
     def items(self) -> dict[str, str]:
@@ -103,7 +103,7 @@ class BundleSide:
         return files
 
     def read(self, runtime: str) -> Items:
-        """Read what was learnt of each position in a runtime. Raises InputError `items-invalid`."""
+        """Read the results per position in a runtime. Raises InputError `items-invalid`."""
         items = load_items(self.bundle.path / self.items()[runtime])
         if not self.floating:
             return items
@@ -132,7 +132,7 @@ class BundleSide:
         ]
 
     def data(self, runtime: str) -> Data | None:
-        """Return what was scored in a runtime."""
+        """Return the scored data in a runtime."""
         return next((row.data for row in self.accuracy(runtime) if row.name == "accuracy.kl"), None)
 
     def size(self, runtime: str) -> tuple[int | None, float | None]:
@@ -146,7 +146,7 @@ class BundleSide:
         return next((int(base.value) for base in bases if base.subject == self.original), None), None
 
     def measure(self, *options: str) -> str:
-        """Return the command that measures it."""
+        """Return the command for measuring it."""
         path = shlex.quote(str(self.bundle.path))
         return " ".join(["quantkit measure", path, *options, *usage.against(self.manifest)])
 
@@ -174,7 +174,7 @@ def open_sides(a: Bundle | str | Path, b: Bundle | str | Path) -> tuple[BundleSi
 
 
 def _bundle(reference: Bundle | str | Path) -> Bundle | None:
-    """Load the bundle that is meant; None where it is a model."""
+    """Load the named bundle; None for a model."""
     if isinstance(reference, Bundle):
         return Bundle.load(reference.path)
     path, name = Path(reference).expanduser(), str(reference)
@@ -200,7 +200,7 @@ def _side(reference: Bundle | str | Path, own: Bundle | None, other: Bundle | No
 
 
 def _demand_original(reference: str, bundle: Bundle) -> None:
-    """Refuse a float model that the bundle was not made from; only one whose name does not say it is hashed."""
+    """Refuse a float model other than the bundle's source; the hash is computed only if the name does not settle it."""
     source = bundle.manifest.model.source
     if reference in (source.ref, source.ref.removeprefix("alias:")):
         return
@@ -223,9 +223,9 @@ def _other_model(where: str, sha256: str, of: str, expected: str) -> InputError:
 
 
 def common_runtime(a: BundleSide, b: BundleSide, asked: str | None) -> tuple[str, str, list[str]]:
-    """Return the runtimes in which A and B were scored, the same where there is one, and what a reader must know.
+    """Return the runtimes with A's and B's scores, the same if there is one, and notes for a reader.
 
-    Raises InputError: `items-missing`; `runtime-unsupported`, none of the one that was asked for.
+    Raises InputError: `items-missing`; `runtime-unsupported`, if none is the requested one.
     """
     first, second = list(a.items()), list(b.items())
     for side, runtimes in ((a, first), (b, second)):
@@ -244,7 +244,7 @@ def common_runtime(a: BundleSide, b: BundleSide, asked: str | None) -> tuple[str
 
 
 def demand_one_text(a: BundleSide, b: BundleSide, first: Data | None, second: Data | None) -> Data:
-    """Return what both were scored on. Raises InputError `items-differ`."""
+    """Return the data with both scores. Raises InputError `items-differ`."""
     for side, data in ((a, first), (b, second)):
         if data is None:
             rule, remedy = "both sides were scored on the same items", side.measure("--no-speed")
@@ -379,7 +379,7 @@ def prepare(
 
 
 def timed_in(bundle: Bundle, asked: str | None = None) -> str:
-    """Return the runtime that a comparison times a bundle in: the one whose scores are asked for, where it can be."""
+    """Return the runtime for timing a bundle in a comparison: the one with the requested scores, if possible."""
     if asked in (of_graphs() if holds_graph(bundle) else timed()):
         return str(asked)
     name = None if (bundle.path / "onnx").is_dir() else usage.file_runtime(bundle.manifest)
@@ -431,7 +431,7 @@ def of_run(
 
 
 def key(cell: Quantity) -> tuple[Any, ...]:
-    """Tell what it is a time of."""
+    """Make the key of a time: rows with the same key are times of the same thing."""
     return cell.name, cell.runtime, cell.device, cell.batch, tuple(sorted((cell.shape or {}).items()))
 
 
@@ -475,7 +475,7 @@ def _against(side: BundleSide, other: BundleSide) -> list[Row]:
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    """Tell rows that can be set against each other: those of one place."""
+    """Make the key of a row's place: only rows of one place are comparable."""
     shape = tuple(sorted((row.shape or {}).items()))
     baseline = row.baseline.subject if row.baseline else None
     device = row.device.id if row.device else None

@@ -31,11 +31,11 @@ from quantkit.planning.compiling import Compiling
 
 
 def fingerprint(request: Request, packages: Sequence[str], **own: Any) -> dict[str, Any]:
-    """Return everything that a bundle's content depends on.
+    """Return all inputs of a bundle's content.
 
     Args:
-        packages: those that it depends on.
-        own: what a kind of model adds.
+        packages: packages with an effect on it.
+        own: additions of a kind of model.
     """
     import torch
 
@@ -79,7 +79,7 @@ class Subject(ABC):
         self.build, self.progress, self.watch = build, progress, watch
 
     def planned(self) -> dict[str, Any]:
-        """Return what the compile would do, as JSON: sizes in bytes; time is known after the first block."""
+        """Return the planned compile as JSON: sizes in bytes; time is known after the first block."""
         asked = self.request.recipe.as_dict()
         return {
             **self.described(),
@@ -98,7 +98,7 @@ class Subject(ABC):
     @property
     @abstractmethod
     def expected(self) -> Compiling:
-        """What the compile will take of memory and disk."""
+        """Expected memory and disk of the compile."""
 
     @property
     @abstractmethod
@@ -107,7 +107,7 @@ class Subject(ABC):
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Return everything that the bundle's content depends on."""
+        """Return all inputs of the bundle's content."""
 
     @abstractmethod
     def demand_unchanged(self) -> None:
@@ -122,7 +122,7 @@ class Subject(ABC):
         """Return model, schemes and sets for `planned`."""
 
     def prove(self) -> None:  # noqa: B027
-        """Hold what calibrates and scores against the model itself. Raises InputError `stream-differs`."""
+        """Compare calibration and scores with the model itself. Raises InputError `stream-differs`."""
 
     @abstractmethod
     def solve(self) -> None:
@@ -138,7 +138,7 @@ class Subject(ABC):
 
     @abstractmethod
     def compile_engines(self) -> None:
-        """Compile the checked exports that engines are built from, and look into them where this machine can."""
+        """Compile the checked exports for engines, and inspect them if this machine can."""
 
     @abstractmethod
     def score(self, bundle: Bundle) -> list[Row]:

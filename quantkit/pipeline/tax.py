@@ -101,7 +101,7 @@ class BundleWays:
 
     @property
     def variants(self) -> list[str]:
-        """Each once."""
+        """Variants, each once."""
         return list(dict.fromkeys(name for name in (self.body, self.head_variant, self.many) if name))
 
     def at(self, rows: int) -> str:
@@ -109,8 +109,9 @@ class BundleWays:
         return self.many if self.many and rows >= ROWS else self.body
 
     def said(self, rows: Sequence[Row], shapes: LinearShapes, batches: Sequence[int]) -> list[str]:
-        """Say what all products take at each batch, as the bundle multiplies, and the head's share; nothing where that
-        is neither several ways nor a head."""
+        """Report the time of all products at each batch, as the bundle multiplies, and the head's share; nothing if
+        there are neither several ways nor a head.
+        """
         if len(self.variants) < 2 and self.head is None:
             return []
         timed = {
@@ -162,12 +163,12 @@ class TaxPlan:
 
     @property
     def subject(self) -> str:
-        """The variant that a bundle's own format is; "" where none is asked about."""
+        """Variant of a bundle's own format; "" without a bundle."""
         return self.ways.body if self.ways is not None else ""
 
     @property
     def records(self) -> bool:
-        """Whether choices of kernels go into the bundle: on a GPU."""
+        """True if choices of kernels go into the bundle: on a GPU."""
         return self.bundle is not None and 0 in self.threads
 
 
@@ -190,7 +191,7 @@ class TaxAnswer:
 
     @property
     def inconclusive(self) -> bool:
-        """Whether noise hides what to do, whatever the number of threads."""
+        """True if noise hides the advice, for every number of threads."""
         return bool(self.advice) and all(advice.answer == "inconclusive" for advice in self.advice.values())
 
     def choices(self, variant: str) -> Recorded | None:
@@ -232,7 +233,7 @@ class TaxAnswer:
 
 
 def prepare(asked: Question) -> TaxPlan:
-    """Check all that is asked. Raises InputError, one line each."""
+    """Check the whole request. Raises InputError, one line each."""
     device = asked.device
     if not device:
         device = "cuda" if asked.target and Target.load(asked.target).kind == "gpu" else "cpu"
@@ -342,7 +343,7 @@ def _of_folder(path: Path) -> LinearShapes:
 
 
 def _variants(names: Iterable[str], linears: LinearShapes, on: Processor | Graphics) -> list[str]:
-    """Return the variants that names, patterns and formats mean, each once, every one of them fit for every shape."""
+    """Return the variants for names, patterns and formats, each once, every one of them fit for every shape."""
     known = on.names()
     chosen: dict[str, None] = {}
     for name in names:
@@ -397,8 +398,8 @@ def measure_tax(plan: TaxPlan, progress: Report | None = None, sweep: Sweep | No
         if not any(EMULATED in row.flags for row in swept):
             judged[threads], advice[threads] = judge(swept, plan)
     first = [row for row in rows if row.settings.get("threads") in (None, plan.threads[0], 0)]
-    said = plan.ways.said(first, plan.shapes, plan.batches) if plan.ways is not None and advice else []
-    return TaxAnswer(plan, rows, judged, advice, [*said, *_notes(rows)])
+    ways = plan.ways.said(first, plan.shapes, plan.batches) if plan.ways is not None and advice else []
+    return TaxAnswer(plan, rows, judged, advice, [*ways, *_notes(rows)])
 
 
 def _timing(row: Row) -> KernelTiming:
@@ -412,7 +413,7 @@ def _timing(row: Row) -> KernelTiming:
 
 
 def record(answer: TaxAnswer) -> None:
-    """Put what was chosen on a GPU into the bundle that was asked about, if there is one; remember it all."""
+    """Put kernels chosen on a GPU into the requested bundle, if there is one; remember them all."""
     plan = answer.plan
     # what a device says that it is does not teach this machine's forecasts
     efficiency.keep([row.as_dict() for row in answer.rows if row.on is None])
@@ -432,7 +433,7 @@ def judge(rows: Sequence[Row], plan: TaxPlan) -> tuple[list[Verdict], Verdict]:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Say what the flags say that no single row does."""
+    """Make the notes from flags across rows."""
     notes = []
     wrong = sorted({str(row.settings.get("variant")) for row in rows if "wrong-result" in row.flags})
     if wrong:

@@ -60,7 +60,7 @@ class Processor:
         return single.names()
 
     def usual(self, name: str, linears: LinearShapes) -> str:
-        """Return what quantkit exports of a format, in a group that fits the shapes. Raises InputError for none."""
+        """Return quantkit's exports of a format, in a group that fits the shapes. Raises InputError for none."""
         from quantkit.exporters.onnx import single_op as single
 
         block = int(self._build().get("block", 128))
@@ -72,7 +72,7 @@ class Processor:
         return usual
 
     def own(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> str:
-        """Name the variant that a bundle's scheme is."""
+        """Name the variant of a bundle's scheme."""
         from quantkit.exporters.onnx.single_op import GROUPS
 
         name, group = str(scheme.get("format")), scheme.get("group")
@@ -83,7 +83,7 @@ class Processor:
         return name
 
     def check(self, name: str, linears: LinearShapes) -> None:
-        """Refuse a variant that cannot run here or does not fit a shape. Raises InputError."""
+        """Refuse a variant unable to run here, or unfit for a shape. Raises InputError."""
         from quantkit.exporters.onnx import single_op as single
 
         variant = single.variant(name)
@@ -121,7 +121,7 @@ def absent(name: str, known: Sequence[str], where: str) -> InputError:
 
 
 def demand_runtime(asked: str, own: str, where: str) -> None:
-    """Refuse a runtime that is not the one products are timed in. Raises InputError `runtime-unsupported`."""
+    """Refuse a runtime without timed products. Raises InputError `runtime-unsupported`."""
     if asked and asked != own:
         rule = f"on a {where} single products are timed in {own}"
         remedy = f"use {own}" if asked in plugins.RUNTIMES else did_you_mean(asked, [own])
@@ -171,7 +171,7 @@ class Graphics:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Those that are timed if none is named: FP8 products need SM 8.9."""
+        """Formats to time if none is named: FP8 products need SM 8.9."""
         return ("int4", "int8.dynamic", *(["fp8_e4m3.dynamic"] if self.sm >= 89 else []), "nf4")
 
     def threads(self, asked: Sequence[int]) -> list[int]:
@@ -197,7 +197,7 @@ class Graphics:
         raise absent(name, self.names(), "our kernels or an operator of torch on a GPU")
 
     def own(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> str:
-        """Name the variant that a bundle's scheme is, or the format where it is none of them."""
+        """Name the variant of a bundle's scheme, or the format if it is none of them."""
         from quantkit.measurement.operators.cuda import foreign
 
         for other in foreign().values():
@@ -217,7 +217,7 @@ class Graphics:
         return name if name in self.names() else form
 
     def check(self, name: str, linears: LinearShapes) -> None:
-        """Refuse a variant that this GPU cannot multiply, or that does not fit a shape. Raises InputError."""
+        """Refuse a variant without products on this GPU, or unfit for a shape. Raises InputError."""
         from quantkit.kernels.native import require
         from quantkit.measurement.cuda.sides import FormatVariant
         from quantkit.measurement.operators.cuda import check_shape, foreign, variant_of
@@ -234,10 +234,10 @@ def target_of(name: str) -> Target:
 
     Raises InputError: `target-unknown`.
     """
-    said = name.lower().replace(" ", "-")
+    slug = name.lower().replace(" ", "-")
     graphics = [target for target in map(Target.load, content.names("export")) if target.kind == "gpu"]
     for target in graphics:
-        if re.search(rf"(?<![a-z0-9]){re.escape(target.name)}(?![a-z0-9])", said):
+        if re.search(rf"(?<![a-z0-9]){re.escape(target.name)}(?![a-z0-9])", slug):
             return target
     value, rule = f"no target is called like {name}", "its figures stand beside the measured ones"
     remedy = f"name one of its architecture, or a file of your own: --target {', '.join(t.name for t in graphics)}"

@@ -56,12 +56,12 @@ def is_timing(row: Row) -> bool:
 
 
 def of_original(rows: Sequence[Row], source: str, on: str | None = None) -> list[Row]:
-    """Return the rows that set a bundle against the model of hash `source` that it was made from, not against others.
+    """Return rows comparing a bundle with its own source, the model of hash `source`, not with others.
 
-    Of a runtime's timings, those of the device that it was timed on last: two devices' times make no curve.
+    Of a runtime's timings, those of the latest device remain: two devices' times make no curve.
 
     Args:
-        on: a device that is reached from here; None: this machine, or whichever the bundle was on.
+        on: device reached from here; None: this machine, or whichever the bundle was on.
     """
 
     def is_own(row: Row) -> bool:
@@ -130,8 +130,9 @@ def decide(
 
 
 def by_device(manifest: Manifest, rows: Sequence[Row]) -> list[DeviceRows]:
-    """Return what was measured on each device that is reached from here, against the model that the bundle was made
-    from, and what follows from it: nothing from an emulator's times, which say nothing of any machine."""
+    """Return the measurements on each device reached from here, against the bundle's source, and the conclusions from
+    them; none from an emulator's times, because they hold for no machine.
+    """
     exports, devices = manifest.recipe.get("export") or [], []
     for name in dict.fromkeys(row.on for row in rows if row.on is not None):
         own = of_original(rows, manifest.model.source.sha256, name)
@@ -145,7 +146,7 @@ def by_device(manifest: Manifest, rows: Sequence[Row]) -> list[DeviceRows]:
 
 
 def target_of(manifest: Manifest) -> Target:
-    """Return what a bundle was made for; this machine where it does not say. Raises InputError: those of a target."""
+    """Return a bundle's target; this machine if it has none. Raises InputError: those of a target."""
     target = manifest.target
     if not target:
         return Target.load(this_machine())
@@ -269,7 +270,7 @@ def keep(
 
 
 def _with_engine(bundle: Bundle, looked: Inspected) -> Bundle:
-    """Put in what an engine says of its layers, in place of what was known before."""
+    """Put in an engine's report of its layers, in place of earlier knowledge."""
     path, data = engines.stored(looked)
     checks = [check for check in bundle.manifest.checks if check.name != looked.check.name]
     decisions = [taken for taken in bundle.manifest.decisions if taken.code != FALLBACK]
@@ -277,7 +278,7 @@ def _with_engine(bundle: Bundle, looked: Inspected) -> Bundle:
 
 
 def _judged(manifest: Manifest, rows: Sequence[Row]) -> Manifest:
-    """Hold the gates against what is measured now; a gate that has no row stands as it was judged."""
+    """Check the gates against the current measurements; a gate without a row stands as it was judged."""
     order = runtimes_of(manifest)
     known = [row for row in rows if row.runtime in order]
     ordered = sorted(known, key=lambda row: order.index(str(row.runtime))) + [row for row in rows if row not in known]
@@ -291,7 +292,7 @@ def _judged(manifest: Manifest, rows: Sequence[Row]) -> Manifest:
 
 
 def export_of(runtime: str) -> str:
-    """Return the export that a runtime runs: of those that ship, else of the others."""
+    """Return the export for a runtime: of those that ship, else of the others."""
     names = [*plugins.EXPORTERS.shipped(), *plugins.EXPORTERS.offers()]
     return next(name for name in names if runtime in load_exporter(name).runtimes)
 
@@ -302,7 +303,7 @@ def runtimes_of(manifest: Manifest) -> list[str]:
 
 
 def options_of(bundle: Bundle, exporter: str) -> dict[str, Any]:
-    """Return what an exporter was told of a bundle; nothing where it was not asked."""
+    """Return the exporter's options for a bundle; nothing without such an export."""
     steps = bundle.manifest.recipe.get("export", [])
     return next((dict(step[exporter] or {}) for step in steps if exporter in step), {})
 
@@ -342,12 +343,12 @@ def documents(
     from quantkit.report.bundle.document import card
 
     notes = figures.notes(manifest)
-    made, missing = page(manifest, rows, notes, folder, devices)
-    return {REPORT: made, "README.md": card(manifest, rows, notes).encode()}, missing
+    text, missing = page(manifest, rows, notes, folder, devices)
+    return {REPORT: text, "README.md": card(manifest, rows, notes).encode()}, missing
 
 
 def read_harm(folder: Path) -> Harm | None:
-    """Read what `measurement.accuracy.harm` found, as it is kept in a bundle."""
+    """Read the result of `measurement.accuracy.harm`, as it is kept in a bundle."""
     from pydantic import ValidationError
 
     try:
@@ -361,10 +362,10 @@ def with_documents(manifest: Manifest, rows: list[Row], notes: Sequence[str], fo
     from quantkit.report.bundle.document import card
 
     if manifest.layers or manifest.verdict is not None or any(row.runtime == RUNTIME for row in rows):
-        made, missing = page(manifest, rows, notes, folder)
+        text, missing = page(manifest, rows, notes, folder)
         manifest = manifest.model_copy(update={"decisions": [*manifest.decisions, *missing]})
-        if made is not None:
-            (folder / REPORT).write_bytes(made)
+        if text is not None:
+            (folder / REPORT).write_bytes(text)
             manifest = manifest.model_copy(update={"files": inventory(folder)})
     (folder / "README.md").write_text(card(manifest, rows, notes), encoding="utf-8")
     return manifest.model_copy(update={"files": inventory(folder)})

@@ -63,7 +63,7 @@ def test_options_come_from_the_target_and_from_who_asks(made: Made, copied: Copy
     ("to", "changes", "code", "says"),
     [
         ("onxx", [], "unknown-exporter", "did you mean 'onnx'"),
-        ("checkpoint", [], "export-unsupported", "known: gguf, onnx"),
+        ("checkpoint", [], "export-unsupported", "one of gguf, onnx"),
         ("onnx", ["accuracy_level"], "set-invalid", "NAME=YAML"),
         ("onnx", ["accuracy_level=3"], "set-invalid", "0, 1 or 4"),
         ("onnx", ["acuracy_level=4"], "set-invalid", "did you mean 'accuracy_level'"),

@@ -146,7 +146,7 @@ def _fate(
 
 
 def no_product(module: nn.Module, leaf: str) -> str:
-    """Name what a parameter is that multiplies no activations as a matrix; empty for a linear weight."""
+    """Name the use of a parameter other than in a matrix product; empty for a linear weight."""
     value = getattr(module, leaf)
     if value.dim() < 2 or min(value.shape[-2:]) == 1:
         return "norms, biases and scalars"
@@ -169,7 +169,7 @@ def left_in_floats(entries: Iterable[WeightsEntry], *, unasked: bool = False) ->
 
 
 def about(entries: Sequence[WeightsEntry]) -> list[Decision]:
-    """Record what stays in floats although nobody asked for it, where that is too much."""
+    """Record weights left in floats unasked, if they are too many."""
     share = left_in_floats(entries, unasked=True)
     if share is None or share <= FLOATS_LIMIT:
         return []
@@ -210,15 +210,15 @@ class Layers:
 
     @property
     def widest(self) -> int:
-        """The largest number of features that goes into or comes out of a linear inside the blocks."""
+        """Largest number of input or output features of a linear inside the blocks."""
         return max((max(shape) for shape in self.inside.values()), default=1)
 
     def padded(self) -> list[str]:
-        """Name the layers whose last group is filled up with zeros."""
+        """Name the layers with a last group filled up with zeros."""
         return [name for name, scheme in self.schemes.items() if scheme.padding(self.shapes[name][1])]
 
     def asked(self, *, partly: bool = False, cache: CacheScheme | None = None) -> LayerSpec:
-        """Return what an export has to hold of a compile of these."""
+        """Return the demands of a compile of these layers on an export."""
         stored = (self.schemes, self.plain, self.padded(), self.tied, self.shapes, self.merged)
         return LayerSpec(*stored, partly, self.activations, cache)
 

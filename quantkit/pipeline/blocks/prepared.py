@@ -82,10 +82,10 @@ class Prepared:
         return stream.on(self.device.torch, self.device.place)
 
     def values(self, build: Build, *, written: bool = False) -> Values:
-        """Read all that was committed, as exporters take it.
+        """Read all committed values in the form for exporters.
 
         Args:
-            written: whether files are written from it, and held against other libraries: on the processor.
+            written: True to write files from them and compare those with other libraries: on the processor.
         """
         from quantkit.exporters.values import Values
         from quantkit.model.finished import Finished
@@ -100,14 +100,14 @@ class Prepared:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the result will be timed: something of it can be, and the target is this machine."""
+        """True if the result will be timed: some part of it can be, and the target is this machine."""
         request = self.request
         able = request.speed and bool(self.layers.schemes)
         return able and runs_here(request.target) and has_timer(request.recipe)
 
 
 def fingerprint(prepared: Prepared) -> dict[str, Any]:
-    """Return everything that a bundle's content depends on."""
+    """Return all inputs of a bundle's content."""
     matrices = (step.settings.model_dump().get("imatrix") for step in prepared.steps)
     return subject.fingerprint(
         prepared.request,
@@ -199,8 +199,8 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     )
     if request.device == CPU:
         return prepared
-    device, said = chosen_device(prepared)
-    prepared = replace(prepared, device=device, decisions=[*decisions, decision("device", NOTE, device.name, said)])
+    device, why = chosen_device(prepared)
+    prepared = replace(prepared, device=device, decisions=[*decisions, decision("device", NOTE, device.name, why)])
     return replace(prepared, stream=prepared.placed(stream))
 
 
@@ -208,11 +208,11 @@ def _demand_purpose(request: Request, source: Source) -> None:
     """Refuse a model of another kind than the recipe is for. Raises InputError `model-kind`, `cache-unknown`."""
     from quantkit.model.source.files import MODULES, pools
 
-    said, named = "", str((source.config.get("architectures") or [""])[0])
+    remark, named = "", str((source.config.get("architectures") or [""])[0])
     if named != source.architecture and named.endswith("ForCausalLM") and pools(source.path):
         other = "a copy of the folder without that file is a decoder, which llama.cpp pools as it is told"
-        said = f"an encoder, as {MODULES} pools {named} ({other})"
-    demand_kind(request.recipe, request.target, (source.kind,), source.ref, said)
+        remark = f"an encoder, as {MODULES} pools {named} ({other})"
+    demand_kind(request.recipe, request.target, (source.kind,), source.ref, remark)
     if request.recipe.scheme.kv_cache is not None and source.kind != "decoder":
         rule, remedy = "only a decoder has a KV cache", "--set scheme.kv_cache=null"
         raise InputError("cache-unknown", where=source.ref, value=one(source.kind), rule=rule, remedy=remedy)
@@ -259,7 +259,9 @@ def _demand_equal_experts(stream: StreamedModel) -> None:
 
 
 def _demand_exports(recipe: Recipe, asked: LayerSpec) -> None:
-    """Refuse what an export cannot hold; the remedy is for all of them at once. Raises InputError, as `accepts`."""
+    """Refuse a compile with values outside an export's range; the remedy is for all at once. Raises InputError, as
+    `accepts`.
+    """
     problems: list[InputError] = []
     for step in recipe.export:
         try:
@@ -297,7 +299,7 @@ def spec(prepared: Prepared) -> CompileSpec:
     if prepared.scoring.pairs is not None:  # both texts of each
         scored = 2 * prepared.scoring.items
     step = timed(recipe)
-    made = step is not None and baseline.place(prepared.original, step.name, step.options).exists()
+    cached = step is not None and baseline.place(prepared.original, step.name, step.options).exists()
     return CompileSpec(
         model,
         recipe,
@@ -307,7 +309,7 @@ def spec(prepared: Prepared) -> CompileSpec:
         scored * scored_length,
         scored_length,
         timed=prepared.is_timed,
-        baseline=prepared.is_timed and step is not None and not made,
+        baseline=prepared.is_timed and step is not None and not cached,
         beside=_beside(prepared.stream, model.hidden),
     )
 
@@ -325,11 +327,11 @@ def chosen_device(prepared: Prepared) -> tuple[ComputeDevice, str]:
             raise
         return ComputeDevice(), f"on the processor: {problem.value}; products in float32"
     fitting = fit(replace(spec(prepared), live=prepared.stream.flow.live), free)
-    said = lies(fitting, asked, model)
+    reason = lies(fitting, asked, model)
     if not fitting.fits:
-        return ComputeDevice(), f"{said}; products in float32"
+        return ComputeDevice(), f"{reason}; products in float32"
     device = ComputeDevice(name, model, fitting.chunk, fitting.resident, prepared.request.tf32)
-    return device, f"{said}; products in {device.products}"
+    return device, f"{reason}; products in {device.products}"
 
 
 def _beside(stream: StreamedModel, hidden: int) -> int:

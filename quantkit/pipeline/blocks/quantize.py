@@ -110,13 +110,13 @@ def quantize_head(
 
 
 def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
-    """Put every block that is not committed yet through the passes, then what lies outside the blocks.
+    """Put all uncommitted blocks through the passes, then the parts outside the blocks.
 
-    On a GPU the next block is read while one is worked on, and the one before is written: each beside the device's
-    work, and never more than one.
+    On a GPU the next block is read during work on one, and the one before is written: each beside the device's work,
+    and never more than one.
 
     Args:
-        build: where `block-0000`, ..., `head` and `rest` are committed.
+        build: folder where `block-0000`, ..., `head` and `rest` are committed.
     """
     from quantkit.model.device import Lane
     from quantkit.model.streaming.stream import ReadAhead
@@ -247,7 +247,7 @@ def _finish_head(prepared: Prepared, build: Build, worked: Worked, progress: Pro
 
 
 def _finish_rest(prepared: Prepared, build: Build) -> None:
-    """Commit what lies outside the blocks and was changed by passes of scope `model`."""
+    """Commit the parts outside the blocks after changes by passes of scope `model`."""
     stream = prepared.stream
     if not stream.transforms or "rest" in build.done():
         return
@@ -270,7 +270,7 @@ def _finish_rest(prepared: Prepared, build: Build) -> None:
 
 
 def _changed(prepared: Prepared, worked: Worked) -> dict[str, Tensor]:
-    """Return the block's parameters that folds changed, in the dtype they are stored in."""
+    """Return the block's parameters after changes by folds, in the dtype of the file."""
     stream = prepared.stream
     dtype = getattr(torch, prepared.source.dtype)
     quantized = {f"{name}.weight" for name in worked.block.tensors}
@@ -285,7 +285,7 @@ def _changed(prepared: Prepared, worked: Worked) -> dict[str, Tensor]:
 
 
 def _record(prepared: Prepared, worked: Worked) -> dict[str, Any]:
-    """Return what the journal keeps of a block: its layers, what was fused, what was decided."""
+    """Return the journal's record of a block: its layers, the fused operators, the decisions."""
     layers, block = [], worked.block
     for name, tensor in block.tensors.items():
         full = block.full_name(name)

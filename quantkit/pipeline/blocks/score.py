@@ -155,7 +155,7 @@ def runs_here(runtime: str, bundle: Path | None = None) -> bool:
 
 
 def unscored(exports: Sequence[ExportStep], bundle: Path) -> list[Decision]:
-    """Record what was exported and could not be run here, each with the reason."""
+    """Record the exports without a score here, each with the reason."""
     reasons = {step.name: load_runtime(reader(step.name, step.options)).why_not_here(bundle) for step in exports}
     return [
         decision("measure", NOTE, folder_of(name), f"not run: {reason}")
@@ -191,7 +191,7 @@ def _dense(prepared: Prepared, build: Build, step: ExportStep) -> StreamedModel:
 
 
 def torch_threads() -> int:
-    """Count the threads that torch computes with; a session that is scored takes as many."""
+    """Count torch's threads; a scored session takes as many."""
     import torch
 
     return torch.get_num_threads()
@@ -306,7 +306,7 @@ def _reloaded(folder: Path, like: StreamedModel, ids: Tensor) -> Tensor | None:
 
 
 def _streamed(folder: Path, ids: Tensor, *, rounded: bool = False) -> Tensor:
-    """Run the stream that scores a written checkpoint on ids [samples, tokens]; `rounded`: as kernels may."""
+    """Run the scoring stream of a written checkpoint on ids [samples, tokens]; `rounded`: as kernels may."""
     from quantkit.model.finished import DenseWeights
     from quantkit.model.streaming.transforms import RoundedProducts
     from quantkit.runtimes.torch.reloaded import reloaded
@@ -346,13 +346,13 @@ def _has_kernels(folder: Path) -> bool:
     return config is not None and not run_time.weights_are_dense(config) and layouts.of(config).kernels
 
 
-def _apart(found: Tensor, expected: Tensor) -> float:
+def _apart(values: Tensor, expected: Tensor) -> float:
     """Return the worst token's difference, of its norm."""
-    if found.shape != expected.shape:
+    if values.shape != expected.shape:
         return float("inf")
-    found, expected = found.cpu().double(), expected.cpu().double()  # one side may come from a GPU
+    values, expected = values.cpu().double(), expected.cpu().double()  # one side may come from a GPU
     size = expected.norm(dim=-1).clamp(min=1e-30)
-    return float(((found - expected).norm(dim=-1) / size).max())
+    return float(((values - expected).norm(dim=-1) / size).max())
 
 
 def _check(name: str, value: float, limit: float) -> Check:

@@ -121,7 +121,7 @@ class TransformerSubject(Subject):
         }
 
     def prove(self) -> None:
-        """Prove that the stream, which calibrates and scores, is the model: before the first block is touched."""
+        """Prove before the first block that the stream for calibration and scores computes the same as the model."""
         from quantkit.model.streaming import own_forward
 
         self.watch.begin("prove")
@@ -240,11 +240,11 @@ class TransformerSubject(Subject):
         return self.prepared.values(self.build, written=True)
 
     def _fitting_blocks(self) -> int:
-        """Count the blocks that plain transformers may have in memory at once: all of a small model, else as many as
-        the rest of the compile takes room for.
+        """Count the blocks for plain transformers to have in memory at once: all of a small model, else what fits into
+        the peak of the rest.
 
-        Sizes say that, and what is free but for this process: what it had in memory before is no matter. At least one:
-        memory then grows with the size of a block, never with their number.
+        The count depends on sizes and on memory that is free apart from this process; earlier use by this process does
+        not matter. It is at least one: memory then grows with the size of a block, never with the number of blocks.
         """
         import psutil
 

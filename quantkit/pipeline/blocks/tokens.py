@@ -68,13 +68,13 @@ def demand_talking(choice: CalibrationChoice, kind: str) -> None:
 
     Raises InputError: `calibration-template`, `calibration-generated`.
     """
-    said = f"and the model's kind is {kind}"
+    mismatch = f"and the model's kind is {kind}"
     if choice.generated and kind != "decoder":
-        where, value = "calibration.generated", f"{choice.generated:g}, {said}"
+        where, value = "calibration.generated", f"{choice.generated:g}, {mismatch}"
         rule, remedy = "a decoder writes text", "--set calibration.generated=0"
         raise InputError("calibration-generated", where=where, value=value, rule=rule, remedy=remedy)
     if choice.template is not None and kind != "decoder":
-        where, value = "calibration.template", f"{choice.template}, {said}"
+        where, value = "calibration.template", f"{choice.template}, {mismatch}"
         rule = "conversations are what a decoder goes on with"
         raise InputError(pack.CODE, where=where, value=value, rule=rule, remedy=pack.NONE)
 
@@ -88,14 +88,14 @@ def load(
     write: bool = True,
     whole: bool = True,
 ) -> tuple[TokenSet | None, TokenSet]:
-    """Load what to calibrate on (None if no pass looks at data), and what to score on.
+    """Load the calibration set (None if no pass looks at data), and the scoring set.
 
     Args:
-        decisions: gets what was done otherwise than asked.
-        write: have the model write its share; else sequences of the set stand in for it, for their number and length.
-        whole: score on `SCORED` positions, or on the `LOOKED` of a shorter set; else a decoder on `LOOKED`.
+        decisions: list for deviations from the request.
+        write: True to have the model write its share; else sequences of the set stand in, in number and length.
+        whole: True to score on `SCORED` positions, or on the `LOOKED` of a shorter set; else a decoder on `LOOKED`.
 
-    Raises InputError: of `load_tokens`; `nothing-to-score-on`; `calibration-template` and `-generated`, an encoder's.
+    Raises InputError: of `load_tokens`; `nothing-to-score-on`; `calibration-template` and `-generated` for an encoder.
     """
     from quantkit.calibrate.tokens.ids import LONGEST, is_pairs, load_pair_tokens
     from quantkit.measurement.accuracy.purpose import purpose_of
@@ -193,15 +193,15 @@ def _calibrating(
 def again(
     recipe: Recipe, source: Source, asked: str | None, seen: CalibrationEntry | None, decisions: list[Decision]
 ) -> TokenSet:
-    """Load what scores a finished bundle: the set that was asked for, it or nothing; else the recipe's.
+    """Load the scoring set of a finished bundle: the one asked for, without fallback; else the recipe's.
 
     Args:
-        asked: a set's name or path; None asks for none.
-        seen: what the bundle was calibrated on, if on anything.
-        decisions: gets what was done otherwise than the recipe says.
+        asked: name or path of a set; None for the recipe's.
+        seen: calibration set of the bundle, if there is one.
+        decisions: list for deviations from the recipe.
 
-    Raises InputError: `nothing-to-score-on`, where `asked` is too short, has no text, or is what calibrated the bundle;
-    those of `load_tokens`.
+    Raises InputError: `nothing-to-score-on`, if `asked` is too short, has no text, or calibrated the bundle; as
+    `load_tokens`.
     """
     taken: list[Decision] = []
     if asked is None:
@@ -254,10 +254,10 @@ def guiding(
     calibration: TokenSet | None,
     decisions: list[Decision],
 ) -> TokenSet:
-    """Load the text that may guide a choice: the `tune` split of the recipe's set, which neither calibrates nor scores.
+    """Load text for guiding a choice: the `tune` split of the recipe's set, free of calibration and scores.
 
     Args:
-        decisions: gets what was done otherwise than asked.
+        decisions: list for deviations from the request.
 
     Raises InputError: of `load_tokens`.
     """
@@ -292,7 +292,7 @@ def long(recipe: Recipe, source: Source, tokens: int, samples: int) -> TokenSet:
 
 
 def vocabulary(source: Source) -> int:
-    """Return the number that token ids lie below. Raises InputError `vocabulary-unknown`."""
+    """Return the upper bound of token ids. Raises InputError `vocabulary-unknown`."""
     size = source.config.get("vocab_size")
     if isinstance(size, int):
         return size
@@ -307,9 +307,9 @@ def vocabulary(source: Source) -> int:
 
 
 def _common(recipe: Recipe, source: Source, tokens: int) -> dict[str, Any]:
-    """Return what every set is asked for.
+    """Return the options common to all sets.
 
-    Sequences of a text begin and end as in use: outliers lie there, and a fixed scale has to have seen them.
+    Sequences of a text begin and end as in use: outliers lie there, and a fixed scale needs them in its data.
     """
     tokenizer = None
     try:

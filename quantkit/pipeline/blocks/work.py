@@ -57,7 +57,7 @@ class PassRun:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The statistics that the pass needs with these settings."""
+        """Statistics for the pass with these settings."""
         return self.run.needs_with(self.settings)
 
 
@@ -150,7 +150,7 @@ class _Folds:
             return places
 
     def known(self, before: Known) -> Known:
-        """Return what is known for the next block, of which this one is no model if fewer of its folds hold."""
+        """Return known folds for the next block; this block is no model for it if fewer of its folds hold."""
         if not self._asked or len(self.places[0]) < len(before.folds[0]):
             return before
         return replace(before, folds=self.places, computed=self._computed)
@@ -173,7 +173,7 @@ def looks_at_original(steps: Sequence[PassRun]) -> bool:
 
 
 def check_order(steps: Sequence[PassRun]) -> None:
-    """Refuse an order in which a pass lacks what it requires. Raises InputError `pass-order`."""
+    """Refuse passes before their requirements. Raises InputError `pass-order`."""
     facts = {"unassigned"}
     before = ""
     for step in steps:

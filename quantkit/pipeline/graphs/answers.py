@@ -65,7 +65,7 @@ def cost(model: ir.Model, sites: Sequence[Site], feed: Feed) -> SampleCost:
 
 
 def kinds_of(graph: ir.Model | Path) -> OutputKinds:
-    """Return what a graph says of its outputs."""
+    """Return a graph's own description of its outputs."""
     import onnx_ir as ir
 
     from quantkit.graph.outputs import kinds
@@ -86,22 +86,22 @@ def answers(
     from quantkit.graph.run import Runner
 
     runner: Run = graph if callable(graph) else Runner(graph)
-    found: dict[str, list[Array]] = {}
+    values_of: dict[str, list[Array]] = {}
     done, apart = 0, samples.batch is None and size > 1
     for feed in samples.feeds(size):
         count = len(next(iter(feed.values())))
         for name, value in runner(feed).items():
-            found.setdefault(name, []).append(value)
+            values_of.setdefault(name, []).append(value)
             if apart and (value.ndim == 0 or len(value) != count):
                 return answers(runner, samples, report, size=1)
         done += count
         report(done / len(samples))
     sizes = [len(next(iter(feed.values()))) for feed in samples.feeds(size)]
-    return {name: _joined(values, sizes) for name, values in found.items()}
+    return {name: _joined(values, sizes) for name, values in values_of.items()}
 
 
 def _joined(values: Sequence[Array], sizes: Sequence[int]) -> Array:
-    """Return what came of feeds of so many samples: a row a sample, or an item a feed."""
+    """Join the answers to feeds of so many samples: a row per sample, or an item per feed."""
     tails = {value.shape[1:] for value in values}
     if len(tails) == 1 and all(value.ndim and len(value) == size for value, size in zip(values, sizes, strict=True)):
         return np.concatenate(values)
@@ -109,12 +109,12 @@ def _joined(values: Sequence[Array], sizes: Sequence[int]) -> Array:
         return np.stack(values)
     items = np.empty(len(values), object)
     for place, value in enumerate(values):
-        items[place] = value[0] if all(each.ndim > 1 and len(each) == 1 for each in values) else value
+        items[place] = value[0] if all(part.ndim > 1 and len(part) == 1 for part in values) else value
     return items
 
 
-def classes_of(expected: Mapping[str, Array], samples: InputSet, said: OutputKinds) -> list[str]:
-    """Name the outputs that tell classes apart: those of which the graph says so, else the one labels must be for."""
+def classes_of(expected: Mapping[str, Array], samples: InputSet, kinds: OutputKinds) -> list[str]:
+    """Name the outputs with a score per class: those marked by the graph, else the one with labels."""
     shapes = {name: value.shape for name, value in expected.items() if value.dtype.kind == "f"}
     lists = {shape[1] for shape in shapes.values() if len(shape) > 2}
     # what has a column for each row of another output is one number of each: `scores` beside `boxes`
@@ -123,9 +123,9 @@ def classes_of(expected: Mapping[str, Array], samples: InputSet, said: OutputKin
         for name, shape in shapes.items()
         if (len(shape) == 2 and shape[1] not in lists) or (len(shape) == 1 and samples.labels is not None)
     ]
-    rows = [name for name in flat if name not in said.selected]
+    rows = [name for name in flat if name not in kinds.selected]
     wide = [name for name in rows if shapes[name][1:] > (1,)]
-    named = [name for name in wide if name in said.classes or shapes[name][1] in said.widths]
+    named = [name for name in wide if name in kinds.classes or shapes[name][1] in kinds.widths]
     if named or samples.labels is None:
         return named
     # labels of two classes may be for one number: a chance, or its logit
@@ -144,15 +144,15 @@ def of_classes(values: Array) -> Array:
 
 def agreement(
     expected: Mapping[str, Array],
-    given: Mapping[str, Array],
+    answered: Mapping[str, Array],
     samples: InputSet,
-    said: OutputKinds,
+    kinds: OutputKinds,
     *,
     subject: str,
     baseline: str,
     runtime: str = RUNTIME,
 ) -> list[Row]:
-    """Score one graph's answers against another's; `said` is what the graph says of its outputs."""
+    """Score one graph's answers against another's; `kinds` describes the graph's outputs."""
     from quantkit.measurement.accuracy.labelled import About, classification
     from quantkit.measurement.accuracy.outputs import outputs
 
@@ -164,18 +164,18 @@ def agreement(
         device=Device.model_validate(machine.device()),
         versions=machine.versions(),
     )
-    names = classes_of(expected, samples, said)
+    names = classes_of(expected, samples, kinds)
     unit = "sample" if samples.channels is None else "image"
     rows: list[Row] = []
     # of several answers none says that it is the one that the labels are for
     labels, clusters = samples.labels if len(names) == 1 else None, samples.clusters
     for name in names:
-        sides = of_classes(expected[name]), of_classes(given[name])
+        sides = of_classes(expected[name]), of_classes(answered[name])
         own = about if len(names) == 1 else replace(about, settings={**about.settings, "output": name})
         rows += classification(*sides, labels, about=own, unit=unit, clusters=clusters)
     # without labels it may be no answer but a vector; and what stands beside the answer may be lost on its own
     others = {name: value for name, value in expected.items() if name not in names or labels is None}
     if not others:
         return rows
-    mine = {name: given[name] for name in others}
-    return rows + outputs(others, mine, about=about, clusters=clusters, chosen=said.selected)
+    mine = {name: answered[name] for name in others}
+    return rows + outputs(others, mine, about=about, clusters=clusters, chosen=kinds.selected)

@@ -55,7 +55,7 @@ def is_network(bundle: Bundle) -> bool:
 
 
 def runner(bundle: Bundle, runtime: str) -> Any:
-    """Open what gives a bundle's answers in a runtime."""
+    """Open a runner for a bundle's answers in a runtime."""
     from quantkit.graph.run import Runner
 
     path = file_of(bundle, runtime)
@@ -65,7 +65,7 @@ def runner(bundle: Bundle, runtime: str) -> Any:
 
 
 def reload_graph(bundle: Bundle) -> list[Check]:
-    """Check that the file's floats are numbers, and that ONNX Runtime multiplies all of its codes in integers.
+    """Check for numbers in the file's floats, and for ONNX Runtime's integer products of all its codes.
 
     Raises InputError: `onnx-unreadable`; MissingDependency: onnx-ir, onnxruntime.
     """
@@ -85,10 +85,10 @@ def reload_graph(bundle: Bundle) -> list[Check]:
         codes = [name for name, dtype in kinds if dtype is not None and dtype.bitwidth <= 8]
         if path.parent.name != ENGINE:
             sites = [integer.QuantizedSite(name.removesuffix(_CODES), name, 1.0) for name in codes]
-            found = integer.found(ir.load(optimized), sites)
-            runs = "; ".join(f"{name} runs as {kind}" for name, kind in list(found.floating.items())[:3])
-            ok = found.share == 1.0
-            multiplied = [Check(name="integer.layers", value=found.share, limit=1.0, ok=ok, where=runs)]
+            multiplied_in = integer.found(ir.load(optimized), sites)
+            runs = "; ".join(f"{name} runs as {kind}" for name, kind in list(multiplied_in.floating.items())[:3])
+            ok = multiplied_in.share == 1.0
+            multiplied = [Check(name="integer.layers", value=multiplied_in.share, limit=1.0, ok=ok, where=runs)]
     floats = {
         name: value.const_value.numpy().astype(np.float32)
         for name, value in stored.items()
@@ -128,7 +128,7 @@ def float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None
 
 
 def demand_inputs(bundle: Bundle, graph: FloatGraph) -> None:
-    """Refuse a float graph that takes something else. Raises InputError `baseline-inputs`."""
+    """Refuse a float graph with other inputs. Raises InputError `baseline-inputs`."""
     import onnx_ir as ir
 
     mine = [str(value.name) for value in ir.load(file_of(bundle)).graph.inputs]
@@ -140,10 +140,10 @@ def demand_inputs(bundle: Bundle, graph: FloatGraph) -> None:
 
 
 def samples_of(bundle: Bundle, calibration: str | None) -> InputSet:
-    """Load what a bundle's graph is scored and timed on: the `eval` split of the set that it was calibrated on.
+    """Load samples for scoring and timing a bundle's graph: the `eval` split of its calibration set.
 
     Args:
-        calibration: another set, or where its own is, if that was a file.
+        calibration: another set, or the place of its own, if that was a file.
 
     Raises InputError: `calibration-needed`, those of `load_inputs`; MissingDependency: onnx-ir.
     """
@@ -156,7 +156,7 @@ def samples_of(bundle: Bundle, calibration: str | None) -> InputSet:
 
 
 def scoring(bundle: Bundle, inputs: Sequence[GraphInput], calibration: str | None, alias: Alias | None) -> InputSet:
-    """Load the samples that score a graph of such inputs; see `samples_of`."""
+    """Load the scoring samples for a graph with such inputs; see `samples_of`."""
     from quantkit.calibrate.sets.inputs import load_inputs
 
     recipe, seen = Recipe.done(bundle.manifest.recipe), bundle.manifest.calibration

@@ -109,8 +109,8 @@ class _Search:
 
             def harm_alone(name: str = name, codes: Codes = codes) -> dict[str, Any]:
                 alone = replace(codes, bias=codes.bias if codes.alone is None else codes.alone)
-                given = answers(quantized.assembled({name: alone}), samples)
-                row = measured(gate, agreement(expected, given, samples, self.kinds, subject="", baseline=""))
+                answered = answers(quantized.assembled({name: alone}), samples)
+                row = measured(gate, agreement(expected, answered, samples, self.kinds, subject="", baseline=""))
                 # never the same for two of them by chance, as shares are
                 harm = 0.0 if row is None or row.value is None else _HARMS[gate][1](row.value)
                 return {"product": name, "harm": harm}
@@ -146,15 +146,15 @@ class _Search:
         return self.met[count]
 
     def _best(self) -> int:
-        """Return the point that is taken if no other is measured: the first that meets the gate, else the nearest."""
+        """Return the point to take without further measurements: the first within the gate, else the nearest."""
         if not self.gate:
             return 0
         met = [count for count in self.met if self.met[count]]
         return min(met) if met else min(self.steps, key=lambda count: (self.steps[count].harm, count))
 
     def _scored(self, kept: Sequence[str], codes: Mapping[str, Codes]) -> tuple[MixedPoint, bool]:
-        given = answers(self.quantized.assembled(codes), self.samples)
-        rows = agreement(self.expected, given, self.samples, self.kinds, subject="", baseline="")
+        answered = answers(self.quantized.assembled(codes), self.samples)
+        rows = agreement(self.expected, answered, self.samples, self.kinds, subject="", baseline="")
         checks, _ = judge(self.recipe.gates, rows)
         gates = [check.name.removeprefix("gate.") for check in checks]
         self.gate = next((name for name in _HARMS if name in gates), "")
@@ -167,7 +167,7 @@ class _Search:
         return step, bool(checks) and all(check.ok for check in checks)
 
     def mixture(self, count: int | None) -> Mixture:
-        """Return what was found: the point that was chosen, None where none meets the gates."""
+        """Return the mixture at the chosen point, None if none meets the gates."""
         steps = sorted(self.steps)
         gate = self.gate or _DEFAULT[self.classes]
         limit = getattr(self.recipe.gates, gate) if self.gate else None

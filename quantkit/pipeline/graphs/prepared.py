@@ -73,7 +73,7 @@ class PreparedGraph:
     decisions: list[Decision]
 
     def keeping(self, tensors: Collection[str], placed: Callable[[Collection[str]], Placement]) -> list[str]:
-        """Return what the recipe keeps, and the products without which none of these tensors has a pair."""
+        """Return the tensors kept by the recipe, and the products to keep for leaving them without pairs."""
         from quantkit.graph.pairs.placement import without
 
         names = without(tensors, self.sites, [site.name for site in self.sites], placed)
@@ -161,7 +161,7 @@ def prepare(request: Request) -> PreparedGraph:
 
 
 def _check_globs(recipe: Recipe, names: Sequence[str]) -> None:
-    """Refuse what would be passed over in silence. Raises InputError `scheme-unsupported`, `-unmatched`."""
+    """Refuse patterns without effect. Raises InputError `scheme-unsupported`, `-unmatched`."""
     for override in recipe.overrides:
         if override.weights is not None or override.activations is not None:
             where, remedy = f"overrides: {override.match}", "`weights: null` in the override, or keep"
@@ -193,7 +193,7 @@ def inputs_of(request: Request, graph: FloatGraph, split: Split, alias: Alias | 
             raise
         if alias is not None:
             return load(alias.calibration)
-        rule = f"a graph is calibrated on samples of what it takes: {', '.join(each.name for each in graph.inputs)}"
+        rule = f"a graph is calibrated on samples of what it takes: {', '.join(value.name for value in graph.inputs)}"
         remedy = "--calibration ./FILE.npz with an array for each input, or a folder of images"
         raise InputError(problem.code, recipe.calibration.set, problem.value, rule, remedy) from None
 
@@ -206,10 +206,10 @@ def wanted(recipe: Recipe) -> ExportStep | None:
 def takes(
     step: ExportStep, recipe: Recipe, graph: FloatGraph, chosen: Sequence[Site]
 ) -> tuple[list[Site], list[Decision]]:
-    """Choose the products that an engine has quantized, and say what is not and why.
+    """Choose the products to quantize for an engine, and explain each omission.
 
     Args:
-        chosen: products that the recipe does not keep.
+        chosen: products not kept by the recipe.
 
     Raises InputError: `scheme-unsupported`, `layout-unsupported`, `network-unsupported`, `profile-unknown-size`,
     `gpu-absent`, `sm-unsupported`; MissingDependency: the library.
@@ -276,7 +276,7 @@ def _demand_read(graph: FloatGraph, library: Library | None) -> None:
 
 
 def _demand_known(graph: FloatGraph, library: Library | None) -> None:
-    """Refuse operators that no engine can be made of, and free sizes that no profile speaks of."""
+    """Refuse operators unknown to engines, and free sizes missing from the profiles."""
     from quantkit.exporters.tensorrt.parser import Refused, refusal, unknown
 
     nodes = list(graph.model.graph.all_nodes())

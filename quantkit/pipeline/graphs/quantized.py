@@ -171,12 +171,12 @@ class Solved:
 
 
 def solving(prepared: PreparedGraph) -> int:
-    """Count the feeds that codes are solved on."""
+    """Count the feeds for solving codes."""
     return max(1, SOLVING // (prepared.calib.batch or BATCH))
 
 
 def stem(kept: Collection[str]) -> str:
-    """Name the steps in which a graph is solved with so many products kept."""
+    """Name the steps of solving a graph with so many products kept."""
     return f"kept-{len(kept):04}" if kept else "codes"
 
 
@@ -233,7 +233,7 @@ class QuantizedGraph:
 
     @property
     def decisions(self) -> list[Decision]:
-        """Of the codes that are taken."""
+        """Decisions about the final codes."""
         return [taken for product in self.found.decisions.values() for taken in product]
 
     def solved(self, kept: Collection[str] = (), report: Callable[[float, str], None] | None = None) -> Solved:
@@ -293,9 +293,9 @@ class QuantizedGraph:
         place, ranges = self._placed(codes if names is None else names)
         return qdq.insert(model, place, ranges, codes, self.sites, weight_type=self.kind)
 
-    def take(self, found: Solved) -> None:
+    def take(self, solved: Solved) -> None:
         """Have these products quantized, and no others."""
-        self.found, self.codes = found, dict(found.codes)
+        self.found, self.codes = solved, dict(solved.codes)
         self.model = self.assembled(self.codes)
 
     def low_bytes(self, name: str) -> int:
@@ -339,14 +339,14 @@ class QuantizedGraph:
             # in a deep network every code depends on all before it, so that its own pairs differ by as much
             own = max(_apart(written(_moved(feed, seed)), expected) for seed in range(_TIMES))
             limit = min(max(limit, round(_MORE * own, 3)), _MOST)
-            said = f"codes that lie between two carry far: inputs moved by {_MOVED:g}, its pairs differ by {own:.2g}"
-            taken = [decision("export", NOTE, "reload.onnxruntime", said, _RELOAD_LIMIT, limit)]
+            why = f"codes that lie between two carry far: inputs moved by {_MOVED:g}, its pairs differ by {own:.2g}"
+            taken = [decision("export", NOTE, "reload.onnxruntime", why, _RELOAD_LIMIT, limit)]
         check = Check(name="reload.onnxruntime", value=apart, limit=limit, ok=apart <= limit)
         demand([check], "nothing was delivered; --recipe int8-dynamic rounds no input beforehand; and please report it")
         return [check, self._kernels(path)], taken
 
     def _kernels(self, path: Path) -> Check:
-        """Check that ONNX Runtime multiplies what was quantized in integers. Raises GateError where it does not."""
+        """Check for ONNX Runtime's integer products of all quantized weights. Raises GateError if one is missing."""
         import onnx_ir as ir
 
         from quantkit.graph import integer
@@ -360,15 +360,15 @@ class QuantizedGraph:
         ]
         with tempfile.TemporaryDirectory(prefix="quantkit-optimized-") as place:
             write_optimized(path, Path(place) / MODEL)
-            found = integer.found(ir.load(Path(place) / MODEL), sites)
-        where = "; ".join(f"{name} runs as {kind}" for name, kind in list(found.floating.items())[:3])
-        ok = found.share >= _INTEGER_SHARE and not found.floating
+            multiplied = integer.found(ir.load(Path(place) / MODEL), sites)
+        where = "; ".join(f"{name} runs as {kind}" for name, kind in list(multiplied.floating.items())[:3])
+        ok = multiplied.share >= _INTEGER_SHARE and not multiplied.floating
         if not ok:
-            value = f"{found.share:.1%} of the multiply-accumulates run in integers"
+            value = f"{multiplied.share:.1%} of the multiply-accumulates run in integers"
             rule = f"what is quantized is multiplied in integers, at least {_INTEGER_SHARE:.0%} of all"
             remedy = "keep these layers in floats: --set 'keep=[NAME]'"
             raise GateError("check-failed", where or path.name, value, rule, remedy)
-        return Check(name="integer.macs", value=found.share, limit=_INTEGER_SHARE, ok=ok, where=where)
+        return Check(name="integer.macs", value=multiplied.share, limit=_INTEGER_SHARE, ok=ok, where=where)
 
     def layers(self) -> list[LayerEntry]:
         """Describe each quantized product for the manifest."""
@@ -405,10 +405,10 @@ def _moved(feed: Feed, seed: int) -> Feed:
     }
 
 
-def _apart(found: Feed, expected: Feed) -> float:
+def _apart(values: Feed, expected: Feed) -> float:
     """||found - expected|| / ||expected|| of the float output where it is largest."""
     return max(
-        float(np.linalg.norm(found[name] - own) / (np.linalg.norm(own) or 1.0))
+        float(np.linalg.norm(values[name] - own) / (np.linalg.norm(own) or 1.0))
         for name, own in expected.items()
         if own.dtype.kind == "f"
     )

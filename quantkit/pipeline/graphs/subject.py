@@ -62,7 +62,7 @@ class GraphSubject(subject.Subject):
         return {name: parts for name, parts in stages.items() if parts}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return everything that a bundle's content depends on, and what its choices were made on."""
+        """Return all inputs of a bundle's content, with the data behind its choices."""
         prepared, target = self.prepared, self.request.target
         return subject.fingerprint(
             self.request,
@@ -135,7 +135,7 @@ class GraphSubject(subject.Subject):
 
     @property
     def file(self) -> Path:
-        """What is written: the graph with its pairs, or the network of an engine."""
+        """Written file: the graph with its pairs, or the network of an engine."""
         return self.build.bundle / self.quantized.file
 
     def export(self) -> None:
@@ -188,7 +188,7 @@ class GraphSubject(subject.Subject):
 
     @property
     def original(self) -> MeasuredAgainst:
-        """The float graph, and the samples that score."""
+        """Float graph, and the scoring samples."""
         prepared, graph = self.prepared, self.prepared.graph
         return MeasuredAgainst(graph.sha256, graph=graph, samples=prepared.scoring, cost=prepared.cost)
 
