@@ -1,19 +1,17 @@
-"""What a search leaves behind: the recipe, `front.json`, the harms, the page.
+"""Write the files of a search.
 
 tuned.yaml     the recipe, for `quantkit compile`
-front.json     everything below as data; the page is made from it alone
-harm.jsonl     one line a unit and candidate
+front.json     the result as data; the page is made from it alone
+harm.jsonl     one line per unit and candidate
 report.html    the page
-bundle/        the choice, compiled
+bundle/        the compiled choice
 
-A choice as a recipe that people can read, and that `quantkit compile` takes.
+In the recipe, the scheme of most weights is the default. Other layers get overrides, with as few globs as possible:
+first a kind of layer in most blocks (`*.mlp.down_proj`), then parts of single blocks, then single layers. The last
+override that matches a layer wins. Every override names a whole scheme, so none depends on another.
 
-The scheme that most weights have becomes the recipe's default; what differs becomes overrides, the widest glob that is
-true first: a kind of layer in most blocks (`*.mlp.down_proj`), then single ones in single blocks. The last override
-that matches a layer wins, and each names its whole scheme, so that none depends on another.
-
-Measured harms are kept in the user's cache as they become known, one JSON line a unit and candidate, in a file that is
-named by the hash of all that a harm depends on: a killed search goes on, another budget costs nothing.
+Measured harms are cached as they become known, one JSON line per unit and candidate. The file is named by the hash of
+everything that a harm depends on, so a killed search continues and a second budget needs no new measurements.
 """
 
 from __future__ import annotations
@@ -58,8 +56,11 @@ def front_of(
 
     Args:
         facts: model, base recipe, target, budget, candidates, texts, factor, decisions, notes.
-        measured: what was compiled and scored on the way to it, the choice last.
+        tables: harms and costs of all units.
+        chosen: the choice.
+        measured: all compiled and scored choices, the final one last.
         uniform: the best single scheme within the choice's bits, compiled and scored.
+        points: the Pareto front.
     """
     factor = facts["factor"] or 1.0
     alone = {name: tables.uniform(name) for name in tables.names}
@@ -102,7 +103,7 @@ def write(folder: Path, recipe: Recipe, data: Mapping[str, Any], harms: Sequence
     from quantkit.report.tune import document
 
     write_atomic(folder / RECIPE, recipe_text(recipe, comment(data)).encode())
-    Recipe.load(folder / RECIPE, allow_code=bool(recipe.code))  # what is written is what can be read
+    Recipe.load(folder / RECIPE, allow_code=bool(recipe.code))  # the written recipe can be read again
     write_atomic(folder / HARMS, harms_text(harms).encode())
     write_atomic(folder / FRONT, (json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
     text = (folder / RECIPE).read_text(encoding="utf-8")
@@ -187,14 +188,14 @@ def recipe_of(base: Recipe, assignment: Assignment, sizes: Mapping[str, int], *,
 
 
 def fields(scheme: WeightScheme | None) -> dict[str, Any] | None:
-    """Give all fields of a scheme, as an override names them."""
+    """Return all fields of a scheme, for an override."""
     return None if scheme is None else scheme.model_dump(mode="json", exclude_none=True)
 
 
 def globs(
     assignment: Assignment, default: WeightScheme, sizes: Mapping[str, int]
 ) -> list[tuple[str, WeightScheme | None]]:
-    """Return (glob, scheme) in the order in which they apply; later ones win.
+    """Return the overrides as (glob, scheme), in order; a later one wins over an earlier one.
 
     >>> int8 = WeightScheme(format="int8")
     >>> int4 = WeightScheme(format="int4")
@@ -222,7 +223,7 @@ def globs(
         layer = left[0]
         scheme = assignment[layer]
         stem = layer.rpartition(".")[0]
-        # a whole part of a block, where all that the glob matches has this scheme
+        # a whole part of a block, if every layer that the glob matches has this scheme
         for glob in (f"{stem.rpartition('.')[0]}.*", f"{stem}.*", layer):
             matched = [other for other in assignment if fnmatchcase(other, glob)]
             saves = sum(other in left for other in matched) > 1
@@ -234,14 +235,14 @@ def globs(
 
 
 def _kind(layer: str) -> str:
-    """Return a layer's name in its block: `mlp.down_proj` of `model.layers.3.mlp.down_proj`."""
+    """Return a layer's name within its block: `mlp.down_proj` of `model.layers.3.mlp.down_proj`."""
     parts = layer.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[numbers[0] + 1 :]) if numbers else layer
 
 
 def recipe_text(recipe: Recipe, comment: Sequence[str]) -> str:
-    """Write the recipe as YAML: one line a key, one line an override, the measurements above."""
+    """Write the recipe as YAML below a comment, with one line per key and per override."""
     data = recipe.as_dict()
     lines = [f"# {line}".rstrip() for line in comment]
     lines.append(f"schema: {data.pop('schema')}")
@@ -265,19 +266,18 @@ def recipe_text(recipe: Recipe, comment: Sequence[str]) -> str:
 
 
 def _flow(value: Any) -> str:
-    """Write YAML on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=math.inf)
     return text.removesuffix("...\n").rstrip("\n")
 
 
 def harms_place(key: Mapping[str, Any]) -> Path:
-    """Return the file of harms for `key`."""
+    """Return the cache file for the harms of `key`."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return content.cache_dir() / "tune" / f"{name}.jsonl"
 
 
 def read_harms(path: Path) -> list[UnitHarm]:
-    """Read the known harms; none if the file is missing or damaged."""
+    """Read the cached harms; an empty list if the file is missing or damaged."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
@@ -287,7 +287,7 @@ def read_harms(path: Path) -> list[UnitHarm]:
 
 
 def keep_harms(path: Path, harms: Sequence[UnitHarm]) -> None:
-    """Add harms to the known ones. A cache that cannot be written costs time, not the result."""
+    """Write harms to the cache. An unwritable cache is no error: the next search measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, harms_text(harms).encode())
@@ -296,5 +296,5 @@ def keep_harms(path: Path, harms: Sequence[UnitHarm]) -> None:
 
 
 def harms_text(harms: Sequence[UnitHarm]) -> str:
-    """Write the lines."""
+    """Return the harms as JSON lines."""
     return "".join(json.dumps(asdict(harm)) + "\n" for harm in harms)

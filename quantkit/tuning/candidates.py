@@ -1,7 +1,8 @@
-"""Which weight schemes a unit may have: those that the recipe's exports and the target take side by side.
+"""List the weight schemes that a unit may have.
 
-A candidate is the recipe's own weight scheme with some fields changed: another format, another group. `float` leaves a
-unit in high precision. What the recipe's overrides and `keep` name is not tuned: that is the user's word.
+A candidate is the recipe's own weight scheme with another format or group. `float` leaves a unit in high precision.
+The target and the recipe's exports must support all candidates in one model. Layers that the recipe's overrides or
+`keep` name are not tuned.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ if TYPE_CHECKING:
     from quantkit.pipeline.blocks.layers import Layers
 
 FLOAT = "float"
-# what is tried where the user names nothing, as far as it exists and can be exported
+# candidates if the user names none; those that cannot be exported are dropped
 USUAL = ("int3", "int4", "int8", FLOAT)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to store a unit, such as `int4 g64`; `scheme` None leaves it in high precision.
+    """One way to store a unit.
 
-    `layers`: linear's full name -> its scheme, of all that are tuned; groups may be smaller where K asks for it.
+    Args:
+        name: short name of the scheme, such as `int4 g64`.
+        scheme: the weight scheme; None leaves the unit in high precision.
+        layers: scheme of every tuned linear by full name; its group is smaller where the scheme's does not divide K.
     """
 
     name: str
@@ -45,14 +49,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choices:
-    """All candidates, two at least, and what is not up for choice.
+    """All candidates, at least two, and the linears that are not tuned.
 
     Args:
-        fixed: linear's full name -> scheme, of those that the recipe itself quantizes in its own way.
-        kept: full names of those that the recipe leaves in high precision.
-        shapes: full name -> [N, K], of every linear.
-        head: the head's name, if it is among `fixed`.
-        decisions: what was left out, or made symmetric, and why.
+        candidates: the candidates.
+        fixed: scheme of every untuned quantized linear, by full name.
+        kept: full names of linears that the recipe leaves in high precision.
+        shapes: [N, K] of every linear by full name.
+        head: name of the output head if the recipe quantizes it, else None.
+        decisions: candidates that were dropped or made symmetric, with the reason.
     """
 
     candidates: Sequence[Candidate]
@@ -77,17 +82,17 @@ def choices(
     """Find the candidates for a model.
 
     Args:
-        prepared: a compile with the base recipe.
-        formats: names of formats, and `float`; None tries `USUAL`, and drops what cannot be exported.
-        schemes: fields to change in the recipe's scheme, each a candidate more: `{"format": "int4", "group": 32}`.
+        prepared: a prepared compile with the base recipe.
+        formats: names of formats, or `float`; None tries `USUAL` and drops those that cannot be exported.
+        schemes: further candidates, each as fields to change in the recipe's scheme: `{"format": "int4", "group": 32}`.
 
-    Raises InputError: `unknown-format`, `recipe-invalid`, of `lay_out`, of the exporters and the target for what was
-    named; `nothing-to-choose`.
+    Raises InputError: `unknown-format`, `recipe-invalid`, `nothing-to-choose`; for a named candidate, also the errors
+    of `lay_out`, of the exporters and of the target.
     """
     recipe = prepared.request.recipe
     base = recipe.scheme.weights
     if base is None:
-        rule, remedy = "tune chooses among weight schemes", "take a recipe that quantizes weights, such as gptq-int4"
+        rule, remedy = "tune needs a recipe that quantizes weights", "--recipe gptq-int4"
         raise InputError("nothing-to-choose", where=recipe.name, value="no weight scheme", rule=rule, remedy=remedy)
     known = [*plugins.FORMATS.names(), FLOAT]
     for name in formats or ():
@@ -114,7 +119,7 @@ def choices(
         candidates.append(Candidate(FLOAT, None))
     if len(candidates) < 2 or not tuned:
         value = f"{', '.join(own.name for own in candidates) or 'no candidate'} for {len(tuned)} linears"
-        rule, remedy = "a choice is between two at least", "--formats int4,int8"
+        rule, remedy = "tune needs at least two candidates", "--formats int4,int8"
         raise InputError("nothing-to-choose", where=recipe.name, value=value, rule=rule, remedy=remedy)
     fixed = {name: scheme for name, scheme in prepared.layers.schemes.items() if name not in tuned}
     kept = [name for name in prepared.layers.shapes if name not in tuned and name not in fixed]
@@ -124,7 +129,7 @@ def choices(
 def _changed(base: WeightScheme, change: Mapping[str, Any], recipe: str) -> WeightScheme:
     rules = load_format(change.get("format", base.format)).rules
     fields: dict[str, Any] = {"format": base.format}
-    # of the recipe's scheme, what the new format has as well; where it has not, what it says of itself
+    # keep the fields of the recipe's scheme that the new format supports; the format's defaults fill in the others
     if base.granularity in rules.granularities and (not rules.groups or base.group in (None, *rules.groups)):
         fields |= {"granularity": base.granularity, "group": base.group}
     fields |= {"symmetric": base.symmetric} if base.symmetric in rules.symmetric else {}
@@ -145,7 +150,7 @@ def _changed(base: WeightScheme, change: Mapping[str, Any], recipe: str) -> Weig
 def _possible(
     prepared: Prepared, asked: Mapping[WeightScheme, None], named: bool, decisions: list[Decision]
 ) -> dict[WeightScheme, Layers]:
-    """Return schemes suitable for layout, target and exports, each alone."""
+    """Return the schemes that the layout, the target and the exports each support for a whole model."""
     laid_out = {}
     for scheme in asked:
         try:
@@ -171,7 +176,7 @@ def _laid_out(prepared: Prepared, scheme: WeightScheme) -> Layers:
 
 
 def with_weights(recipe: Recipe, scheme: WeightScheme) -> Recipe:
-    """Give the recipe with another default scheme."""
+    """Return the recipe with another default weight scheme."""
     return recipe.model_copy(update={"scheme": recipe.scheme.model_copy(update={"weights": scheme})})
 
 
@@ -183,7 +188,7 @@ def _accept(prepared: Prepared, layers: Layers, schemes: Mapping[str, WeightSche
 def _together(
     prepared: Prepared, possible: dict[WeightScheme, Layers], decisions: list[Decision]
 ) -> dict[WeightScheme, Layers]:
-    """Return candidates for the exports side by side; all without zero points if they do not fit otherwise."""
+    """Return candidates that the exports support in one model, without zero points if that is necessary."""
     try:
         _accept_mixed(prepared, possible)
     except InputError as problem:
@@ -192,14 +197,14 @@ def _together(
             raise
         symmetric = {scheme: _laid_out(prepared, scheme) for scheme in without}
         _accept_mixed(prepared, symmetric)
-        reason = f"{problem.rule}: a mixture is stored without zero points"
+        reason = f"{problem.rule}: mixed schemes are stored without zero points"
         decisions.append(decision("tune", "made-symmetric", "scheme.weights.symmetric", reason, False, True))
         return symmetric
     return possible
 
 
 def _accept_mixed(prepared: Prepared, possible: Mapping[WeightScheme, Layers]) -> None:
-    """Raise the exports' objections to these schemes in turn, layer by layer."""
+    """Raise the exports' error for a model whose layers use these schemes in turn."""
     if not possible:
         return
     layers = list(possible.values())
@@ -213,6 +218,6 @@ def _accept_mixed(prepared: Prepared, possible: Mapping[WeightScheme, Layers]) -
 
 
 def _named(recipe: Recipe, layers: Layers) -> set[str]:
-    """Return the linears in the recipe's overrides, and the head."""
+    """Return the linears that the recipe's overrides match, and the head."""
     globs = [override.match for override in recipe.overrides]
     return {name for name in layers.shapes if name == layers.head or any(fnmatchcase(name, glob) for glob in globs)}

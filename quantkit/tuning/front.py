@@ -1,29 +1,30 @@
-"""The best there is for every budget, from the harms and costs of units; and how far the sum of harms can be trusted.
+"""Find the best choice of one candidate per unit within a budget, from the harms and costs of the units.
 
-    predicted KL of a choice = Σ harms        (each unit's KL with that unit alone quantized)
-    expected KL              = factor · predicted,   factor = measured / predicted of what was compiled and scored
+    predicted KL of a choice = Σ harms                  (a harm is the KL with that unit alone quantized)
+    expected KL of a choice  = factor · predicted KL    (factor = measured KL / predicted KL of the compiled choice)
 
-Units do not harm independently, and a compile fits each block to the quantized ones before it: the factor takes care
-of what all choices have in common.
+Harms do not simply add up, and a compile fits each block to the quantized blocks before it. The factor corrects the
+error that all choices have in common.
 
-One candidate for every unit, the best there is under limits: a multiple-choice knapsack.
+The best choice is a multiple-choice knapsack:
 
     minimise  Σ_u Σ_c goal[u, c] x[u, c]
     subject to  Σ_c x[u, c] = 1 for every unit,  Σ table[u, c] x[u, c] <= limit for every limit,  x in {0, 1}
 
-Solved by HiGHS' branch and bound (scipy.optimize.milp) to a gap of `GAP`. A candidate that a unit does not have is nan.
+HiGHS' branch and bound (scipy.optimize.milp) solves it to a relative gap of `GAP`. A table holds nan where a unit does
+not have a candidate.
 
-Time of a unit: measured rows, `latency.op` of a `measurements.jsonl`. A row is about one product of an activation [M,
-K] with a weight [N, K] stored in a format. A unit's linears share their input: where their fused product [K, ΣN] was
-timed, that counts, else the sum of the single ones. Nothing is guessed: a batch for which a shape or a format is
-missing is left out, and said so.
+The time of a unit comes from measured `latency.op` rows of a `measurements.jsonl`: the product of an activation [M, K]
+with a weight [N, K] in one format. The linears of a unit share their input, so the time of their fused product [ΣN, K]
+is used if it was measured, else the sum of the single times. A batch with a missing shape or format is reported and
+left out.
 
-What the user allows: limits on bits a weight, bytes, KL or seconds, and the error where none can be met.
+Limits of a budget:
 
-bits=4.25       mean over the linears inside the blocks, those left in high precision counted at their own width
+bits=4.25       mean over the linears inside the blocks; those in high precision count at their own width
 bytes=100MB     all weights of the model, embeddings and head included
-kl=0.05         nats a token; then the smallest model that keeps to it is chosen, instead of the least harm
-latency=12ms    of all linears inside the blocks together, at every batch of the timings
+kl=0.05         nats a token; the smallest model within the limit is chosen, instead of the least harm
+latency=12ms    all linears inside the blocks together, at every batch of the timings
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from quantkit.measurement.rows import Row
 from quantkit.tuning.candidates import FLOAT, Candidate, Choices
 from quantkit.tuning.harm import UnitHarm
 
-# budgets that the front is solved for
+# number of budgets for which the front is solved
 STEPS = 24
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Linears of a block that share an input; `weights`: how many, all together."""
+    """The linears of a block that share an input; `weights` is the number of their weights."""
 
     block: int
     members: tuple[str, ...]
@@ -58,15 +59,17 @@ class Unit:
 
 @dataclass(frozen=True)
 class Tables:
-    """Everything the solver is told, of U units and C candidates.
+    """Harms and costs of U units in C candidates.
 
     Args:
-        harm: [U, C] nats a token; nan where a unit has no such candidate.
-        bits: [U, C], all stored bits of a unit.
-        fixed_bits: of the linears inside the blocks that are not up for choice.
-        weights: of all linears inside the blocks.
-        rest_bytes: of what lies outside them.
-        seconds: batch -> [U, C]; empty without timings.
+        units: the units.
+        names: names of the candidates.
+        harm: KL [U, C] in nats a token; nan where a unit does not have the candidate.
+        bits: stored bits [U, C] of a unit.
+        fixed_bits: stored bits of the untuned linears inside the blocks.
+        weights: number of weights of all linears inside the blocks.
+        rest_bytes: bytes of all weights outside the blocks' linears.
+        seconds: time [U, C] of a unit, by batch; empty without timings.
     """
 
     units: Sequence[Unit]
@@ -79,19 +82,19 @@ class Tables:
     seconds: Mapping[int, Table]
 
     def mean_bits(self, choice: Choice) -> float:
-        """Give bits a weight, over all linears inside the blocks."""
+        """Return mean bits per weight over all linears inside the blocks."""
         return (total(self.bits, choice) + self.fixed_bits) / self.weights
 
     def bytes(self, choice: Choice) -> float:
-        """Count bytes of all weights of the model."""
+        """Return bytes of all weights of the model."""
         return (total(self.bits, choice) + self.fixed_bits) / 8 + self.rest_bytes
 
     def predicted(self, choice: Choice) -> float:
-        """Sum the harms, nats a token."""
+        """Return the sum of harms, in nats a token."""
         return total(self.harm, choice)
 
     def uniform(self, name: str) -> Choice | None:
-        """Store every unit in one candidate; None where one does not have it."""
+        """Return the choice of one candidate for all units; None if a unit does not have it."""
         column = list(self.names).index(name)
         if np.isnan(self.harm[:, column]).any():
             return None
@@ -99,7 +102,14 @@ class Tables:
 
 
 def tables(harms: Sequence[UnitHarm], options: Choices, *, dtype_bits: int, total_bytes: float) -> Tables:
-    """Make the tables of a model; `dtype_bits`: of a weight in the source, `total_bytes`: of all of them."""
+    """Make the tables of a model.
+
+    Args:
+        harms: measured harms of all units and candidates.
+        options: the candidates and the untuned linears.
+        dtype_bits: bits of one weight in the source model.
+        total_bytes: bytes of all weights in the source model.
+    """
     members = list(dict.fromkeys((harm.block, harm.members) for harm in harms))
     shapes = options.shapes
     units = [Unit(block, names, sum(_count(shapes[name]) for name in names)) for block, names in members]
@@ -135,7 +145,7 @@ def _count(shape: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """One choice [U] and what it comes to: bits a weight, bytes of all weights, sum of harms in nats a token."""
+    """One choice [U] with its figures: bits per weight, bytes of all weights, sum of harms in nats a token."""
 
     choice: Choice
     bits: float
@@ -158,14 +168,16 @@ class FrontPoint:
 
 
 def point(tables: Tables, choice: Choice) -> FrontPoint:
-    """Give a choice with its figures."""
+    """Return a choice with its figures."""
     return FrontPoint(choice, tables.mean_bits(choice), tables.bytes(choice), tables.predicted(choice))
 
 
 def best(tables: Tables, budget: Budget, factor: float = 1.0) -> FrontPoint:
-    """Find the least harm within a budget; with a limit on KL, the fewest bits; `factor`: measured KL over predicted.
+    """Find the choice with the least harm within a budget, or with the fewest bits under a limit on KL.
 
-    Raises InputError: `budget-unreachable`, with the nearest that can be reached; `timings-missing`.
+    `factor` is measured KL over predicted KL.
+
+    Raises InputError: `budget-unreachable`, which names the nearest reachable limits; `timings-missing`.
     """
     limits = []
     if budget.bits is not None:
@@ -188,7 +200,7 @@ def best(tables: Tables, budget: Budget, factor: float = 1.0) -> FrontPoint:
 
 
 def _unreachable(tables: Tables, budget: Budget, factor: float) -> InputError:
-    """Name the limit out of reach alone, and by how much; else say that all together are."""
+    """Name the limits that no choice meets; if each alone can be met, say that all together cannot."""
     smallest, kindest = least(tables.bits), least(tables.harm)
     nearest = {
         "bits": tables.mean_bits(smallest),
@@ -199,7 +211,7 @@ def _unreachable(tables: Tables, budget: Budget, factor: float) -> InputError:
     short = [kind for kind, limit in budget.as_dict().items() if limit < nearest[kind] * (1 - 1e-9)]
     if short:
         near = ", ".join(f"{kind}={_upwards(nearest[kind])}" for kind in short)
-        rule = f"the nearest that these candidates reach is {near}"
+        rule = f"the nearest limit that these candidates reach is {near}"
     else:
         rule = "each limit can be met alone, all of them together cannot"
         fewest = choose(tables.bits, [(tables.harm, budget.kl / factor)]) if budget.kl is not None else None
@@ -216,13 +228,13 @@ def _upwards(value: float) -> str:
 
 
 def sweep(tables: Tables, steps: int = STEPS) -> list[FrontPoint]:
-    """Draw the front: the best choice for budgets from the fewest bits to those of the largest quantized candidate."""
+    """Return the Pareto front, from the fewest bits to those of the largest quantized candidate."""
     quantized = [c for c, _ in enumerate(tables.names) if (tables.harm[:, c] != 0).any()] or [0]
     columns = np.nanmax(np.where(np.isnan(tables.bits), -np.inf, tables.bits)[:, quantized], axis=1)
     low = tables.mean_bits(least(tables.bits))
     high = max((float(columns.sum()) + tables.fixed_bits) / tables.weights, low)
     points: list[FrontPoint] = []
-    # closer together where bits are few: there a little more helps most
+    # budgets lie closer together at few bits, where a little more helps most
     for share in np.linspace(0.0, 1.0, steps) ** 1.5:
         limit = (low + share * (high - low)) * tables.weights - tables.fixed_bits
         choice = choose(tables.harm, [(tables.bits, limit)])
@@ -238,9 +250,9 @@ def sweep(tables: Tables, steps: int = STEPS) -> list[FrontPoint]:
 Table = NDArray[np.float64]
 Choice = NDArray[np.int64]
 
-# relative; the harms themselves are known to a few per cent
+# relative optimality gap; harms themselves are known to a few per cent
 GAP = 1e-5
-# how far above a limit rounding may lead
+# relative excess over a limit that rounding may cause
 _SLACK = 1e-9
 
 
@@ -248,8 +260,8 @@ def choose(goal: Table, limits: Sequence[tuple[Table, float]]) -> Choice | None:
     """Choose the candidate of every unit, [U]; None if no choice meets the limits.
 
     Args:
-        goal: [U, C], what to make small; nan where a unit has no such candidate.
-        limits: tables [U, C], none negative, with the most that their sums may be.
+        goal: table [U, C] whose sum is minimized; nan where a unit does not have the candidate.
+        limits: tables [U, C] without negative values, each with the largest allowed sum.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
@@ -276,12 +288,12 @@ def choose(goal: Table, limits: Sequence[tuple[Table, float]]) -> Choice | None:
 
 
 def total(table: Table, choice: Choice) -> float:
-    """Sum up a choice."""
+    """Return the sum of a table over a choice."""
     return float(np.take_along_axis(table, choice[:, None], axis=1).sum())
 
 
 def least(table: Table) -> Choice:
-    """Choose the candidate with the least of each unit."""
+    """Choose the candidate with the least value for each unit."""
     picked: Choice = np.nanargmin(table, axis=1)
     return picked
 
@@ -296,12 +308,13 @@ def unit_seconds(
     candidates: Sequence[Candidate],
     batches: Sequence[int] = (),
 ) -> tuple[dict[int, Table], list[str]]:
-    """Give batch -> seconds [U, C] of every unit in every candidate, and what is missing, a sentence a batch.
+    """Return the seconds [U, C] of every unit in every candidate by batch, and a sentence for each incomplete batch.
 
     Args:
-        rows: measurements; only `latency.op` counts.
-        units: the shapes [N, K] of each unit's linears.
-        batches: wanted; all that were timed if empty.
+        rows: measurements; only `latency.op` rows are used.
+        units: shapes [N, K] of each unit's linears.
+        candidates: the candidates.
+        batches: batches to use; all timed ones if empty.
     """
     times = _times(rows)
     wanted = list(batches) or sorted({key[3] for key in times})
@@ -326,7 +339,7 @@ def _times(rows: Iterable[Row]) -> Mapping[Key, float]:
             continue
         if op.format and op.K is not None and op.N is not None and op.M is not None:
             key = (op.format, op.K, op.N, op.M)
-            # a sweep times several ways to store one format: a runtime is given the fastest
+            # a sweep times several layouts of one format: the fastest counts
             fastest[key] = min(fastest.get(key, row.value), row.value)
     return fastest
 
@@ -355,7 +368,7 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits by kind, at least one: bits a weight, bytes of all weights, nats a token, seconds."""
+    """Limits on bits per weight, bytes of all weights, KL in nats a token, and seconds; at least one is set."""
 
     bits: float | None = None
     bytes: float | None = None
@@ -364,7 +377,7 @@ class Budget:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Budget:
-        """Read `["bits=4.25", "latency=12ms"]`, or one text with commas. Raises InputError: `budget-invalid`."""
+        """Parse `["bits=4.25", "latency=12ms"]`; commas separate too. Raises InputError: `budget-invalid`."""
         limits: dict[str, float] = {}
         for text in (part.strip() for whole in texts for part in whole.split(",")):
             kind, equals, value = text.partition("=")
@@ -376,13 +389,13 @@ class Budget:
                 amount = 0.0
             if not equals or kind in limits or amount <= 0:
                 value, rule = text or "nothing", "one of bits=, bytes=, kl=, latency=, each once, with a number above 0"
-                remedy = "e.g. bits=4.25, bytes=100MB, kl=0.05, latency=12ms"
+                remedy = "--budget bits=4.25 (or bytes=100MB, kl=0.05, latency=12ms)"
                 raise InputError("budget-invalid", where="--budget", value=value, rule=rule, remedy=remedy)
             limits[kind] = amount
         return cls(**limits)
 
     def as_dict(self) -> dict[str, float]:
-        """Return the limits by name."""
+        """Return the set limits by kind."""
         return {kind: getattr(self, kind) for kind in KINDS if getattr(self, kind) is not None}
 
     def __str__(self) -> str:

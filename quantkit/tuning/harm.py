@@ -1,23 +1,22 @@
-"""What a unit's quantization does to the model's output, measured: KL in nats a token with that unit alone quantized.
+"""Measure the harm of each unit: the KL divergence, in nats a token, with that unit alone quantized.
 
 With o, c the logits [V] of the original and of the variant at one position, p = softmax(o) and d = c − o:
 
     KL(p ‖ softmax(c)) = log(1 + Σ p (exp d − 1)) − Σ p d
 
-which loses no digits where d is small, as it is when one unit of hundreds changes. A unit is the linears of a block
-that share an input: what is fused in some runtime has one scheme. Its codes are those that the recipe's own passes
-assign in the candidate's scheme, on the float model's inputs; folds that come before are made, since they change no
-output.
+This form loses no digits where d is small, as it is when one unit of hundreds changes. A unit is the linears of a block
+that share an input: a runtime may fuse them, so they have one scheme. The recipe's own passes quantize it in the
+candidate's scheme, from the float model's inputs, after all folds (folds change no output).
 
-One candidate, the anchor, is measured so for every unit. The others leave the same kind of error behind, larger or
-smaller, and KL is quadratic in a small change; so theirs is the anchor's, scaled by the squared change of the block's
-output:  KL(c) = KL(anchor) · ‖y_c − y‖² / ‖y_anchor − y‖².  Without an anchor all of them are measured, which takes as
-many times as long.
+One candidate, the anchor, is measured this way for every unit. The other candidates change the block's output in a
+similar direction, and KL is quadratic in a small change. So their KL is the anchor's, scaled by the squared change of
+the block's output:  KL(c) = KL(anchor) · ‖y_c − y‖² / ‖y_anchor − y‖².  Without an anchor every candidate is measured;
+that takes as many times as long as there are candidates.
 
-Streaming: a variant is the hidden states behind the one block that differs. The blocks are the outer loop, and all
-variants so far go through each, so a block is loaded once a *wave*: as many blocks' variants as fit into `STATES`
-bytes. The unchanged model goes along as the first variant; at the end its logits are the original's. Memory is one
-block, a wave's states, and the head. Every wave's harms are yielded when they are known.
+Streaming: a variant is the hidden states after its quantized block. Blocks are the outer loop, and all variants of the
+*wave* pass through each block, so a wave loads each block once. A wave covers as many blocks as have variants that fit
+into `STATES` bytes. The unchanged model runs beside them and gives the reference logits. Memory holds one block, the
+states of a wave, and the head. The harms of a wave are yielded when it ends.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from quantkit.planning.compiling import chunk_size
 from quantkit.recipe import assigners
 from quantkit.scheme import WeightScheme
 
-# hidden states of a wave's variants; and waves at least, so that what was measured is kept every now and then
+# bytes for the hidden states of a wave, and the least number of waves (harms are cached after each)
 STATES = 512 * 2**20
 WAVES = 4
-# logits that are in memory at one time
+# number of logits in memory at one time
 _LOGITS = 1 << 23
-# an anchor whose error is less than this share of another's says nothing about the other: it may be lossless
+# an anchor with less than this share of another candidate's error cannot predict it: it may be lossless
 _FAINT = 1e-4
 
 Schemes = Mapping[str, WeightScheme]
@@ -56,12 +55,15 @@ Schemes = Mapping[str, WeightScheme]
 
 @dataclass(frozen=True)
 class UnitHarm:
-    """One unit, the linears `members` of a block, in one candidate.
+    """The harm of one unit in one candidate.
 
     Args:
-        kl: nats a token.
-        error: the squared change of the block's output, as a share of its square.
-        scaled: whether the KL follows from another candidate's, see the module.
+        block: index of the unit's block.
+        members: full names of the unit's linears.
+        candidate: name of the candidate.
+        kl: KL in nats a token.
+        error: squared change of the block's output, relative to its squared norm.
+        scaled: True if `kl` is scaled from the anchor's, False if it was measured.
     """
 
     block: int
@@ -74,16 +76,19 @@ class UnitHarm:
 
 @dataclass(frozen=True)
 class HarmSubject:
-    """What is measured.
+    """The model, the candidates and the texts of a measurement of harms.
 
     Args:
-        candidates: name -> linear's full name -> its scheme; linears that are not named stay as they are.
-        calibration: ids [samples, tokens] for passes that look at data; None where none does.
-        ids: [samples, tokens] that the harm is measured on.
-        probe_ids: a few tokens to trace blocks with.
-        widest: the largest number of features of any activation.
-        dtype: of what stays in high precision.
-        anchor: the candidate that is measured at the output; None measures all.
+        stream: the float model.
+        steps: the recipe's passes.
+        candidates: scheme of each linear, by candidate and full name; linears without one are not changed.
+        calibration: token ids [samples, tokens] for passes that need calibration; None if none does.
+        ids: token ids [samples, tokens] on which the harm is measured.
+        probe_ids: a few token ids for tracing blocks.
+        widest: largest number of features of any activation.
+        dtype: dtype of the tensors in high precision.
+        seed: seed of the passes.
+        anchor: name of the candidate that is measured at the output; None measures all.
     """
 
     stream: StreamedModel
@@ -101,15 +106,15 @@ class HarmSubject:
 def measure(
     subject: HarmSubject, start: int = 0, tell: Callable[[float], None] | None = None
 ) -> Iterator[list[UnitHarm]]:
-    """Measure the harms of all units of blocks `start` and up, a wave at a time, in the order of the blocks.
+    """Measure the harms of all units from block `start` on, and yield them wave by wave in the order of the blocks.
 
-    `tell` gets the share done, 0..1.
+    `tell` is called with the share that is done, from 0 to 1.
     """
     return _Measurement(subject, start, tell or (lambda done: None)).waves()
 
 
 class _Measurement:
-    """The unchanged model's states at the present block, on both texts, and the variants of a wave."""
+    """The unchanged model's hidden states at the current block, for both texts."""
 
     def __init__(self, subject: HarmSubject, start: int, tell: Callable[[float], None]) -> None:
         self.subject = subject
@@ -139,14 +144,14 @@ class _Measurement:
 
     @torch.no_grad()
     def _advance(self, module: nn.Module, index: int) -> None:
-        """Bring both texts behind a block of the unchanged model."""
+        """Run both texts through a block of the unchanged model."""
         self.clean = self.calls.run_all(module, index, self.clean)
         if self.calibrated is not None and self.calibration is not None:
             self.calibration = self.calibrated.run_all(module, index, self.calibration)
 
     @torch.no_grad()
     def _wave(self, first: int) -> tuple[list[UnitHarm], int]:
-        """Return the harms of blocks from `first` to the returned one."""
+        """Measure one wave; return the harms of its blocks, and the first block of the next wave."""
         most = max(1, -(-self.count // WAVES))
         fits = STATES // (self.clean.numel() * self.clean.element_size())
         variants: list[_Variant] = []
@@ -184,17 +189,17 @@ class _Measurement:
             variant.state = self.calls.run_all(module, index, variant.state)
 
     def _share(self, first: int, last: int, index: int) -> float:
-        """Return the share done, by the blocks that variants have passed: those of block i pass n − i."""
+        """Return the share that is done, counted in blocks run: the variants of block i run through n − i blocks."""
         count = self.count
         whole = (count - self.start) * (count - self.start + 1) / 2
         before = sum(count - block for block in range(self.start, first))
         mine = sum(count - block for block in range(first, last))
         passed = sum(min(index, count) - block for block in range(first, last))
-        # the head takes about as long as a few blocks: a wave is done when it is scored
+        # scoring with the head takes about as long as a few blocks: the last tenth of a wave
         return (before + (mine if index >= count else 0.9 * min(passed, mine))) / whole
 
     def _variants(self, index: int, clean: Tensor, calibration: Tensor | None) -> list[_Variant]:
-        """Make a block's variants from its inputs `clean` and `calibration`; only those to carry on keep states."""
+        """Make a block's variants from its inputs; variants that an anchor predicts keep no states."""
         subject = self.subject
         before = _Before()
         at = next(i for i, step in enumerate(subject.steps) if step.run.name in assigners())
@@ -232,7 +237,7 @@ class _Measurement:
 
 @dataclass
 class _Variant:
-    """A unit in a candidate: the error it leaves behind its block, and its hidden states, if they are carried on."""
+    """A unit in a candidate: the error after its block, and its hidden states if it is measured at the output."""
 
     block: int
     members: tuple[str, ...]
@@ -247,7 +252,7 @@ def _carried(variants: Sequence[_Variant]) -> list[_Variant]:
 
 
 def _harms(variants: Sequence[_Variant]) -> list[UnitHarm]:
-    """Return the measured harms, and those scaled from them."""
+    """Return all harms: the measured ones, and those scaled from an anchor's."""
     anchors = {variant.members: variant for variant in variants if variant.kl is not None}
     harms = []
     for variant in variants:
@@ -261,7 +266,7 @@ def _harms(variants: Sequence[_Variant]) -> list[UnitHarm]:
 
 
 def _units(worked: Worked) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]]:
-    """Yield the full names of a unit's linears, and the values of their codes by name within the block."""
+    """Yield each unit's full names of linears, with the dequantized weights by name within the block."""
     block = worked.block
     for group in block.structure.groups:
         values = {}
@@ -276,7 +281,7 @@ def _units(worked: Worked) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]
 
 @contextmanager
 def _replaced(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the weights of some linears of a module, for a while."""
+    """Replace the weights of some linears of a module within a `with` block."""
     kept = {name: module.get_submodule(name).weight for name in values}
     for name, value in values.items():
         set_weight(module.get_submodule(name), value)
@@ -288,7 +293,7 @@ def _replaced(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
 
 
 class _Before(Pass):
-    """A step just before codes are assigned, that keeps the block as it is there: folded, in full precision."""
+    """A step just before quantization that copies the block there: folded, in full precision."""
 
     name = "tune-before"
     Settings: Any = None
@@ -297,13 +302,13 @@ class _Before(Pass):
         self.module: nn.Module | None = None
 
     def run(self, block: Block, stats: Stats, settings: Any) -> Outcome:
-        """Keep a copy."""
+        """Copy the block."""
         self.module = copy.deepcopy(block.module)
         return Outcome(False)
 
 
 class _OneBegin:
-    """A stream whose first calls are recorded once for each text, not for every block that is worked on."""
+    """A stream that records the first block's calls once per text, not for every quantized block."""
 
     def __init__(self, stream: StreamedModel) -> None:
         self.stream = stream
@@ -323,9 +328,10 @@ class _OneBegin:
 
 @torch.no_grad()
 def divergences(head: Head, ids: Tensor, reference: Tensor, states: Sequence[Tensor]) -> list[float]:
-    """Average the KL from `reference` of each of `states`, last hidden states [samples, tokens, width], nats a token.
+    """Return the mean KL, in nats a token, of each of `states` from `reference`.
 
-    Memory is a few positions of three models' logits.
+    Each holds the last hidden states [samples, tokens, width]. Memory holds the logits of three models at a few
+    positions.
     """
     samples, length = ids.shape
     sums = [0.0] * len(states)
@@ -343,9 +349,9 @@ def divergences(head: Head, ids: Tensor, reference: Tensor, states: Sequence[Ten
 
 
 def kl(weights: Tensor, original: Tensor, changed: Tensor) -> Tensor:
-    """Give the KL of each position [P] from softmaxed logits and both logits [P, V], by the formula above; >= 0.
+    """Return the KL [P] of each position by the module's formula, from softmax(original) and both logits [P, V].
 
-    A common shift of all logits changes nothing; it is taken off first, so that only what matters is rounded.
+    A common shift of all logits does not change the KL; it is subtracted first, which keeps the rounding error small.
     """
     moved = changed - original
     moved -= (weights * moved).sum(dim=-1, keepdim=True)

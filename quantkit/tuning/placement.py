@@ -1,13 +1,12 @@
-"""Where a network for TensorRT should quantize inputs: a search over groups of layers, for speed, under a gate.
+"""Search for the groups of layers whose inputs a TensorRT network should quantize, by timing on the GPU.
 
-A pair before a product lets it multiply in 8 bits, and costs a conversion that may take longer than that saves; which
-it is depends on shapes, batch and GPU, so it is measured. Coordinate descent: all groups begin as they were compiled;
-each in turn is switched and the change is kept if a step becomes faster by more than the noise and the gate holds; it
-ends when no switch helps. What was measured is kept line by line, so that a search that was killed goes on.
+A Q/DQ pair before a product lets it multiply in 8 bits, but the conversion may take longer than that saves. The answer
+depends on shapes, batch and GPU, so each placement of pairs is built as an engine, timed, and compared with the network
+without pairs. The search is a coordinate descent from the compiled placement: it switches the groups one after another,
+keeps a switch that is faster by more than the noise within the limit on harm, and ends when no switch helps. A journal
+in the cache keeps every measurement, so a killed search continues.
 
-The network of a bundle is content and stays as it is: what is found is a recipe's `overrides`.
-
-Placements of Q/DQ pairs measured on the GPU: each is built as an engine, compared and timed.
+The bundle does not change: the result is a list of `overrides` for the recipe.
 """
 
 from __future__ import annotations
@@ -42,16 +41,19 @@ if TYPE_CHECKING:
     from quantkit.runtimes.tensorrt.decode import EngineModel, LoadedGraph
 
 
-# a switch has to gain this much, beyond both spreads
+# relative gain that a switch needs beyond both intervals
 MARGIN = 0.01
 
 
 @dataclass(frozen=True)
 class PlacementTime:
-    """One placement: seconds of a step (median), half the width of its interval as a share.
+    """The measurement of one placement.
 
-    `harm`: how far it is from the network without any pair: KL in nats a token of a language model, one less the mean
-    cosine of what any other gives out.
+    Args:
+        seconds: median time of a step.
+        spread: half the width of its 95 % interval, relative to `seconds`.
+        harm: distance from the network without pairs: KL in nats a token for a language model, else one minus the mean
+            cosine of the outputs.
     """
 
     seconds: float
@@ -61,12 +63,13 @@ class PlacementTime:
 
 @dataclass(frozen=True)
 class FoundPlacement:
-    """What came of a search.
+    """The result of a search.
 
     Args:
-        off: groups whose inputs are better left in 16 bits.
-        before, after: as compiled, and with those off.
-        tried: placements that were measured, now or before.
+        off: groups whose inputs should stay in 16 bits.
+        before: measurement of the compiled placement.
+        after: measurement of the best placement.
+        tried: number of measured placements, those of the journal included.
     """
 
     off: tuple[str, ...]
@@ -76,16 +79,16 @@ class FoundPlacement:
 
     @property
     def gain(self) -> float:
-        """Speed, how many times as fast."""
+        """Speed of the best placement relative to the compiled one."""
         return self.before.seconds / self.after.seconds
 
     def overrides(self, groups: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
-        """Give a recipe's overrides: the inputs of these layers are left alone."""
+        """Return overrides for a recipe, which leave the inputs of these layers unquantized."""
         kinds = dict.fromkeys(name.rpartition(".")[2] for group in self.off for name in groups[group])
         return [{"match": f"*.{kind}", "activations": None} for kind in kinds]
 
     def keep(self, groups: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return the nodes of a graph in floats; both sides of a product are in 8 bits or none."""
+        """Return the nodes of a graph to keep in floats: a product quantizes both its operands or neither."""
         return list(dict.fromkeys(name for group in self.off for name in groups[group]))
 
 
@@ -96,16 +99,18 @@ Report = Callable[[float, str], None]
 def search(
     groups: Collection[str], measure: Measure, *, harm_max: float, journal: Path, progress: Report | None = None
 ) -> FoundPlacement:
-    """Search for the fastest placement. Raises InputError `nothing-to-tune`: no group.
+    """Search for the fastest placement. Raises InputError `nothing-to-tune` without groups.
 
     Args:
-        measure: a placement, by the groups that are off; called once for each that the journal does not know.
-        harm_max: what a placement may differ; the start is exempt, it is what was compiled.
-        journal: file of what was measured so far.
+        groups: names of the groups.
+        measure: function that measures the placement with these groups off; not called for placements in the journal.
+        harm_max: largest harm of a placement; a placement no worse than the compiled one is allowed too.
+        journal: file of all measurements so far.
+        progress: function that is called with the share of the round that is done, and a text.
     """
     if not groups:
-        value, rule = "no pair before a product", "inputs with fixed scales have pairs that can be left out"
-        remedy = "a recipe with fixed scales of inputs: int8-tensorrt"
+        value, rule = "no Q/DQ pair before a product", "the search switches pairs, which need static scales of inputs"
+        remedy = "--recipe int8-tensorrt"
         raise InputError("nothing-to-tune", where="--autotune-qdq", value=value, rule=rule, remedy=remedy)
     tell = progress or (lambda share, words: None)
     known = _read(journal)
@@ -137,7 +142,7 @@ def _faster(one: PlacementTime, other: PlacementTime) -> bool:
 
 
 def _read(journal: Path) -> dict[frozenset[str], PlacementTime]:
-    """Read the journal; a last line that was cut off is left out."""
+    """Read the journal without a truncated last line."""
     known = {}
     try:
         lines = journal.read_text(encoding="utf-8").splitlines()
@@ -161,9 +166,9 @@ def _write(journal: Path, known: Mapping[frozenset[str], PlacementTime]) -> None
     write_atomic(journal, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-# of the shipped text: tokens that placements are compared on, and steps that are timed
+# tokens of the shipped text for the comparison; timed steps, their batch and context
 _TOKENS, _STEPS, _BATCH, _CONTEXT = 256, 60, 1, 512
-# of a language model nats a token, of what gives out other numbers one less the cosine
+# largest harm: KL in nats a token of a language model; one minus the cosine of other outputs
 _KL, _COSINE = 0.02, 0.01
 _LOGITS = "\0logits of a language model"
 Array = np.ndarray[Any, Any]
@@ -173,27 +178,31 @@ Build = Callable[[Path], "EngineModel | LoadedGraph"]
 def autotune(
     bundle: Bundle, options: Mapping[str, Any], *, inputs: Path | None = None, progress: Report | None = None
 ) -> tuple[FoundPlacement, dict[str, Any]]:
-    """Search on this machine's GPU.
+    """Search for the best placement of a bundle's network on this machine's GPU.
 
     Args:
-        bundle: with `engine/network.onnx`.
-        inputs: of a graph, `.npz`: an array for each of its inputs, of one batch; text is shipped.
+        bundle: a bundle with `engine/network.onnx`.
+        options: settings of the TensorRT exporter.
+        inputs: `.npz` file with one batch of each input of a graph; language models use a shipped text.
+        progress: function that is called with the share that is done, and a text.
 
     Returns:
-        (what came of it, changes of the recipe: `overrides`, of a graph `keep`; empty where nothing gains).
+        (result of the search, changes of the recipe). The changes are `overrides`, or `keep` for a graph; they are
+        empty if no placement is faster.
 
-    Raises InputError: `gpu-absent`, `engine-missing`, `inputs-missing`, `inputs-differ`, `nothing-to-tune`, of a build.
+    Raises InputError: `gpu-absent`, `engine-missing`, `inputs-missing`, `inputs-differ`, `nothing-to-tune`, those of a
+    build.
     """
     exporter = load_exporter(exporters_that_store("engine")[0])
     runtime = load_runtime(str(options.get("library", "tensorrt_rtx")))
     assert isinstance(runtime, TensorrtRuntime)
     why = runtime.why_not_here()
     if why is not None:
-        value, rule, remedy = why, "placements are measured on the GPU that runs them", "run it there"
+        value, rule, remedy = why, "placements are timed on the GPU", "run the command on the machine with the GPU"
         raise InputError("gpu-absent", where="--autotune-qdq", value=value, rule=rule, remedy=remedy)
     folder = bundle.path / FOLDER
     if not (folder / NETWORK).is_file():
-        value, rule = f"no {FOLDER}/{NETWORK}", "pairs are searched in the network that engines are built from"
+        value, rule = f"no {FOLDER}/{NETWORK}", "the search needs the network from which engines are built"
         remedy = f"quantkit export {bundle.path} --to tensorrt"
         raise InputError("engine-missing", where=str(bundle.path), value=value, rule=rule, remedy=remedy)
     bundle.demand_intact(f"{FOLDER}/network")
@@ -201,7 +210,7 @@ def autotune(
     network = folder / NETWORK
     graph = "input_ids" not in inputs_of(network)
     if graph and inputs is None:
-        rule, remedy = "placements are compared on what it will be given", "--inputs FILE.npz, an array for each input"
+        rule, remedy = "placements are compared on real inputs", "--inputs inputs.npz, with an array for each input"
         raise InputError("inputs-missing", where="--autotune-qdq", value="a graph", rule=rule, remedy=remedy)
     feed = fed(network, inputs)[0] if graph else tokens(folder)
     key = json.dumps([bundle.manifest.content_sha256, gpus[0]["name"], runtime.name, dict(options)], sort_keys=True)
@@ -222,7 +231,7 @@ def autotune(
 
 
 def tokens(folder: Path) -> Array:
-    """Return text for guiding a choice, in a bundle's tokens, [1, n]."""
+    """Return token ids [1, n] of the shipped text's `tune` split, with the bundle's tokenizer."""
     from quantkit.runtimes.text import Tokenizer
 
     text = (content.folder("calibration") / "prose-en" / "tune.txt").read_text(encoding="utf-8")
@@ -230,13 +239,14 @@ def tokens(folder: Path) -> Array:
 
 
 class Placements:
-    """Measures placements, by the groups that are off.
+    """A function that measures the placement with the given groups off.
 
     Args:
         folder: `engine/` of a bundle.
-        build: makes an engine of a folder that has `engine/network.onnx`, and opens it.
-        feed: what they are compared on: ids [1, T], or the inputs of a graph.
-        timed: seconds of repeated steps, or passes; None: the device's own. For tests.
+        groups: names of the layers of each group.
+        build: function that builds and opens an engine from a folder with `engine/network.onnx`.
+        feed: token ids [1, T] or the inputs of a graph, for the comparison.
+        timed: function that returns seconds of repeated steps; None times on the GPU. For tests.
     """
 
     def __init__(
@@ -252,12 +262,12 @@ class Placements:
         self._floats: dict[str, Array] | None = None
 
     def __call__(self, off: frozenset[str]) -> PlacementTime:
-        """Build, compare, time."""
+        """Build, time and compare an engine."""
         if self._floats is None:
             self._floats = self._outputs(self._made(frozenset(self._groups))[0])
         model, taken = self._made(off)
         middle = float(np.median(taken))
-        # 95 % of a median by its standard error; few steps, so no more is claimed
+        # 95 % interval of a median by its standard error, 1.2533 σ / √n
         spread = 1.96 * 1.2533 * float(np.std(taken)) / max(len(taken), 1) ** 0.5 / middle
         return PlacementTime(middle, spread, _harm(self._floats, self._outputs(model)))
 
@@ -295,7 +305,7 @@ def _longest(model: Any) -> int:
 
 
 def _harm(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
-    """Return the mean KL of logits over positions, nats, or one minus the least mean cosine of other outputs."""
+    """Return the mean KL of logits in nats a token, or one minus the least mean cosine of other outputs."""
     if _LOGITS in one and len(one) == 1:
         first, second = (_log_chances(outputs[_LOGITS]) for outputs in (one, other))
         return float((np.exp(first) * (first - second)).sum(axis=-1).mean())
@@ -303,7 +313,7 @@ def _harm(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
 
 
 def _cosine(one: Array, other: Array) -> float:
-    """Return the mean cosine over rows; their number is the first size, and rows of zeros on both sides are equal."""
+    """Return the mean cosine over rows (the first axis); two rows of zeros are equal."""
     first, second = (rows.reshape(len(rows), -1).astype(np.float64) for rows in (one, other))
     sizes = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     products = (first * second).sum(axis=1)

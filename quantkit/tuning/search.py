@@ -1,12 +1,9 @@
-"""The order of things: candidates, harms, the choice, the compile that checks it, the recipe and the page.
+"""Run a search for a mixed-precision recipe.
 
-    prepare -> candidates -> harm of each unit (kept) -> choose -> compile and score -> refit -> front -> write
+    prepare -> candidates -> harm of each unit (cached) -> choose -> compile and score -> refit -> front -> write
 
-Harms are measured on the `tune` split and so is the check; `eval` is only what the compile reports of itself.
-
-What a choice really costs: compiled through the pipeline, loaded again, and scored on text that may guide choices.
-
-The compile scores itself on the set's `eval` split as always; that figure is shown and guides nothing.
+The sum of harms only predicts the KL of a choice. So the choice is compiled, loaded again and scored. Harms and this
+check both use the `tune` split. The compile also scores the `eval` split; that figure is reported and guides nothing.
 """
 
 from __future__ import annotations
@@ -49,25 +46,27 @@ if TYPE_CHECKING:
     from quantkit.tuning.harm import HarmSubject, UnitHarm
 
 
-# sequences of so many tokens that a harm is measured on; of the calibration set, the first so many sequences
+# a harm is measured on SAMPLES sequences of TOKENS tokens; calibration uses the first CALIBRATED sequences of its set
 SAMPLES, TOKENS, CALIBRATED = 2, 128, 4
-# positions that a choice is scored on once it is compiled
+# positions on which a compiled choice is scored
 CHECKED = 6000
-# compiles that a limit on KL may take, and how much of the limit may be left unused
+# the most compiles under a limit on KL, and the share of the limit that may stay unused
 _ROUNDS, _UNUSED = 3, 0.1
 
 
 @dataclass(frozen=True)
 class TuneQuestion:
-    """What is asked of a search.
+    """The settings of a search.
 
     Args:
-        request: the model, the base recipe, the target; its `out` is the folder of the answer.
-        formats, schemes: candidates by format (None tries the usual ones), and by fields they change in the recipe's.
-        samples: sequences that a harm is measured on.
-        exact: measure every candidate at the output, not the recipe's own scheme alone.
-        check: compile and score the choice, and the best single scheme within the budget beside it.
-        timings: measured rows with `latency.op`; `batches`: of those, the wanted; all if empty.
+        request: the model, the base recipe and the target; its `out` is the folder of the answer.
+        formats: names of candidate formats; None tries the usual ones.
+        schemes: further candidates, each as the fields that it changes in the recipe's scheme.
+        samples: number of sequences on which a harm is measured.
+        exact: True measures every candidate at the model's output; False only the recipe's own scheme (see `harm`).
+        check: True compiles and scores the choice, and the best single scheme of equal size for comparison.
+        timings: measured `latency.op` rows.
+        batches: batches of the timings to use; all if empty.
     """
 
     request: Request
@@ -83,7 +82,7 @@ class TuneQuestion:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a search yields: `front` is what `front.json` holds."""
+    """The result of a search; `front` is the content of `front.json`."""
 
     out: Path
     front: dict[str, Any]
@@ -91,12 +90,12 @@ class Tuned:
     warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Give `result` of the `--json` envelope."""
+        """Return the field `result` of the `--json` envelope."""
         return {"out": str(self.out), "recipe": str(self.out / RECIPE), **self.front}
 
 
 def asked(model: str, **how: Any) -> Request:
-    """Make a `Request.of` a tunable model. Raises InputError: `model-graph`, those of `Request.of`."""
+    """Make a `Request` for a model that can be tuned. Raises InputError: `model-graph`, those of `Request.of`."""
     demand_no_graph(model, "int8-mixed")
     request = Request.of(model, **how)
     demand_model(model)
@@ -106,40 +105,42 @@ def asked(model: str, **how: Any) -> Request:
 def tune(question: TuneQuestion, progress: Progress | None = None) -> Tuned:
     """Choose a scheme for every unit of a model within a budget, and write it as a recipe.
 
-    Raises InputError: `nothing-to-choose`, `budget-unreachable`, `timings-missing`, `model-kind`, of a compile;
-    Stopped: disk full. Harms that were measured are kept, and the same command goes on with them.
+    Measured harms are cached, so the same command continues an interrupted search.
+
+    Raises InputError: `nothing-to-choose`, `budget-unreachable`, `timings-missing`, `model-kind`, those of a compile;
+    Stopped: disk full.
     """
     return _Search(question, progress or Progress()).run()
 
 
 class _Search:
-    """The stages; what they share."""
+    """One run of a search: its stages and their common state."""
 
     def __init__(self, question: TuneQuestion, progress: Progress) -> None:
         from quantkit.pipeline.blocks.prepared import prepare
 
         self.question, self.progress = question, progress
         self.started = time.perf_counter()
-        # the folder is for the answer, the compile that checks it has one inside
+        # `out` is the folder of the answer; the checking compile writes to a folder inside it
         self.request = replace(question.request, out=None, speed=False)
         self.prepared: Prepared = prepare(self.request)
         if self.prepared.source.kind != "decoder":
             value = words.article(self.prepared.source.kind)
-            rule, remedy = "harm is measured in the distribution of the next word", "tune a decoder"
+            rule, remedy = "harm is the KL divergence of next-token probabilities", "tune a decoder"
             raise InputError("model-kind", where=self.prepared.source.ref, value=value, rule=rule, remedy=remedy)
         if question.check:
             recipe = self.prepared.request.recipe
             scored_in([reader(step.name, step.options) for step in recipe.export], recipe.name)
         self.decisions: list[Decision] = list(self.prepared.decisions)
-        self.found: Choices = choices(self.prepared, question.formats, question.schemes)
-        self.decisions += self.found.decisions
+        self.choices: Choices = choices(self.prepared, question.formats, question.schemes)
+        self.decisions += self.choices.decisions
         self.out = question.request.out or default_out(self.prepared.source.name, "tuned", resume=False)
         self.work = self.out.with_name(f"{self.out.name}.partial")
-        shutil.rmtree(self.work, ignore_errors=True)  # of a search that was killed; its harms are kept
+        shutil.rmtree(self.work, ignore_errors=True)  # left by a killed search; its harms are in the cache
         self.measured: list[tuple[FrontPoint, ScoredChoice]] = []
         self.scored: TokenSet | None = None
         self.factor = 1.0
-        # linears that nothing was measured of; they keep the recipe's own scheme
+        # linears without a measured harm; they keep the recipe's own scheme
         self.unmeasured: dict[str, WeightScheme] = {}
 
     def run(self) -> Tuned:
@@ -168,7 +169,7 @@ class _Search:
         return Tuned(self.out, data, self.decisions, warnings)
 
     def _facts(self) -> dict[str, Any]:
-        """Return the request, the model, and the deviations."""
+        """Return the part of `front.json` that does not depend on the choice."""
         source = self.prepared.source
         return {
             "quantkit": __version__,
@@ -179,7 +180,7 @@ class _Search:
             "budget": self.question.budget.as_dict(),
             "candidates": [
                 {"name": one.name, "scheme": one.scheme.model_dump(mode="json") if one.scheme else None}
-                for one in self.found.candidates
+                for one in self.choices.candidates
             ],
             "texts": {"harm": answer.text_of(self.text), "check": answer.text_of(self.scored) if self.scored else None},
             "anchor": self._anchor(),
@@ -202,8 +203,8 @@ class _Search:
         known = answer.read_harms(path)
         count = len(self.prepared.stream.block_names)
         start = known[-1].block + 1 if known else 0
-        tried = sum(one.scheme is not None for one in self.found.candidates)
-        # about four units a block, each measured with one candidate or with all; a compile goes through the blocks too
+        tried = sum(one.scheme is not None for one in self.choices.candidates)
+        # a block has about four units, each measured with one candidate or with all
         variants = 4 * (tried if self.question.exact else 1) * (count - start)
         self.progress.note(f"{variants} variants of units to measure: their time is known after the first block")
         self.progress.plan({"harm": 4.0 * count, "check": 2.0 * count * self.question.check, "front": 1.0})
@@ -215,7 +216,7 @@ class _Search:
         subject: HarmSubject = harm.HarmSubject(
             stream=self.prepared.stream,
             steps=self.prepared.steps,
-            candidates={one.name: one.layers for one in self.found.candidates if one.scheme is not None},
+            candidates={one.name: one.layers for one in self.choices.candidates if one.scheme is not None},
             calibration=ids,
             ids=self.text.ids,
             probe_ids=torch.randint(0, vocabulary, (2, 12), generator=generator),
@@ -234,11 +235,11 @@ class _Search:
         return known
 
     def _anchor(self) -> str | None:
-        """Return the recipe's own candidate, or the one with the fewest bits above it."""
+        """Return the candidate measured at the output: the recipe's own format, else the first; None measures all."""
         if self.question.exact:
             return None
         base = self.request.recipe.scheme.weights
-        quantized = [one for one in self.found.candidates if one.scheme is not None]
+        quantized = [one for one in self.choices.candidates if one.scheme is not None]
         same = [one for one in quantized if base and one.scheme and one.scheme.format == base.format]
         return (same or quantized)[0].name
 
@@ -254,7 +255,7 @@ class _Search:
         return text
 
     def _key(self, calibrated: list[list[int]] | None) -> dict[str, Any]:
-        """Return the inputs of a harm, for its file name."""
+        """Return everything that a harm depends on; its hash names the cache file."""
         recipe = self.request.recipe.as_dict()
         relevant = ("torch", "transformers", "numpy")
         return {
@@ -268,34 +269,34 @@ class _Search:
             "anchor": self._anchor(),
             "candidates": [
                 [one.name, sorted({name: scheme.model_dump() for name, scheme in one.layers.items()}.items())]
-                for one in self.found.candidates
+                for one in self.choices.candidates
             ],
         }
 
     def _settle(self, harms: Sequence[UnitHarm]) -> None:
-        """Exclude linears without any token, as those of an expert, from the choice: their harm is unknown."""
+        """Fix the scheme of linears that received no token (those of an unused expert): their harm is unknown."""
         seen = {name for harm in harms for name in harm.members}
-        own = next(one for one in self.found.candidates if one.name == (self._anchor() or one.name))
+        own = next(one for one in self.choices.candidates if one.name == (self._anchor() or one.name))
         self.unmeasured = {name: scheme for name, scheme in own.layers.items() if name not in seen}
         if self.unmeasured:
             first = next(iter(self.unmeasured))
             others = f" (and {len(self.unmeasured) - 1} others)" if len(self.unmeasured) > 1 else ""
             reason = f"no token reached it while its block was traced; it is stored in {own.name}"
             self.decisions.append(decision("tune", "not-measured", f"{first}{others}", reason))
-            self.found = replace(self.found, fixed={**self.found.fixed, **self.unmeasured})
+            self.choices = replace(self.choices, fixed={**self.choices.fixed, **self.unmeasured})
 
     # --- the choice --------------------------------------------------------------------------------------------------
 
     def _tables(self, harms: Sequence[UnitHarm]) -> Tables:
         source = self.prepared.source
         tables = front.tables(
-            harms, self.found, dtype_bits=8 * WIDTHS[source.dtype], total_bytes=source.weights.total_bytes()
+            harms, self.choices, dtype_bits=8 * WIDTHS[source.dtype], total_bytes=source.weights.total_bytes()
         )
         if not self.question.timings:
             return tables
-        shapes = [[self.found.shapes[name] for name in unit.members] for unit in tables.units]
+        shapes = [[self.choices.shapes[name] for name in unit.members] for unit in tables.units]
         seconds, missing = front.unit_seconds(
-            self.question.timings, shapes, self.found.candidates, self.question.batches
+            self.question.timings, shapes, self.choices.candidates, self.question.batches
         )
         for text in missing:
             self.progress.note(f"timings: {text}")
@@ -303,18 +304,18 @@ class _Search:
 
     def _recipe(self, tables: Tables, point: FrontPoint, name: str) -> Recipe:
         assignment = {
-            linear: self.found.candidates[int(c)].layers.get(linear)
+            linear: self.choices.candidates[int(c)].layers.get(linear)
             for unit, c in zip(tables.units, point.choice, strict=True)
             for linear in unit.members
         }
         assignment |= self.unmeasured
-        sizes = {name: rows * columns for name, (rows, columns) in self.found.shapes.items()}
+        sizes = {name: rows * columns for name, (rows, columns) in self.choices.shapes.items()}
         budget = ", ".join(f"{kind} {value:g}" for kind, value in self.question.budget.as_dict().items())
         summary = f"{self.request.recipe.name} in mixed precision for {self.prepared.source.name}: {budget}"
         return answer.recipe_of(self.request.recipe, assignment, sizes, name=name, summary=summary)
 
     def _checked(self, tables: Tables, chosen: FrontPoint) -> FrontPoint:
-        """Compile and score the choice; under a limit on KL, choose again with what was learnt."""
+        """Compile and score the choice; under a limit on KL, correct the predictions and choose again."""
         limit, rounds = self.question.budget.kl, 0
         while True:
             measured = self._compile(self._recipe(tables, chosen, Path(RECIPE).stem), "bundle", rounds)
@@ -337,7 +338,7 @@ class _Search:
         plain = self._plain_bits()
         if base is not None and plain <= chosen.bits * 1.005:
             options.append((plain, name_of(base), self.request.recipe))
-        for candidate in self.found.candidates:
+        for candidate in self.choices.candidates:
             choice = tables.uniform(candidate.name) if candidate.scheme is not None else None
             if choice is not None and tables.mean_bits(choice) <= chosen.bits * 1.005:
                 recipe = self._recipe(tables, front.point(tables, choice), candidate.name.replace(" ", "-"))
@@ -350,7 +351,7 @@ class _Search:
         return {**measured.as_dict(), "name": name, "bits": bits}
 
     def _plain_bits(self) -> float:
-        """Return the bits a weight of the base recipe."""
+        """Return bits per weight of the base recipe."""
         schemes = self.prepared.layers.schemes
         wide = 8 * WIDTHS[self.prepared.source.dtype]
         inside = self.prepared.layers.inside
@@ -365,7 +366,7 @@ class _Search:
 
         text = self._guiding(-(-CHECKED // (self._length() - 1)), self._length())
         self.scored = text
-        start = 1 - 2.0**-number  # how many there will be is not known: each takes half of what is left
+        start = 1 - 2.0**-number  # the number of compiles is unknown: each takes half of the remaining bar
         within = Overall(lambda share, at: self.progress.at("check", start + share * 2.0 ** -(number + 1), at))
         return compile_and_score(self.request, recipe, self.work / folder, text, within)
 
@@ -377,7 +378,14 @@ class _Search:
 
 @dataclass(frozen=True)
 class ScoredChoice:
-    """A compiled and scored choice: nats a token on the guiding text, rows of the compile (the held-out KL, size)."""
+    """A compiled and scored choice.
+
+    Args:
+        name: name of its recipe.
+        bundle: the compiled bundle.
+        kl: KL on the `tune` split, nats a token.
+        rows: measurements of the compile, among them the KL on the `eval` split and the size.
+    """
 
     name: str
     bundle: Bundle
@@ -401,25 +409,22 @@ class ScoredChoice:
 
 
 def scored_in(runtimes: Sequence[str], where: str) -> str:
-    """Name the exports' first runtime on this machine, for scoring compiled choices.
-
-    Raises InputError `tune-unscored`, where none does.
-    """
+    """Return the first of `runtimes` that runs on this machine. Raises InputError `tune-unscored` if none does."""
     from quantkit.pipeline.blocks.score import runs_here
 
     first = next((runtime for runtime in runtimes if runs_here(runtime)), None)
     if first is None:
         value = "; ".join(f"{runtime}: {load_runtime(runtime).why_not_here()}" for runtime in runtimes)
-        rule = "what is chosen is compiled and scored, so one of its exports runs here"
-        remedy = "--set 'export=[{checkpoint: {}}]', and export the engine from what is written; or --no-check"
+        rule = "the choice is compiled and scored here, so one of its exports must run on this machine"
+        remedy = "--set 'export=[{checkpoint: {}}]' (export the engine from the bundle later), or --no-check"
         raise InputError("tune-unscored", where=where, value=value, rule=rule, remedy=remedy)
     return first
 
 
 def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSet, progress: Progress) -> ScoredChoice:
-    """Compile a recipe as the request has it, and score it on `text`.
+    """Compile the request with another recipe, and score the bundle on `text`.
 
-    Raises GateError, InputError, Stopped: of the compile.
+    Raises GateError, InputError, Stopped: those of a compile.
     """
     from quantkit.measurement.accuracy import score
     from quantkit.model.source.open import open_model

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 DENSE = "dense"
-_DENSE = "export: checkpoint: {layout: dense}"
+_DENSE = "--set 'export=[{checkpoint: {layout: dense}}]'"
 
 
 class CheckpointOptions(Closed):
@@ -83,8 +83,8 @@ class Checkpoint(Exporter):
         symmetric = all(scheme.symmetric for scheme in schemes.values())
         run_time.refuse(asked.activations, asked.cache, options.layout if schemes else DENSE, symmetric)
         for linear in sorted(set(asked.merged) & set(asked.activations))[:1]:
-            rule = "transformers merges experts while it loads them, and leaves their inputs alone"
-            remedy = "an override for the experts with `activations: null`"
+            rule = "transformers merges experts while it loads them, and does not quantize their inputs"
+            remedy = "add an override for the experts with `activations: null`"
             raise unheld(linear, "belongs to a mixture of experts", rule, remedy)
         if layout is None or not schemes:
             return
@@ -93,12 +93,12 @@ class Checkpoint(Exporter):
             if obstacle.hinders(schemes, layout.libraries):
                 override = "an override that leaves it in high precision (weights: null), or "
                 remedy = ("" if obstacle.always else override) + _DENSE
-                raise unheld(obstacle.where, obstacle.why, "what is written, plain transformers loads", remedy)
+                raise unheld(obstacle.where, obstacle.why, "transformers alone must load the checkpoint", remedy)
         for linear, scheme in schemes.items():
             if linear in asked.padded:
                 raise padded(linear, scheme, asked.shapes[linear][1] if linear in asked.shapes else None)
             if linear not in asked.plain:
-                raise unheld(linear, "its weight is stored [K, N]", "it packs torch.nn.Linear", _DENSE)
+                raise unheld(linear, "its weight is stored [K, N]", "the layout packs [N, K]", _DENSE)
         layout.accepts(schemes, asked.shapes)
 
     def holds(self, options: CheckpointOptions, runtime: str, asked: LayerSpec) -> State:
@@ -178,34 +178,33 @@ class Checkpoint(Exporter):
 
 
 def demand_loadable(layout: str, schemes: Mapping[str, WeightScheme], merged: Collection[str], partly: bool) -> None:
-    """Refuse packed experts if transformers would lose or misread them. Raises InputError `layout-unsupported`.
+    """Refuse packed experts that transformers would lose or misread. Raises InputError `layout-unsupported`.
 
-    transformers 5 merges the linears of experts to 3-D parameters while it loads them, and expands packed ones on the
-    way (`integrations/compressed_tensors.py`, `CompressedTensorsDequantize`). It reads codes, scales and shapes there,
-    but no zero points; it takes one scheme for all expert linears of a model; an unpacked expert is lost. `partly` is
-    whether calibration may leave some of them in high precision.
+    transformers 5 merges the linears of experts into 3-D parameters while it loads them, and unpacks packed ones
+    (`integrations/compressed_tensors.py`, `CompressedTensorsDequantize`). It reads codes, scales and shapes, but no
+    zero points; it uses one scheme for all expert linears of a model; an expert in high precision is lost. `partly` is
+    True if calibration may leave some of them in high precision.
     """
 
     def refusal(where: str, value: str, remedy: str) -> InputError:
-        rule = "transformers expands packed experts without zero points, of a single scheme, and all of them"
-        return unheld(where, value, rule, f"{remedy}, or {_DENSE}")
+        rule = "transformers loads packed experts only if all are packed, in one scheme, without zero points"
+        return unheld(where, value, rule, remedy)
 
     if not merged:
         return
     if layout != "pack-quantized":
-        remedy = "symmetric integers with export: checkpoint: {layout: pack-quantized} (--recipe int4-symmetric)"
-        raise refusal(min(merged), f"an expert in {layout}", remedy)
+        raise refusal(min(merged), f"an expert in layout {layout}", "--recipe int4-symmetric")
     for linear in sorted(merged):
         scheme = schemes.get(linear)
         if scheme is None:
-            raise refusal(linear, "an expert in high precision among packed layers", "quantize it too")
+            raise refusal(linear, "an expert in high precision among packed layers", _DENSE)
         if not scheme.symmetric:
             raise refusal(linear, "an expert with zero points", "--set scheme.weights.symmetric=true")
     if partly:
         value = "keep may leave an expert in high precision"
         raise refusal("calibration.experts", value, "--set calibration.experts=force")
     if len({(scheme.format, scheme.granularity, scheme.group, scheme.symmetric) for scheme in schemes.values()}) > 1:
-        raise refusal(min(merged), "one of several schemes of a model with experts", "give all layers one scheme")
+        raise refusal(min(merged), "one of several schemes of a model with experts", "--recipe int4-symmetric")
 
 
 EXPORT = Checkpoint()

@@ -337,15 +337,15 @@ def work(model: ir.Model) -> dict[str, str]:
 
 def _attention_flops(node: ir.Node, decoder: bool) -> int:
     """Count the operations for a new token and a token that it looks at; twice as many without a causal mask."""
-    shapes = [None if value is None else value.shape for value in node.inputs]
+    shapes: list[Any] = [None if value is None else value.shape for value in node.inputs]
     if node.op_type == "GroupQueryAttention":
-        return 4 * node.attributes["num_heads"].as_int() * int(shapes[3][3])  # type: ignore[arg-type, index]
+        return 4 * node.attributes["num_heads"].as_int() * int(shapes[3][3])
     if node.op_type == "Attention" and shapes[0] is not None:
-        return (4 if decoder else 8) * int(shapes[0][1]) * int(shapes[0][3])  # type: ignore[arg-type]
+        return (4 if decoder else 8) * int(shapes[0][1]) * int(shapes[0][3])
     if node.op_type == "MultiHeadAttention":
         # rotated queries have no shape; values are as wide
         known = [shape for shape in shapes[:3] if shape is not None]
-        return 2 * 4 * int(known[-1][-1])  # type: ignore[arg-type]
+        return 2 * 4 * int(known[-1][-1])
     return 0
 
 

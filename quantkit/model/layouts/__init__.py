@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MARLIN_GROUPS = (-1, 32, 64, 128)
 # prefix of a regular expression among names
 REGEX = "re:"
-DENSE = "export: checkpoint: {layout: dense}"
+DENSE = "--set 'export=[{checkpoint: {layout: dense}}]'"
 Header = tuple[str, str, tuple[int, ...]]
 # linear -> scheme; linear -> [N, K]
 Schemes = Mapping[str, WeightScheme]
