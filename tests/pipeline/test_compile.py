@@ -193,7 +193,7 @@ def test_padding_that_nobody_reads_is_refused_before_any_work_with_what_helps(
 ) -> None:
     """compressed-tensors raises for a last group that is not whole, and vLLM asserts that there is none."""
     folder = save(tmp_path / "m.odel", byte_tokenizer, "llama", intermediate_size=80)
-    with pytest.raises(InputError, match=r"K 80 in groups of 32, padded.*whole groups alone") as caught:
+    with pytest.raises(InputError, match=r"K 80 in groups of 32, padded.*only whole groups") as caught:
         run(folder, recipe("gptq", on_indivisible="pad", layout=layout), tmp_path / "out")
     assert (caught.value.code, caught.value.where) == ("layout-unsupported", "model.layers.0.mlp.down_proj")
     assert not list(tmp_path.glob("out*"))

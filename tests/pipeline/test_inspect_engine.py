@@ -162,8 +162,8 @@ def there_too(workdir: Path, bundle: Bundle, model: Path) -> None:
     cells = done_there(scores.score, workdir, asked)
     assert list(cells) == ["settings", "scored--0-0", "scored--1-0"]
     found = [ScoredStretch.model_validate(cells[name]) for name in ("scored--0-0", "scored--1-0")]
-    assert [(each.sequence, len(each.found["kl"])) for each in found] == [(0, 16), (1, 16)]
-    assert 0 < np.mean([each.found["kl"] for each in found]) < 1
+    assert [(each.sequence, len(each.numbers["kl"])) for each in found] == [(0, 16), (1, 16)]
+    assert 0 < np.mean([each.numbers["kl"] for each in found]) < 1
     # what it has answered it does not do again
     assert done_there(scores.score, workdir, asked, cells) == {}
     shapes = [{"kind": "decode", "batch": batch, "size": 3} for batch in (1, 3)]

@@ -89,7 +89,7 @@ def test_a_load_is_simulated_and_priced() -> None:
     assert load is not None and late is not None
     assert load.stable and load.ttft["p50"].value <= load.ttft["p99"].value
     assert not late.stable
-    assert any("none keeps up" in reason for reason in busy.recommendation.because)
+    assert any("none sustains 1000 requests a second" in reason for reason in busy.recommendation.because)
     whole = plan(PlanQuestion("llama-3-8b", ("fp8", "bf16"), "h100")).candidates[0].cost
     cost = calm.candidates[0].cost
     assert cost is not None and whole is not None and cost.cheapest is not None and whole.cheapest is not None
