@@ -84,7 +84,7 @@ def padded(model: Any, ids: Any, lengths: tuple[int, ...], steps: int) -> list[A
 
 
 # tied and packed, rotated in part, windows with and without caps, norms of q and k, learned positions
-KEPT = ("llama", "llama-tied", "phi3", "gemma2", "gemma3", "gpt2", "bert")
+KEPT = ("llama", "llama-tied", "gemma3", "gpt2", "bert")
 
 
 @pytest.mark.parametrize("name", beside(KEPT, [name for name in zoo.ARCHITECTURES if name != "bert"]))
@@ -307,6 +307,7 @@ def test_half_precision_sources_are_float32_in_the_file(tmp_path: Path, dtype: t
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], exact)
 
 
+@pytest.mark.thorough
 def test_two_exports_are_the_same_bytes(tmp_path: Path, small: Any) -> None:
     """In another process, traced anew, where strings hash otherwise."""
     import os

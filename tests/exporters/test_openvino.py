@@ -58,7 +58,7 @@ def constants(made: Small) -> dict[str, tuple[str, Any]]:
 
 
 # gpt2 has no rotation, gemma2 caps scores and has windows, llama-tied a head that is the table, bert no cache
-@pytest.mark.parametrize("name", beside(["llama-tied", "gemma2", "bert"], ["llama-tied", "gemma2", "gpt2", "bert"]))
+@pytest.mark.parametrize("name", beside(["gemma2", "bert"], ["llama-tied", "gemma2", "gpt2", "bert"]))
 def test_it_computes_what_transformers_does(small: Any, name: str) -> None:
     made = small(name)
     assert all(each.ok for each in made.check().values())

@@ -141,6 +141,7 @@ def test_slower_products_at_the_end_are_throttling() -> None:
     assert not device.slower(of(1.0), [])
 
 
+@pytest.mark.thorough
 def test_a_whole_run_in_a_process_of_its_own() -> None:
     linear = {"name": "up", "K": 128, "N": 32}
     rows = ops_run.run(ops_run.SweepJob([linear], "", "bfloat16", ["int8.dynamic"], [3], 0, 0.2, rounds=1))

@@ -224,6 +224,7 @@ def test_killed_for_real_it_goes_on_with_what_is_missing(home: Path) -> None:
     assert len(store.nights()) == 1 and len(store.results()) == 4 and not store.warnings
 
 
+@pytest.mark.thorough
 def test_two_at_once_share_a_night(home: Path) -> None:
     write(home, batches=[1, 8])
     with pytest.raises(Stopped):

@@ -151,7 +151,11 @@ def test_a_cache_alone_leaves_the_weights_dense(model: Path, tmp_path: Path) -> 
     [
         ("dense", {"weights": INT8, "activations": {"format": "int8"}}, "does not store activations"),
         ("pack-quantized", {"weights": {**INT8, "symmetric": False}, "activations": {"format": "int8"}}, "zero points"),
-        ("int-quantized", {"weights": INT8, "kv_cache": {"format": "int8", "granularity": "channel"}}, "no scale by channel"),
+        (
+            "int-quantized",
+            {"weights": INT8, "kv_cache": {"format": "int8", "granularity": "channel"}},
+            "no scale by channel",
+        ),
         ("int-quantized", {"weights": INT8, "kv_cache": {"format": "int8", "symmetric": False}}, "symmetric"),
         ("int-quantized", {"weights": {"format": "int4", "granularity": "channel"}}, "holds int8"),
     ],

@@ -91,6 +91,7 @@ def test_rows_of_two_devices_stand_in_one_bundle(made: Made, copied: Copy, tmp_p
     assert all(check.ok for check in Bundle.load(bundle.path).verify())
 
 
+@pytest.mark.thorough
 def test_a_connection_that_is_cut_leaves_what_has_come_and_resume_measures_the_rest(
     made: Made, copied: Copy, tmp_path: Path
 ) -> None:

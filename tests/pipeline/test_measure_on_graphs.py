@@ -11,6 +11,7 @@ import pytest
 import small_onnx
 import zoo
 from devices.local import local
+from thorough import beside
 
 import quantkit
 from quantkit.bundle import Bundle
@@ -49,7 +50,7 @@ def measured(folder: Path, link: Any, runtime: str, **how: Any) -> dict[str, Row
     return {row.name: row for row in rows}
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("runtime", beside(["onnxruntime"], ["onnxruntime", "openvino"]))
 def test_a_network_is_scored_and_timed_in_the_runtime_that_was_asked_for(
     network: Path, tmp_path: Path, runtime: str
 ) -> None:
@@ -70,6 +71,7 @@ def test_a_network_is_scored_and_timed_in_the_runtime_that_was_asked_for(
     assert {path.name for path in subject.iterdir()} == wanted
 
 
+@pytest.mark.thorough
 def test_openvino_scores_a_network_without_onnx_runtime(network: Path, tmp_path: Path) -> None:
     link = local(tmp_path / "there", absent=("onnxruntime",))
     assert "accuracy.top1" in measured(network, link, "openvino", speed=False)
@@ -93,7 +95,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Pa
     return folder
 
 
-@pytest.mark.parametrize("scored_on", ["prose-en", "verse-pairs"])
+@pytest.mark.parametrize("scored_on", beside(["verse-pairs"], ["prose-en", "verse-pairs"]))
 def test_an_encoder_s_vectors_come_back_and_are_compared_here(
     encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scored_on: str
 ) -> None:

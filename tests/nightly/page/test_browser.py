@@ -14,6 +14,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from thorough import beside
 
 from quantkit.nightly.page import Written, index
 
@@ -163,7 +164,7 @@ def test_a_chart_is_read_night_by_night(opened: Any) -> None:
     assert chart.get_attribute("aria-valuenow") == "1"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", beside(["light"], ["light", "dark"]))
 def test_a_phone_shows_it_without_scrolling_sideways(scheme: str, opened: Any) -> None:
     for href in ("", index.href(SLOW.key), index.href(BROKEN.key)):
         page = opened(href, width=360, scheme=scheme)
