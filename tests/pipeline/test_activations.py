@@ -154,7 +154,7 @@ def test_a_cache_alone_leaves_the_weights_dense(model: Path, tmp_path: Path) -> 
         (
             "int-quantized",
             {"weights": INT8, "kv_cache": {"format": "int8", "granularity": "channel"}},
-            "no scale by channel",
+            "scale by channel",
         ),
         ("int-quantized", {"weights": INT8, "kv_cache": {"format": "int8", "symmetric": False}}, "symmetric"),
         ("int-quantized", {"weights": {"format": "int4", "granularity": "channel"}}, "holds int8"),
