@@ -1,1 +1,1 @@
-"""What people read: the summary on a terminal, the progress before it, and the model card in the bundle."""
+"""Reports for readers: terminal screens, HTML pages, Markdown cards, and the progress of a running command."""

@@ -1,4 +1,4 @@
-"""What there is, by kind and by name, for `list` and `show`; read without importing anything heavy."""
+"""Catalog of recipes, formats, targets and more, for `quantkit list` and `show`; importing it loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """One thing that goes by a name.
+    """Description of one name in the catalog.
 
     Args:
-        kind: recipe, pass, format, exporter, runtime, target, calibration set, model.
+        kind: recipe, pass, format, exporter, runtime, target, calibration set or model.
         summary: one line.
-        facts: (label, value) in the order to show them.
-        source: the text that defines it, where that is short.
-        data: the same for machines.
+        facts: (label, value) pairs in display order.
+        source: text of the file that defines the entry, if it is short; else empty.
+        data: the same facts for `--json`.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class CatalogEntry:
 
 
 def listing(kind: str | None = None) -> dict[str, dict[str, str]]:
-    """List kind -> name -> summary; of one kind or of all.
+    """List the names of one kind, or of all: kind -> name -> summary.
 
     Raises:
         InputError: `unknown-kind`.
@@ -55,10 +55,10 @@ def listing(kind: str | None = None) -> dict[str, dict[str, str]]:
 
 
 def find(name: str) -> list[CatalogEntry]:
-    """Find all entries of a shipped name: mostly one.
+    """Find the entries with a name: one, unless two kinds share the name.
 
     Raises:
-        InputError: `unknown-name` with a did-you-mean over all kinds.
+        InputError: `unknown-name`, with the closest name of any kind.
     """
     if entries := [kind.entry(name) for kind in _KINDS.values() if name in kind.names()]:
         return entries
@@ -70,10 +70,10 @@ def find(name: str) -> list[CatalogEntry]:
 
 
 def find_file(path: Path, *, allow_code: bool = False) -> CatalogEntry:
-    """Read a user's own recipe, target or calibration set, by what its first keys are.
+    """Describe a recipe, target or calibration set in the user's own file; its top-level keys tell which one it is.
 
     Raises:
-        InputError: `file-missing`, `file-unknown`, or what is wrong in it.
+        InputError: `file-missing`, `file-unknown`, or the error of an invalid file.
     """
     if not path.exists():
         raise absent(path)
@@ -93,7 +93,7 @@ def find_file(path: Path, *, allow_code: bool = False) -> CatalogEntry:
 
 
 def _summary(path: Path) -> str:
-    # a whole target takes a tenth of a second to parse, and this is one line of it
+    # parsing a whole target takes 0.1 s; the summary is one line of it
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("summary: ") and not line.startswith(("summary: >", "summary: |")):
             return str(yaml.safe_load(line)["summary"])
@@ -160,7 +160,7 @@ def _card(name: str, path: Path | None = None) -> CatalogEntry:
     facts += [(key, str(value)) for key in ("author", "url", "retrieved") if (value := getattr(card.source, key))]
     facts += [("cut", card.source.cut)] if card.source.cut else []
     facts += [(file.split, f"{file.path}, {words.size(file.bytes)}, sha256 {file.sha256[:16]}…") for file in card.files]
-    # how texts are joined and chopped says nothing of images
+    # how texts are joined and cut does not apply to images
     whole = {"pack", "drop_remainder", "special_tokens"} if card.kind in ("images", "pairs") else set()
     facts.append(("sampling", _listed(card.sampling.model_dump(exclude=whole))))
     facts += [("preprocess", _listed(card.preprocess.model_dump()))] if card.preprocess else []
@@ -178,12 +178,12 @@ def _rounded(value: Any) -> Any:
 
 
 def _pass(name: str) -> CatalogEntry:
-    made = load_pass(name)
-    facts = [("paper", made.paper)] if made.paper else []
-    facts += [("scope", made.scope), ("looks at", _sorted(made.needs) or "no data")]
-    facts += [(what, _sorted(v)) for what, v in (("requires", made.requires), ("ensures", made.ensures)) if v]
-    settings, described = _options(made.Settings)
-    data = {"paper": made.paper, "scope": made.scope, "needs": sorted(made.needs), "settings": settings}
+    loaded = load_pass(name)
+    facts = [("paper", loaded.paper)] if loaded.paper else []
+    facts += [("scope", loaded.scope), ("looks at", _sorted(loaded.needs) or "no data")]
+    facts += [(what, _sorted(v)) for what, v in (("requires", loaded.requires), ("ensures", loaded.ensures)) if v]
+    settings, described = _options(loaded.Settings)
+    data = {"paper": loaded.paper, "scope": loaded.scope, "needs": sorted(loaded.needs), "settings": settings}
     facts += [(f"{name}.{key}", text) for key, text in described]
     return CatalogEntry("pass", name, plugins.PASSES.about()[name], facts, "", data)
 
@@ -193,14 +193,12 @@ def _sorted(names: Iterable[str]) -> str:
 
 
 def _options(schema: Any) -> tuple[dict[str, Any], list[Fact]]:
-    """Read the defaults of a schema, and what its docstring says of each."""
     defaults = {key: field.default for key, field in schema.model_fields.items()}
     shown = {key: json.dumps(default, default=str).strip('"') for key, default in defaults.items()}
     return defaults, [(key, f"{shown[key]}  {_described(schema.__doc__ or '', key)}".rstrip()) for key in defaults]
 
 
 def _described(docstring: str, key: str) -> str:
-    """Read the description of a key in a docstring's `Args:`, with its continuation lines."""
     lines = docstring.splitlines()
     for number, line in enumerate(lines):
         if line.strip().startswith(f"{key}: "):
@@ -217,30 +215,30 @@ def _described(docstring: str, key: str) -> str:
 def _format(name: str) -> CatalogEntry:
     from quantkit.planning import matrix
 
-    made = load_format(name)
-    rules = made.rules
+    loaded = load_format(name)
+    rules = loaded.rules
     sizes = ", ".join(map(str, rules.groups))
     shared = []
     for granularity, group in rules.granularities.items():
-        # `group of 64 (32, 64, 128)`: with its default, and what else there is
+        # `group of 64 (32, 64, 128)`: the default size, then all sizes
         of = f" of {group}" if group else ""
         shared.append(f"{granularity}{of}{words.bracketed(sizes if sizes != str(group) else '')}")
     zero = "without, or with" if len(rules.symmetric) > 1 else "never" if rules.symmetric[0] else "always"
-    facts = [("bits", f"{made.bits:g}"), ("granularity", ", ".join(shared)), ("zero points", zero)]
+    facts = [("bits", f"{loaded.bits:g}"), ("granularity", ", ".join(shared)), ("zero points", zero)]
     facts.append(("scale", ", ".join(rules.scales)))
     cells = [cell for cell in matrix.entries(form=name) if cell.part == "weights"]
     for target, own in words.by(cells, lambda cell: cell.target).items():
         facts.append((target, "; ".join(f"{cell.runtime} {cell.state}" for cell in own)))
-    data = {"bits": made.bits, "granularities": dict(rules.granularities), "groups": list(rules.groups)}
+    data = {"bits": loaded.bits, "granularities": dict(rules.granularities), "groups": list(rules.groups)}
     data |= {"symmetric": list(rules.symmetric), "scales": list(rules.scales)}
     return CatalogEntry("format", name, plugins.FORMATS.about()[name], facts, "", data)
 
 
 def _exporter(name: str) -> CatalogEntry:
-    made = load_exporter(name)
-    options, described = _options(made.Options)
-    facts = [("read by", ", ".join(made.runtimes)), *described]
-    data = {"runtimes": list(made.runtimes), "options": options}
+    loaded = load_exporter(name)
+    options, described = _options(loaded.Options)
+    facts = [("read by", ", ".join(loaded.runtimes)), *described]
+    data = {"runtimes": list(loaded.runtimes), "options": options}
     return CatalogEntry("exporter", name, plugins.EXPORTERS.about()[name], facts, "", data)
 
 
@@ -273,7 +271,7 @@ def _sizes(name: str) -> CatalogEntry:
 
 
 class _Kind(NamedTuple):
-    """A kind of things: name -> summary of all, the names alone, and one of them."""
+    """Summaries by name, the names, and a function that describes one name."""
 
     about: Callable[[], dict[str, str]]
     names: Callable[[], Iterable[str]]

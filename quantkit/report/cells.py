@@ -1,4 +1,4 @@
-"""The format-by-hardware matrix on screen: by runtime the targets that are alike, of one target its cells."""
+"""Table of the kernels that each runtime has for each format on each target, for `quantkit list matrix`."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from quantkit.report.kit import words
 from quantkit.report.kit.tree import Cell, Facts, Line, Part, Remark, Section, Sheet, Styled
 
 _TONES = {"native": "good", "emulated": "inconclusive", "absent": "dim"}
-# one letter a part, so that a cell takes three: `WIK`
+# one letter for each part; a cell takes three at most: `WIK`
 _PARTS = {"weights": "w", "inputs": "i", "kv_cache": "k"}
 _LEGEND = (
-    "w: weights, i: inputs too, k: keys and values; a capital: a kernel computes in the stored form, a small letter: "
-    "it is expanded to floats first. What has no letter does not run, or is not known. --target and --format choose; "
-    "with both, the sources."
+    "w: weights, i: inputs too, k: keys and values. A capital letter: a kernel computes in the stored form; a small "
+    "letter: values are expanded to floats first; no letter: it does not run, or is not known. --target and --format "
+    "narrow the table; both together show the sources."
 )
 
 
 def shown(cells: Sequence[MatrixEntry]) -> list[Part]:
-    """Build all targets alike in a line; of one target what each runtime does; of one runtime of it each source."""
+    """Build the table; for one target, a section for each runtime; for one runtime of it, the source of each cell."""
     targets, formats, runtimes = ({getattr(e, part) for e in cells} for part in ("target", "format", "runtime"))
     if len(formats) > 1 and len(targets) > 1:
         return _all(cells)
     whole = len(formats) > 1 and len(runtimes) > 1
     by_runtime = words.by(cells, lambda cell: cell.runtime).items()
     parts: list[Part] = [_of(runtime, own, sources=not whole) for runtime, own in by_runtime]
-    return [*parts, Remark("with the source of each: --runtime or --format", "caption")] if whole else parts
+    return [*parts, Remark("--runtime or --format shows the source of each", "caption")] if whole else parts
 
 
 def _all(cells: Sequence[MatrixEntry]) -> list[Part]:
-    """Build a line for all targets that a runtime takes alike."""
+    """Build one line for each group of targets with equal cells."""
     columns = _columns(cells)
     formats = [names[0] for names in columns]
     everywhere = {cell.target for cell in cells}
@@ -56,23 +56,23 @@ def _all(cells: Sequence[MatrixEntry]) -> list[Part]:
     return [table, Remark("".join([*alike_everywhere, _LEGEND]), "caption")]
 
 
-def _columns(found: Sequence[MatrixEntry]) -> list[list[str]]:
-    """Group formats into columns: formats with equal cells everywhere share one, under the shortest name."""
+def _columns(entries: Sequence[MatrixEntry]) -> list[list[str]]:
+    """Group formats with equal cells into one column, under the shortest name."""
     alike: dict[frozenset[tuple[str, ...]], list[str]] = {}
-    for name in dict.fromkeys(column.split(" ")[0] for column in matrix.columns(found)):
-        cells = [each for each in found if each.format == name]
-        key = frozenset((each.target, each.runtime, each.part, each.state, each.source) for each in cells)
+    for name in dict.fromkeys(column.split(" ")[0] for column in matrix.columns(entries)):
+        cells = [entry for entry in entries if entry.format == name]
+        key = frozenset((entry.target, entry.runtime, entry.part, entry.state, entry.source) for entry in cells)
         alike.setdefault(key, []).append(name)
     return [sorted(names, key=len) for names in alike.values()]
 
 
-def _letter(each: MatrixEntry) -> str:
-    letter = _PARTS[each.part]
-    return {"native": letter.upper(), "emulated": letter, "absent": ""}[each.state]
+def _letter(entry: MatrixEntry) -> str:
+    letter = _PARTS[entry.part]
+    return {"native": letter.upper(), "emulated": letter, "absent": ""}[entry.state]
 
 
 def _short(name: str) -> str:
-    """`fp16` for `float16`, `fp8` for `fp8_e4m3`, `i4` for `int4`: heads of narrow columns."""
+    """Abbreviate a format for a narrow column: `fp16` for `float16`, `fp8` for `fp8_e4m3`, `i4` for `int4`."""
     shorter = {"bfloat": "bf", "float": "fp", "fp8_e4m3": "fp8", "fp8_": "", "xfp": "x", "vfp": "v", "int": "i"}
     for long, short in shorter.items():
         name = name.replace(long, short)
@@ -80,7 +80,6 @@ def _short(name: str) -> str:
 
 
 def _of(runtime: str, cells: Sequence[MatrixEntry], *, sources: bool) -> Part:
-    """Build one runtime: cells of one state, and of one source where it is asked for, share a line."""
     several, columns = len({cell.target for cell in cells}) > 1, matrix.columns(cells)
     ordered = sorted(cells, key=lambda cell: (list(_TONES).index(cell.state), columns.index(cell.column)))
     alike = words.by(ordered, lambda cell: (_state(cell), cell.source if sources else ""))
@@ -92,5 +91,5 @@ def _of(runtime: str, cells: Sequence[MatrixEntry], *, sources: bool) -> Part:
     return Section(runtime, [Facts(rows)])
 
 
-def _state(each: MatrixEntry) -> str:
-    return f"{each.state}{', symmetric' if each.symmetric_only and each.state != 'absent' else ''}"
+def _state(entry: MatrixEntry) -> str:
+    return f"{entry.state}{', symmetric' if entry.symmetric_only and entry.state != 'absent' else ''}"

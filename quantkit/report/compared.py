@@ -1,4 +1,4 @@
-"""Two versions of one model as a tree and in words: verdict, differences, flipped words, layers; B against A."""
+"""Report of a comparison of two bundles, B against A: verdict, differences, changed next words, layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOW = {
     "paired": "item by item",
     "apart": "each by its own interval",
     "interleaved": "timed in turns in one run",
-    "ratio of ratios": "a ratio of ratios: each to one baseline, in runs of their own; --measure times both in one",
+    "ratio of ratios": "a ratio of ratios: each timed against a baseline, in its own run; --measure times both in one",
     "counted": "",
 }
 _GAINS = {"size": "smaller", "latency": "faster", "accuracy": "nearer"}
@@ -40,16 +40,16 @@ _TONES = {"B better": "good", "same": "good", "A better": "bad", "mixed": "bad",
 _ANSWERS = {"same": "the same within every margin", "mixed": "mixed: B is better in one thing and worse in another"}
 _ANSWERS |= {"A better": "A is better", "B better": "B is better", "inconclusive": "not decided"}
 _CELLS = {"better": "good", "worse": "bad", "same": "", "inconclusive": "inconclusive"}
-# cells of one answer that the reasons name
+# most cells that one reason names
 _NAMED = 3
-# lines of one figure, a colour each
+# colours of the lines of a figure
 _LINES = (QUANTIZED, ORIGINAL, "good", "bad", "muted")
-# layers that a screen has, and flipped words that a page shows at once
+# layers in the short table; next words outside the folded one
 _LAYERS, _WORDS = 5, 4
 
 
 def because(cells: Sequence[DecidedCell], kind: str) -> list[str]:
-    """Give the reasons of the verdict: what is worse, what is better, what is not known; a sentence each."""
+    """Give the reasons of the verdict, one sentence each: worse, better, undecided, then the same."""
     title, reasons = _titles(cells, kind), []
 
     def named(answer: str, sentence: Callable[[DecidedCell], str], more: str) -> list[str]:
@@ -71,7 +71,7 @@ def because(cells: Sequence[DecidedCell], kind: str) -> list[str]:
 
 
 def headline(data: Compared) -> str:
-    """Give the verdict; where B is worse by no more than its recipe allows, in words."""
+    """Give the verdict; if B is worse only within its recipe's limits, name its gains and losses instead."""
     worse = [cell for cell in data.cells if cell.answer == "worse"]
     if data.exit != 0 or not worse:
         return data.verdict
@@ -95,17 +95,18 @@ def _within(cell: DecidedCell) -> str:
 
 def _seen(cell: DecidedCell) -> str:
     if cell.doubt == "ceiling":
-        return "it is more than bytes and operations allow: a time or a ceiling is wrong, measure it again"
+        return "the speed-up is more than bytes and operations allow: a time or a ceiling is wrong, measure it again"
     if cell.what == "latency":
-        return f"it would have been seen from {words.short(1 + cell.detectable)} times as long on"
+        return f"a difference from {words.short(1 + cell.detectable)} times as long on would have been seen"
     lost = words.percent(cell.detectable) if cell.what == "size" else f"{_amount(cell, cell.detectable)} {_unit(cell)}"
     return f"a loss of {lost.rstrip()} would have been seen"
 
 
 def _titles(cells: Sequence[DecidedCell], kind: str) -> Callable[[DecidedCell], str]:
-    """Name cells: `decode step, batch 1, context 128`, with device and runtime of times where they have several.
+    """Return a function to name a cell: `decode step, batch 1, context 128`.
 
-    A prefill of a model of another kind than a decoder is a pass.
+    Times also name their device and runtime if there are several. Only a decoder's `prefill` is called so; else it is a
+    `pass`.
     """
     places = {(cell.device, cell.runtime) for cell in cells if cell.what == "latency"}
 
@@ -124,7 +125,6 @@ def _titles(cells: Sequence[DecidedCell], kind: str) -> Callable[[DecidedCell], 
 
 
 def _value(cell: DecidedCell, value: float | None) -> str:
-    """Write a side's own value, with its unit."""
     if value is None:
         return "–"
     if cell.what in ("latency", "size"):
@@ -133,13 +133,13 @@ def _value(cell: DecidedCell, value: float | None) -> str:
 
 
 def difference(cell: DecidedCell, *, margin: bool = True) -> str:
-    """`1.2 points lost (0.8 to 1.6), margin 1`."""
+    """Format the difference of a cell: `1.2 points lost (0.8 to 1.6), margin 1`."""
     low, high = cell.ci95
     if cell.what in ("latency", "size"):
         text = f"{1 + cell.effect:.3f} times as {'long' if cell.what == 'latency' else 'large'}"
         text += f" ({1 + low:.3f} to {1 + high:.3f})" if cell.what == "latency" else ""
         return f"{text}, margin {words.whole(cell.margin)}" if margin else text
-    # of what is better when it is more, a loss is shown as less
+    # for a measure that is better when larger, a loss is shown as a decrease
     ends = sorted((low, high), reverse=cell.name in (*_SHARES, "accuracy.cosine"))
     places = _places(cell, max(abs(cell.effect), abs(low), abs(high)))
     middle, first, last = (_effect(cell, end, places) for end in (cell.effect, *ends))
@@ -148,7 +148,7 @@ def difference(cell: DecidedCell, *, margin: bool = True) -> str:
 
 
 def _effect(cell: DecidedCell, effect: float, places: int) -> str:
-    """Write a difference without its unit; above zero is for the worse, which of a share is fewer."""
+    """Format a difference without its unit. A positive effect means worse, so the sign of a share is turned around."""
     if cell.name in _SHARES:
         return words.points(-effect, places)
     if cell.name == "accuracy.perplexity":
@@ -161,7 +161,6 @@ def _amount(cell: DecidedCell, effect: float) -> str:
 
 
 def _places(cell: DecidedCell, largest: float) -> int:
-    """Count decimal places: those of its unit, more where that would say nothing of the largest of them."""
     if cell.name in _SHARES:
         return 2
     if cell.name == "accuracy.perplexity":
@@ -176,22 +175,22 @@ def _unit(cell: DecidedCell) -> str:
 
 
 def _answered(cell: DecidedCell) -> str:
-    """`worse`, `worse, twice` where a second run said the same, `same, once` where it did not."""
+    """Format the answer: `worse, twice` if a second run confirmed it, `worse, once` if it did not."""
     return f"{cell.answer}{ {None: '', True: ', twice', False: ', once'}[cell.confirmed] }"
 
 
 def document(data: Compared, version: str = "") -> Document:
     """Build the tree of a comparison."""
-    said = headline(data)
-    tone = _TONES[data.verdict] if said == data.verdict else "good"
+    verdict = headline(data)
+    tone = _TONES[data.verdict] if verdict == data.verdict else "good"
     reasons = [words.sentence(reason) for reason in data.because]
-    answer = Conclusion(_ANSWERS.get(said, said), tone, reasons, label="verdict")
+    answer = Conclusion(_ANSWERS.get(verdict, verdict), tone, reasons, label="verdict")
     chapters = [
         ("accuracy", "Accuracy", _accuracy(data)),
         ("time", "Time, by batch", _times(data)),
         ("size", "Size", _size(data)),
         ("layers", "Layer by layer", _layers(data.layers)),
-        ("words", "Next words that flipped", _flips(data.flips)),
+        ("words", "Changed next words", _flips(data.flips)),
     ]
     sides = (("A", data.a), ("B", data.b))
     facts = [(f"{letter}'s content", side.content_sha256) for letter, side in sides]
@@ -203,18 +202,16 @@ def document(data: Compared, version: str = "") -> Document:
         [answer, *(Remark(words.sentence(note), "note") for note in data.notes)],
         [Section(title, parts, place) for place, title, parts in chapters if parts],
         [*facts, *(("timed on", device) for device in devices)],
-        made=f"Made by quantkit {version} from what both bundles hold.".replace("  ", " "),
+        footer=f"Made by quantkit {version} from the manifests and measurements of both bundles.".replace("  ", " "),
     )
 
 
 def _about(side: NamedSide) -> str:
-    """`awq-int4, 4.31 bits a weight, scored in torch`."""
     bits = f"{words.short(side.bits)} bits a weight" if side.bits is not None else ""
     return words.joined(side.recipe, bits, f"scored in {side.runtime}" if side.runtime else "")
 
 
 def _cells(data: Compared, what: str) -> tuple[list[DecidedCell], list[Part]]:
-    """Build a line for each thing of one kind that was compared, and what they rest on."""
     cells = [cell for cell in data.cells if cell.what == what]
     how = "; ".join(dict.fromkeys(HOW[cell.how] for cell in cells if HOW[cell.how]))
     about = words.joined(data.data if what == "accuracy" else "", how) if what != "size" else ""
@@ -231,7 +228,7 @@ def _charts(panels: Sequence[Plot], captions: Sequence[str] = ()) -> Exhibit:
 
 
 def _accuracy(data: Compared) -> list[Part]:
-    """Build every difference in its margins: what matters is whether an interval reaches beyond one."""
+    """Build the table, and a chart of every difference divided by its margin: beyond 1 a difference matters."""
     cells, parts = _cells(data, "accuracy")
     if not cells:
         return []
@@ -249,7 +246,6 @@ def _accuracy(data: Compared) -> list[Part]:
 
 
 def _times(data: Compared) -> list[Part]:
-    """Build how many times as long B takes: against the batch, and alone where there is one batch."""
     cells, parts = _cells(data, "latency")
     if not cells:
         return []
@@ -262,7 +258,6 @@ def _times(data: Compared) -> list[Part]:
 
 
 def _line(cell: DecidedCell, kind: str) -> str:
-    """Name the line for cells with different batches only."""
     shape = cell.shape or {}
     if cell.name == "latency.decode_step":
         return f"step, context {shape.get('context', 0):,}"
@@ -311,7 +306,7 @@ def _size(data: Compared) -> list[Part]:
 
 
 def _layers(pairs: Sequence[LayerPair]) -> list[Part]:
-    """Build the layers against each other, by their outputs where all are known, else by their weights."""
+    """Compare the layers by the errors of their outputs if all are known, else of their weights."""
     if not pairs:
         return []
     outputs = all(pair.outputs is not None for pair in pairs)
@@ -323,9 +318,9 @@ def _layers(pairs: Sequence[LayerPair]) -> list[Part]:
     for side, letter in enumerate("AB" if known else ""):
         alt = f"{what} of every layer of {letter} as colours: kinds of layers by blocks"
         panels += heat([(pair.name, both[side]) for pair, both in known], f"{letter}'s {what}", alt)
-    for chart in panels:  # one scale, or the two could not be compared
+    for chart in panels:  # one colour scale makes the two comparable
         chart.figure["data"][0] |= {"zmin": 0.0, "zmax": largest}
-    risen = sorted((each for each in known if each[1][1] > each[1][0]), key=lambda each: each[1][0] - each[1][1])
+    risen = sorted((entry for entry in known if entry[1][1] > entry[1][0]), key=lambda entry: entry[1][0] - entry[1][1])
     brief: list[list[Line]] = []
     for pair, both in risen[:_LAYERS]:
         formats = (str(layer.scheme.get("format")) if layer else "floats" for layer in (pair.a, pair.b))
@@ -344,28 +339,27 @@ def _layers(pairs: Sequence[LayerPair]) -> list[Part]:
 
 
 def layer_sentences(pairs: Sequence[LayerPair]) -> list[str]:
-    """Say how many layers there are, how many are stored in another way, and the mean errors of each side."""
+    """Count the layers, and those stored in another way; give the mean errors of both sides."""
     other = [pair for pair in pairs if pair.differs]
-    said = [f"{words.plural(len(pairs), 'quantized layer')}, {len(other) or 'none'} stored in another way"]
+    sentences = [f"{words.plural(len(pairs), 'quantized layer')}, {len(other) or 'none'} stored differently"]
     if other:
-        said[0] += f"; first {other[0].name}: A {_stored(other[0].a)}; B {_stored(other[0].b)}"
+        sentences[0] += f"; first {other[0].name}: A {_stored(other[0].a)}; B {_stored(other[0].b)}"
     weights = [pair.errors for pair in pairs if pair.errors is not None]
     outputs = [pair.outputs for pair in pairs if pair.outputs is not None]
     for what, known in (("squared weight error, ‖W − Ŵ‖² / ‖W‖²", weights), ("output error, ‖ŷ − y‖ / ‖y‖", outputs)):
         if known:
             means = [words.share(sum(errors[side] for errors in known) / len(known)) for side in (0, 1)]
-            said.append(f"mean relative {what}: A {means[0]}, B {means[1]}")
-    return said
+            sentences.append(f"mean relative {what}: A {means[0]}, B {means[1]}")
+    return sentences
 
 
 def _stored(layer: LayerEntry | None) -> str:
-    """Say how a layer is stored."""
     if layer is None:
         return "floats"
     weights, inputs = figures.scheme_of(layer.scheme), layer.activations
     if inputs is None:
         return weights
-    how = "as the model runs" if inputs.get("dynamic") else "fixed"
+    how = "scaled as the model runs" if inputs.get("dynamic") else "with fixed scales"
     return f"{weights}; inputs {inputs.get('format')} per {inputs.get('granularity')}, {how}"
 
 
@@ -374,29 +368,29 @@ def _flips(flips: WordFlips | None) -> list[Part]:
         return []
     parts: list[Part] = [
         Remark(
-            f"{flips.lost:,} next words that A alone has right, {flips.gained:,} that B alone has; of {flips.n:,}, "
-            f"{words.percent(flips.agree)} the same guess; McNemar p {words.chance(flips.p)}."
+            f"Of {flips.n:,} next words, {flips.lost:,} are right in A only and {flips.gained:,} in B only; "
+            f"{words.percent(flips.agree)} of the predictions agree; McNemar p {words.chance(flips.p)}."
         )
     ]
-    head, rows = ("text, and what follows", "right", "A says", "B says"), [_flip(flip) for flip in flips.examples]
+    head, rows = ("text [next word]", "right", "A predicts", "B predicts"), [_flip(flip) for flip in flips.examples]
     if rows:
-        title = "Next words that one side alone has right"
+        title = "Next words that only one side predicts right"
         parts.append(Sheet(head, rows[:_WORDS], words=4, title=title, stacked=True))
     if len(rows) > _WORDS:
         more = words.plural(len(rows) - _WORDS, "more word")
         parts.append(Sheet(head, rows[_WORDS:], words=4, title=more, folded=True, stacked=True))
-    about = "A dot is a space at either end of a word. Those that moved most come first."
+    about = "A dot is a space at either end of a word. The largest changes come first."
     return [*parts, Remark(about, "caption", On.PAGE)]
 
 
 def _flip(flip: WordFlip) -> list[Line]:
-    """Build one row; the text of a model is made visible here, and never reaches a terminal as it is."""
+    """Build one row. Model text is made visible here; control characters never reach a terminal."""
     text: Line = f"sequence {flip.sequence}, position {flip.position}"
     if flip.before is not None and flip.follows is not None:
         text = (f"… {words.visible(flip.before)} ", Styled(f"[{words.visible(flip.follows)}]", "strong"))
     guesses = ((flip.a, flip.a_chance), (flip.b, flip.b_chance))
     return [
         text,
-        f"{flip.right} alone",
+        f"{flip.right} only",
         *(f"{words.visible(guess)} {words.whole(chance)}" for guess, chance in guesses),
     ]

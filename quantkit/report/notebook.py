@@ -1,4 +1,4 @@
-"""A bundle in a notebook: its verdict and figures as a small table, and the charts of its page as plotly figures."""
+"""Bundle in a notebook: verdict and figures as a table, and the charts of its page as plotly figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantkit.report.kit.tree import Code, Conclusion, Part, Remark, Styled
 
 
 def html(bundle: Bundle) -> str:
-    """Return a notebook's view of a bundle; foreign text is escaped.
+    """Return the HTML of a bundle for a notebook, with all foreign text escaped.
 
     Raises:
         InputError: `measurements-invalid`.
@@ -33,7 +33,10 @@ def html(bundle: Bundle) -> str:
 
 
 def plot(bundle: Bundle, title: str | None = None) -> Any:
-    """Return a chart of a bundle's page by title, else the first, as `plotly.graph_objects.Figure`.
+    """Return one chart of a bundle's page as `plotly.graph_objects.Figure`.
+
+    Args:
+        title: title of the chart; None for the speed-up, or else the first chart.
 
     Raises:
         InputError: `unknown-figure`, `nothing-to-plot`, `measurements-invalid`.
@@ -46,10 +49,10 @@ def plot(bundle: Bundle, title: str | None = None) -> Any:
         raise InputError(
             "nothing-to-plot",
             where=str(bundle.path),
-            value="it holds no measurement that a chart shows",
+            value="it holds no measurement for a chart",
             remedy=f"quantkit measure {bundle.path}",
         )
-    first = next((name for name, each in panels.items() if each.title.startswith("Speed-up")), next(iter(panels)))
+    first = next((name for name, panel in panels.items() if panel.title.startswith("Speed-up")), next(iter(panels)))
     chosen = first if title is None else title
     if chosen not in panels:
         raise InputError("unknown-figure", where="plot", value=repr(title), remedy=did_you_mean(str(title), panels))
@@ -74,17 +77,16 @@ def _panels(bundle: Bundle) -> dict[str, Plot]:
 
 
 def _colours() -> dict[str, str]:
-    """Return the page's colours and fonts by name, from its light side, for a figure outside of the page."""
-    given = r"--([a-z0-9-]+):\s*(?:light-dark\()?(#\w+|rgba?\([^)]*\)|[^;]+)"
-    named = dict(re.findall(given, page.read("page.css")))
+    declaration = r"--([a-z0-9-]+):\s*(?:light-dark\()?(#\w+|rgba?\([^)]*\)|[^;]+)"
+    named = dict(re.findall(declaration, page.read("page.css")))
     return {name: named[text[6:-1]] if text.startswith("var(--") else text for name, text in named.items()}
 
 
 def _coloured(value: Any, colours: dict[str, str]) -> Any:
     if isinstance(value, dict):
-        return {key: _coloured(each, colours) for key, each in value.items()}
+        return {key: _coloured(item, colours) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_coloured(each, colours) for each in value]
+        return [_coloured(item, colours) for item in value]
     if isinstance(value, str) and value.startswith("var(--"):
         return colours[value[6:-1]]
     return value

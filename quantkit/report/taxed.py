@@ -1,4 +1,5 @@
-"""A tax as a tree and in words: what to do, where each format wins, time against the batch, what bars are made of."""
+"""Report of the dequantization tax: recommendation, winning batches of each format, time by batch, parts of the
+time."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, BarPart, Curve, Plot
 from quantkit.report.kit.tree import Cell, Conclusion, Document, Exhibit, On, Part, Remark, Section, Sheet, Styled
 from quantkit.target import Target
 
-# what a verdict says, and in which tone
+# verdict -> (text, tone)
 _ANSWERS = {
     "ship_it": ("ship {format}", "good"),
     "ship_up_to": ("ship {format} up to batch {batch}", "good"),
@@ -26,9 +27,9 @@ _ANSWERS = {
     "not_measured": ("{format} was not timed", "open"),
 }
 _CEILINGS = {"ceiling.read": "read", "ceiling.copy": "copy", "ceiling.compute": "products", "ceiling.launch": "launch"}
-# of the lines of an overview, a colour each; more variants than these share the last
+# colours of the lines in an overview; further variants share the last one
 _LINES = (QUANTIZED, ORIGINAL, "good", "bad", "muted", "quantized-soft", "rest")
-# the parts of a bar, from the bottom, with their colours; the rest is what no twin splits
+# parts of a bar in order, with label and colour; `rest` is the tax without a twin kernel to split it
 _SPLIT = {
     "bound": ("limit", "quantized"),
     "activation": ("quantizing the input", "original"),
@@ -42,18 +43,18 @@ _HEAD = ("faster", "95 % interval", "ideal", "gain", "tax", "share", "slack", "A
 
 @dataclass(frozen=True)
 class Taxed:
-    """What was asked and found.
+    """Result of a tax run.
 
     Args:
         shapes: the linears.
-        target: whose figures stand beside the measured ceilings.
-        rows: of all thread counts.
+        target: target with the published figures, shown beside the measured ceilings.
+        rows: measurements with all thread counts.
         verdicts: threads -> the verdict on each variant; 0 is a GPU.
-        advice: threads -> what to do.
-        traffic: batch -> share of the steps, if it was given.
-        notes: what a reader must know.
+        advice: threads -> recommendation.
+        traffic: batch -> share of the steps, if known.
+        notes: notes for the reader.
         baseline: the high-precision variant.
-        version: of quantkit.
+        version: version of quantkit.
     """
 
     shapes: LinearShapes
@@ -69,7 +70,7 @@ class Taxed:
 
 @dataclass(frozen=True)
 class CurveGroup:
-    """The curves of one shape, or of the sum over a model's linears, with one number of threads."""
+    """Curves of one shape, or of the sum over a model's linears, with one number of threads."""
 
     title: str
     threads: int
@@ -78,11 +79,12 @@ class CurveGroup:
 
 
 def groups(data: Taxed) -> list[CurveGroup]:
-    """Group the curves: the sum over a model first, then shape by shape; each with every number of threads."""
+    """Group the rows into curves: the sum over a model first, then shape by shape, each with every number of
+    threads."""
     timed = [row for row in data.rows if row.name == "latency.op" and row.op is not None and row.batch]
     keyed = words.by(sorted(timed, key=lambda row: _shape(row) != ""), lambda row: (_shape(row), _threads(row)))
     named = {linear.label: linear for linear in data.shapes.distinct()}
-    made = []
+    curve_groups = []
     for (label, threads), rows in keyed.items():
         title = _title(data)
         if label:
@@ -90,17 +92,21 @@ def groups(data: Taxed) -> list[CurveGroup]:
             title = f"{label}: {named[label].name}, {often}" if data.shapes.name else label
         variants = dict.fromkeys(str(row.settings["variant"]) for row in rows if row.baseline or row.value is None)
         series = [_series(data, rows, variant) for variant in variants]
-        made.append(CurveGroup(f"{title}, {on(threads)}", threads, not label, series))
-    return made
+        curve_groups.append(CurveGroup(f"{title}, {on(threads)}", threads, not label, series))
+    return curve_groups
 
 
 def on(threads: int) -> str:
-    """`2 threads`, or `GPU`."""
+    """Format a thread count: `2 threads`; `GPU` for 0."""
     return words.plural(threads, "thread") if threads else "GPU"
 
 
 def _title(data: Taxed) -> str:
     return data.shapes.name or ", ".join(linear.label for linear in data.shapes.linears)
+
+
+def _source(data: Taxed) -> str:
+    return data.shapes.source if data.shapes.name else ""  # shapes of the command line have no source
 
 
 def _threads(row: Row) -> int:
@@ -109,7 +115,6 @@ def _threads(row: Row) -> int:
 
 
 def _shape(row: Row) -> str:
-    """`768x768`; empty of the sum over a model."""
     return f"{row.op.K}x{row.op.N}" if row.op is not None and row.op.layer is None else ""
 
 
@@ -122,13 +127,13 @@ def _series(data: Taxed, timed: Sequence[Row], variant: str) -> Series:
         if row.op is not None and (row.settings.get("variant"), _threads(row), _shape(row)) == (variant, threads, label)
     }
     points = [curves.point(row.batch or 0, row, beside.get(("tax.total", row.batch))) for row in mine]
-    # the title has the whole name; at the ends of lines there is room for the format alone
+    # line ends have room for the format only; the title has the whole name
     names = variant.partition(".")[0], data.baseline
     return Series(variant, points, beside.get(("tax.break_even", None)), *names, "batch", "pass")
 
 
-def said(verdict: Verdict) -> tuple[str, str]:
-    """Give (the answer in words, its tone)."""
+def verdict_words(verdict: Verdict) -> tuple[str, str]:
+    """Return (text of the verdict, its tone)."""
     text, tone = _ANSWERS.get(verdict.answer, (verdict.answer.replace("_", " "), "open"))
     upto = f", up to batch {verdict.batch}" if verdict.batch else ""
     about = f" to {verdict.format}" if verdict.format else ""
@@ -136,7 +141,7 @@ def said(verdict: Verdict) -> tuple[str, str]:
 
 
 def wins(series: Series) -> str:
-    """Give the ranges of batches where it surely wins, with the intervals of their ends: `1 to 13.5 (12.9–14.2)`."""
+    """Format the ranges of batches with a proven win, with 95 % intervals of their ends: `1 to 13.5 (12.9–14.2)`."""
     if series.even is None:
         return ""
     settings, ranges = series.even.settings, []
@@ -147,13 +152,12 @@ def wins(series: Series) -> str:
             text = words.short(float(value or settings.get(edge) or 0)).removesuffix(".00")
             if isinstance(low, int | float) and isinstance(high, int | float):
                 text += f" ({words.short(low)}–{words.short(high)})"
-            ends.append(text if value is not None else f"{text} (the {place} measured)")
+            ends.append(text if value is not None else f"{text} (the {place} batch measured)")
         ranges.append(" to ".join(ends))
     return "; ".join(ranges) or "nowhere"
 
 
 def _ceilings(data: Taxed) -> Sheet:
-    """Build a line a ceiling: threads, what, measured, its interval, by what, and the target's own figure."""
     body = []
     for row in data.rows:
         if row.name not in _CEILINGS:
@@ -175,7 +179,6 @@ def _ceilings(data: Taxed) -> Sheet:
 
 
 def _cache(data: Taxed) -> float:
-    """Bytes of the last-level cache, as the run took them; 0 where it does not."""
     sizes = (row.settings.get("last_level_cache") for row in data.rows)
     return next((float(size) for size in sizes if isinstance(size, int | float)), 0.0)
 
@@ -183,23 +186,23 @@ def _cache(data: Taxed) -> float:
 def _explained(data: Taxed) -> list[str]:
     cache, name = _cache(data), data.baseline
     split = (
-        " Where the kernel is ours, a twin with the same loads and no decoding splits it: see the page."
+        " For quantkit's own kernels, a twin kernel with the same loads and no decoding splits the tax: see the page."
         if any(row.name == "tax.decode" for row in data.rows)
-        else " The runtime is a black box: only the sum is known."
+        else " The runtime is a black box: only the sum of its parts is known."
     )
     return [
-        f"p50: {name} → this, of a product (of a model: of all its linears, each as often as it occurs). ideal: the"
-        " ratio of their limits, which the format promises; gain: how much of the promised gain arrives.",
-        f"tax: what it takes beyond its limit, also as a share of {name}'s time; slack: {name}'s excess over its own"
+        f"p50: median time of one product, {name} → this format (for a model: the sum over all its linears). ideal: the"
+        " speed-up if both sides ran at their limits; gain: the share of the ideal gain that was measured.",
+        f"tax: time beyond the limit, also as a share of {name}'s time; slack: the time of {name} beyond its own"
         f" limit.{split}",
         "Weights rotate through copies of at least three times the last-level cache"
-        f"{words.bracketed(words.size(cache) if cache else '')}; sides are interleaved"
-        " (ABBA); A/A: what two measurements of one side differ by; ~ marks noise.",
+        f"{words.bracketed(words.size(cache) if cache else '')}; both sides are timed in turns"
+        " (ABBA); A/A: difference between two measurements of one side; ~ marks noise.",
     ]
 
 
 def line(cell: CurvePoint, factor: float) -> list[str]:
-    """Write the cells of one batch; times in the unit of `factor`."""
+    """Format the cells of one batch; times are multiplied by `factor` (seconds to the column's unit)."""
 
     def moment(seconds: float | None) -> str:
         return words.figure(seconds * factor, 3) if seconds is not None else "–"
@@ -220,33 +223,32 @@ def line(cell: CurvePoint, factor: float) -> list[str]:
 
 
 def _outcomes(series: Series) -> str:
-    """Say where it wins, its break-even point, what was left out."""
     return " ".join(filter(None, [*curves.outcomes(series), curves.break_even(series), *curves.skipped(series)]))
 
 
 def document(data: Taxed) -> Document:
-    """Build the tree of a tax."""
-    made, several = groups(data), len(data.advice) > 1
-    timed = [series for group in made for series in group.series if series.cells]
+    """Build the report of a tax run."""
+    curve_groups, several = groups(data), len(data.advice) > 1
+    timed = [series for group in curve_groups for series in group.series if series.cells]
     device = next((_device(row) for row in data.rows if row.device is not None), "")
     head: list[Part] = []
     for threads, advice in data.advice.items():
-        answer, tone = said(advice)
+        answer, tone = verdict_words(advice)
         head.append(Conclusion(answer, tone, advice.because, aside=f" {on(threads)}." if several else ""))
     if data.traffic:
         shares = sorted(data.traffic.items())
         mix = ", ".join(f"{100 * share:.0f} % of the steps at batch {batch}" for batch, share in shares)
         head.append(Remark(f"Traffic: {mix}.", "caption"))
-    whole = [part for group in made if group.whole or not data.shapes.name for part in _whole(data, group)]
-    single = [part for group in made if not group.whole and data.shapes.name for part in _single(data, group)]
+    whole = [part for group in curve_groups if group.whole or not data.shapes.name for part in _whole(data, group)]
+    single = [part for group in curve_groups if not group.whole and data.shapes.name for part in _single(data, group)]
     where = "with the same threads" if any(data.advice) else "on the same device"
-    about = f"Measured before and after everything else, {where}; the limits stand on them."
+    about = f"Measured before and after everything else, {where}; the limits are computed from them."
     about += f" The last-level cache holds {words.size(_cache(data))}."
     how = [Remark(text, "caption") for text in _explained(data)]
     how += [Remark(text, "caption", On.PAGE) for text in speed.explained(data.rows, timed)]
     reading = Section("How to read it", how, folded=True)
     chapters: list[tuple[str, str, list[Part]]] = [
-        ("verdicts", "Each format", [_verdicts(data, made)] if any(data.verdicts.values()) else []),
+        ("verdicts", "Each format", [_verdicts(data, curve_groups)] if any(data.verdicts.values()) else []),
         ("whole", "The whole model" if single else "Batch by batch", [*whole, reading]),
         ("layers", "Layer by layer", single),
         ("ceilings", "Ceilings", [Remark(about, "caption", On.PAGE), _ceilings(data)]),
@@ -254,23 +256,28 @@ def document(data: Taxed) -> Document:
     first = next((row for row in data.rows if row.runtime), data.rows[0])
     versions = ", ".join(f"{name} {version}" for name, version in sorted(first.versions.items()))
     linears = words.plural(sum(linear.count for linear in data.shapes.linears), "linear")
-    facts = [("linears", f"{linears}, {data.shapes.source}"), ("device", _device(first))]
+    facts = [("linears", words.joined(linears, _source(data))), ("device", _device(first))]
     facts += [("runtime", first.runtime or ""), ("target", data.target.name), ("versions", versions)]
     return Document(
         f"{_title(data)}: the dequantization tax",
-        [f"Every linear in each format, timed against {data.baseline} on {device}. {data.shapes.source}".rstrip()],
+        [
+            " ".join(
+                filter(
+                    None, (f"Every linear in each format, timed against {data.baseline} on {device}.", _source(data))
+                )
+            )
+        ],
         [*head, *(Remark(note, "note") for note in data.notes)],
         [Section(title, parts, place) for place, title, parts in chapters if parts],
         facts,
-        made=f"Made by quantkit {data.version} from the rows of one run.",
+        footer=f"Made by quantkit {data.version} from the rows of one run.",
     )
 
 
-def _verdicts(data: Taxed, made: Sequence[CurveGroup]) -> Sheet:
-    """Build the verdict on each format: where it wins, the rows that decided."""
+def _verdicts(data: Taxed, curve_groups: Sequence[CurveGroup]) -> Sheet:
     ranges = {
         (group.threads, series.title): (wins(series), curves.ideal_end(series))
-        for group in made
+        for group in curve_groups
         for series in group.series
         if group.whole or len(data.shapes.linears) == 1
     }
@@ -280,20 +287,18 @@ def _verdicts(data: Taxed, made: Sequence[CurveGroup]) -> Sheet:
         for verdict in verdicts:
             where, ideal = ranges.get((threads, verdict.format or ""), ("", ""))
             of = [on(threads)] if several else []
-            rows.append([Styled(*said(verdict)), *of, where, ideal, list(verdict.because)])
-    head = ["verdict", *(["threads"] if several else []), "wins at batch (95 % of the ends)", "ideally"]
-    head.append("the rows that decided")
+            rows.append([Styled(*verdict_words(verdict)), *of, where, ideal, list(verdict.because)])
+    head = ["verdict", *(["threads"] if several else []), "wins at batch (95 % intervals)", "ideal"]
+    head.append("reasons")
     return Sheet(head, rows, words=len(head), stacked=True)
 
 
 def _whole(data: Taxed, group: CurveGroup) -> list[Part]:
-    """Build an overview and a line a batch of every variant."""
     variants = [part for series in group.series for part in _variant(series)]
     return [Section(group.title, [*_overview(group, data.baseline), *variants])]
 
 
 def _single(data: Taxed, group: CurveGroup) -> list[Part]:
-    """Build the speed-up at each batch, a line a variant; on a page as much as of the whole."""
     batches = sorted({cell.x for series in group.series for cell in series.cells})
     rows = []
     for series in group.series:
@@ -305,7 +310,6 @@ def _single(data: Taxed, group: CurveGroup) -> list[Part]:
 
 
 def _variant(series: Series) -> list[Part]:
-    """Build one variant: for a screen a line a batch, for a page its figures."""
     if not series.cells:
         return [Section(series.title, [Remark(" ".join(curves.skipped(series)))])]
     factor, unit = series.time_unit
@@ -314,16 +318,15 @@ def _variant(series: Series) -> list[Part]:
     head = ["batch", f"p50, {unit}", "faster", "95 %", *_HEAD[2:]]
     brief = Sheet(head, [line(cell, factor) for cell in series.cells], words=0)
     cautions = [Remark(text, "caution") for text in curves.cautions(series)]
-    made = speed.section(series)
+    exhibit = speed.section(series)
     keys = [(shade, label) for label, shade in _parts(series).values()]
-    panels = [*made.charts, split(series)] if made.charts else []
-    captions = [*([f"It ran as {kernel}."] if kernel else []), *made.captions]
+    panels = [*exhibit.charts, split(series)] if exhibit.charts else []
+    captions = [*([f"It ran as {kernel}."] if kernel else []), *exhibit.captions]
     screen = Section("", [Remark(title), brief, Remark(_outcomes(series)), *cautions], on=On.SCREEN)
-    return [screen, replace(made, charts=panels, captions=captions, keys=keys)]
+    return [screen, replace(exhibit, charts=panels, captions=captions, keys=keys)]
 
 
 def _overview(group: CurveGroup, baseline: str) -> list[Part]:
-    """Draw the delivered speed-up of all variants over the batch, where they win and where they lose."""
     if not any(series.cells for series in group.series):
         return []
     known = [series for series in group.series if any(cell.ratio for cell in series.cells)]
@@ -348,7 +351,7 @@ def _overview(group: CurveGroup, baseline: str) -> list[Part]:
 
 
 def split(series: Series) -> Plot:
-    """Draw bars of the limit and the tax, as shares of the baseline's time: absolute ones would hide small batches."""
+    """Draw each batch's limit and tax as shares of the baseline's time; absolute bars would hide small batches."""
     cells = [cell for cell in series.cells if cell.bound and cell.original]
     shares = [shares_of(cell) for cell in cells]
     parts = [BarPart(label, [own[name] for own in shares], shade) for name, (label, shade) in _parts(series).items()]
@@ -360,16 +363,15 @@ def split(series: Series) -> Plot:
 
 
 def _parts(series: Series) -> dict[str, tuple[str, str]]:
-    """Find the parts of the bars that any of them has, with label and colour."""
     shares = [shares_of(cell) for cell in series.cells if cell.bound and cell.original]
     return {part: look for part, look in _SPLIT.items() if any(own[part] > 0 for own in shares)}
 
 
 def shares_of(cell: CurvePoint) -> dict[str, float]:
-    """Split the time into parts over the baseline's time; what a negative part leaves is nothing.
+    """Split the time into parts, as shares of the baseline's time; no part is negative.
 
-    Quantizing the input and launching happen in the twin as well: they are taken off the streaming loss, or off the
-    rest where there is no twin.
+    The twin kernel also quantizes the input and is launched. Both are therefore subtracted from the streaming loss, or
+    from the rest without a twin.
     """
     time_s, bound, whole = cell.row.value or 0.0, cell.bound or 0.0, cell.original or 1.0
     raw = cell.row.op.raw_s if cell.row.op is not None else None
@@ -391,5 +393,5 @@ def shares_of(cell: CurvePoint) -> dict[str, float]:
 
 
 def _device(row: Row) -> str:
-    """`Cortex-A76, pi5`: of one that was reached from another machine also what it is called there."""
+    """Return the device's name, and its alias if it is another machine: `Cortex-A76, pi5`."""
     return words.joined(row.device.name, row.on or "") if row.device is not None else ""

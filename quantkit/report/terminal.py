@@ -1,4 +1,4 @@
-"""What the smaller commands say, as trees. Nothing here prints, computes or reads files."""
+"""Screens of the smaller commands, as trees. Nothing here prints, computes or reads files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Rows = list[tuple[Line, Cell]]
 def verified(
     path: Path, manifest: Manifest, checks: Sequence[Check], notes: Sequence[str], seals: Sequence[str] = ()
 ) -> list[Part]:
-    """Build the result of `verify`; `seals`: lines about the bundle's seal and signer."""
+    """Build the result of `verify`; `seals` are lines about the bundle's seal and signer."""
     failed = sum(not check.ok for check in checks)
     outcome = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks hold"
     rows: list[list[Line]] = [
@@ -34,7 +34,7 @@ def verified(
 
 
 def planned(plan: Mapping[str, Any]) -> list[Part]:
-    """Build a compile's plan; `plan`: result of `--dry-run` in the envelope."""
+    """Build the screen of `compile --dry-run` from `result` of its JSON envelope."""
     model, seen, disk, left_out = plan["model"], plan["calibration"], plan["disk_bytes"], plan["kept"]
     layers = []
     for scheme in plan["schemes"]:
@@ -52,10 +52,10 @@ def planned(plan: Mapping[str, Any]) -> list[Part]:
     ]
     if macs := plan.get("macs"):
         share = words.percent(macs["quantized"] / macs["all"])
-        said = f"{macs['all']:,} multiply-accumulates a sample, {share} of them in integers"
+        products = f"{macs['all']:,} multiply-accumulates a sample, {share} of them in integers"
         if left := plan["floats"]:
-            said += f", without those that cannot be: {words.percent(left)} of all products' weights stay in floats"
-        rows.append(("products", said))
+            products += f"; {words.percent(left)} of the products' weights cannot be integers and stay in floats"
+        rows.append(("products", products))
     kept = f", {words.size(disk['cache'])} for the float baseline" if disk["cache"] else ""
     building = words.size(disk["bundle"] + disk["work"])
     rows += [
@@ -63,7 +63,7 @@ def planned(plan: Mapping[str, Any]) -> list[Part]:
         ("calibrates on", _tokens(seen) if seen else "nothing: no pass looks at data"),
         ("scores on", _tokens(plan["scoring"])),
         ("exports", ", ".join(_call(step) for step in plan["export"])),
-        ("takes", "a time that is known after the first block"),
+        ("time", "known after the first block"),
         ("needs", f"about {words.size(plan['memory_bytes'])} of memory, {building} of disk while it is built"),
         ("leaves", f"about {words.size(disk['bundle'])}{kept}"),
     ]
@@ -78,7 +78,7 @@ def planned(plan: Mapping[str, Any]) -> list[Part]:
 
 
 def listing(kinds: Mapping[str, Mapping[str, str]]) -> list[Part]:
-    """Build the list of each kind: names and summaries."""
+    """Build the names and summaries of each kind."""
     width = max((len(name) for names in kinds.values() for name in names), default=1)
     parts: list[Part] = []
     for kind, names in kinds.items():
@@ -88,7 +88,7 @@ def listing(kinds: Mapping[str, Mapping[str, str]]) -> list[Part]:
 
 
 def entry(shown: CatalogEntry) -> list[Part]:
-    """Build one entry: description, facts, and its defining text."""
+    """Build one catalog entry: summary, facts, and its defining text."""
     title = Remark((Styled(shown.name, "strong"), Styled(f"  {shown.kind}", "dim")))
     facts = [Section("", [Facts(shown.facts)])] if shown.facts else []
     source = [Section("", [Code("", shown.source.rstrip())])] if shown.source else []
@@ -96,7 +96,7 @@ def entry(shown: CatalogEntry) -> list[Part]:
 
 
 def machine(report: Mapping[str, Any]) -> list[Part]:
-    """Build the doctor's report."""
+    """Build the report of `doctor`."""
     from quantkit.measurement.doctor import place_of
 
     about = report["machine"]
@@ -116,10 +116,10 @@ def machine(report: Mapping[str, Any]) -> list[Part]:
     measured: _Rows = []
     for row in report["measurements"]:
         share = report["stated"].get(place_of(row))
-        said = f", {share:.0%} of what the target states" if share else ""
+        of_stated = f", {share:.0%} of what the target states" if share else ""
         kind = row["settings"].get("compute_type")
         name = f"{row['name'].removeprefix('ceiling.')}{f' {kind}' if kind else ''}"
-        measured.append((name, (Styled(_ceiling(row), "strong"), Styled(said, "dim"))))
+        measured.append((name, (Styled(_ceiling(row), "strong"), Styled(of_stated, "dim"))))
     of = f" of {report['measurements'][0]['device']['name']}" if measured and report["stated"] else ""
     kept: list[Part] = []
     if report["written"]:
@@ -138,7 +138,6 @@ def machine(report: Mapping[str, Any]) -> list[Part]:
 
 
 def _ceiling(row: Mapping[str, Any]) -> str:
-    """Write its figure; of a launch seconds."""
     if row["value"] is None:
         return ", ".join(row["flags"]) or "not measured"
     return words.moment(row["value"]) if row["unit"] == "s" else words.rate(row["value"], row["unit"])
@@ -160,14 +159,14 @@ def _tokens(tokens: Mapping[str, Any]) -> str:
     named = f"{tokens['set']} ({tokens['split']})"
     if "pairs" in tokens:
         return f"{named}, {tokens['pairs']} pairs"
-    # of a graph, samples are not cut into tokens
+    # samples of a graph have no tokens
     what = f"sequences of {tokens['tokens']} tokens" if "tokens" in tokens else "samples"
     more = figures.written(tokens.get("generated")) + figures.begins(tokens.get("begins"))
     return f"{named}, {tokens['samples']} {what}{more}"
 
 
 def listed(devices: Sequence[Mapping[str, Any]]) -> list[Part]:
-    """Build a line for each device."""
+    """Build the table of devices."""
     if not devices:
         return [Remark("no devices; quantkit device add NAME ssh://USER@HOST", "caption")]
     rows = []
@@ -208,7 +207,7 @@ def device(known: Mapping[str, Any]) -> list[Part]:
 
 
 def ceilings(name: str, rows: Iterable[Mapping[str, Any]], written: str | None) -> list[Part]:
-    """Build a device's limits."""
+    """Build a device's measured ceilings."""
     facts: _Rows = []
     for row in rows:
         kind = f" {row['settings']['compute_type']}" if row["settings"].get("compute_type") else ""

@@ -1,7 +1,7 @@
-"""A search for mixed precision as a tree: harm against bits, and where in the model the harm is.
+"""Report of a search for mixed precision: harm against bits, and the harm of each layer group.
 
-Made from `front.json` and the recipe alone. Of the figures, the front is the predicted harm times the factor that was
-measured; what was compiled and scored stands on it as points.
+It is made from `front.json` and the recipe alone. The curve of the front is the predicted harm times the measured
+factor; compiled and scored mixtures are points on it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ Data = Mapping[str, Any]
 
 _HEAD = ("", "bits", "size", "KL expected", "KL measured", "units")
 _CHOSEN = "chosen"
-# a scheme with at least this share of a mixture's bits is compared with it at equal bits
+# a single scheme with at least this share of the mixture's bits counts as equally large
 _NEAR = 0.97
-# points of the front on a screen, and room for ticks such as 0.0001
+# points of the front on a screen; left margin, with room for ticks such as 0.0001
 _SHOWN, _LEFT = 8, 76
-# of the bars: kinds of units, in the order in which a block runs them
+# colours of the bars: kinds of units in the order of a block
 _SHADES = (QUANTIZED, "quantized-soft", ORIGINAL, "rest")
 
 
 def document(data: Data, recipe: str = "", *, code: bool = False) -> tree.Document:
-    """Build the tree of a search.
+    """Build the report of a search.
 
     Args:
         data: content of `front.json`.
         recipe: text of the recipe.
-        code: whether a pass of it stands in a file of the user's, which has to be allowed.
+        code: True if a pass of the recipe is in the user's own file, so that `--allow-code` is needed.
     """
     tone, answer, because = verdict(data)
     allowed, ref = " --allow-code" if code else "", data["model"]["ref"]
-    # a model as a command names it; of a user's own folder only the name is known
+    # the model's name for a command; only the name of a user's own folder is known
     kind, _, name = ref.partition(":")
     model = {"alias": name, "path": f"./{name}"}.get(kind, ref)
     shown = _thinned(_lines(data))
@@ -49,7 +49,7 @@ def document(data: Data, recipe: str = "", *, code: bool = False) -> tree.Docume
     if not data["timings"]:
         front.append(Remark("No timings were given: speed took no part in the choice.", "caption", On.SCREEN))
     how = [
-        Remark("This compiles it, in the folder that holds this page.", on=On.PAGE),
+        Remark("This command compiles it, in the folder of this page.", on=On.PAGE),
         Code("the command", f"quantkit compile {model} --recipe ./tuned.yaml{allowed}", on=On.PAGE),
         Code("the recipe", recipe.rstrip("\n"), "yaml", folded=True, on=On.PAGE),
     ]
@@ -73,7 +73,7 @@ def document(data: Data, recipe: str = "", *, code: bool = False) -> tree.Docume
 
 
 def verdict(data: Data) -> tuple[str, str, list[str]]:
-    """Give (tone, sentence, reasons): whether the mixture is better than one scheme for all."""
+    """Return (tone, sentence, reasons): is the mixture better than one scheme for all?"""
     chosen, uniform = data["chosen"], data["uniform"]
     bits, size = words.figure(chosen["bits"], 4), words.size(chosen["bytes"])
     because = [f"{bits} bits a weight, {size} of weights: {_units(chosen)}."]
@@ -83,7 +83,7 @@ def verdict(data: Data) -> tuple[str, str, list[str]]:
     because.append(f"Its KL is {words.short(chosen['measured'])} nats a token{_held_out(chosen)}.")
     limit = data["budget"].get("kl")
     if limit is not None and chosen["measured"] > limit:
-        because.append(f"That is above {limit:g}; the last of {len(data['checks'])} compiles.")
+        because.append(f"That is above the limit of {limit:g}, after {words.plural(len(data['checks']), 'compile')}.")
         return "bad", "The limit on KL was not met", because
     if uniform is None:
         return "open", "The best mixture within the budget", because
@@ -104,7 +104,7 @@ def _units(chosen: Data) -> str:
 
 def _held_out(scored: Data) -> str:
     held = scored.get("held_out")
-    return f" ({words.short(held)} on text that guided nothing)" if held is not None else ""
+    return f" ({words.short(held)} on held-out text)" if held is not None else ""
 
 
 def _tiles(data: Data) -> list[FigureTile]:
@@ -126,8 +126,6 @@ def _tiles(data: Data) -> list[FigureTile]:
 
 
 def _lines(data: Data) -> list[list[str]]:
-    """Write every point: name, bits, size, expected and measured KL, units."""
-
     def line(name: str, entry: Data, measured: float | None = None) -> tuple[float, list[str]]:
         units = ", ".join(f"{count} {candidate}" for candidate, count in entry["units"].items())
         bits, size = words.figure(entry["bits"], 4), words.size(entry["bytes"])
@@ -146,7 +144,6 @@ def _lines(data: Data) -> list[list[str]]:
 
 
 def _thinned(lines: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Keep named points for a screen, and a few of the rest."""
     unnamed = [i for i, line in enumerate(lines) if not line[0]]
     step = -(-len(unnamed) // _SHOWN) or 1
     kept = set(unnamed[step // 2 :: step])
@@ -158,10 +155,10 @@ def _pareto(data: Data) -> Exhibit:
     factor = "expected" if data["factor"] else "predicted"
     drawn: list[Curve] = []
 
-    def points(label: str, colour: str, known: Sequence[tuple[float, float, str]], said: str) -> None:
+    def points(label: str, colour: str, known: Sequence[tuple[float, float, str]], basis: str) -> None:
         if known:
             x, y, names = zip(*known, strict=True)
-            hover = [f"{name}, KL {words.short(harm)} {said}" for name, harm in zip(names, y, strict=True)]
+            hover = [f"{name}, KL {words.short(harm)} {basis}" for name, harm in zip(names, y, strict=True)]
             drawn.append(Curve(label, colour, x, y, hover))
 
     front = [
@@ -181,28 +178,28 @@ def _pareto(data: Data) -> Exhibit:
     across = charts.straight_axis("bits a weight", [x for curve in drawn for x in curve.x])
     up = charts.log_axis("KL, nats a token", charts.heights(drawn))
     figure = charts.lines(drawn, across, up, height=400, left=_LEFT, marks=[Mark(chosen["bits"], "chosen")])
-    # names beside single points, which have no end of a line to stand at
+    # names beside single points, which have no line end
     look = {"xref": "x", "yref": "y", "xshift": 8, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
     look["font"] = {"size": 12.5, "color": "var(--muted)"}
     figure["layout"]["annotations"] += [
         {**look, "x": entry["bits"], "y": log10(entry["expected"]), "text": charts.plain(entry["name"])}
         for entry in alone
     ]
-    said = ["Each point is the mixture with the least harm for its bits, proved so by the solver."]
+    sentences = ["Each point is the mixture with the least harm for its bits; the solver proves it."]
     if data["factor"]:
-        said.append(
-            f"The harms of units add up to {words.short(chosen['predicted'])} for the choice; compiled, it has"
-            f" {words.short(chosen['measured'])}. The front is drawn with that factor of {words.short(data['factor'])}."
+        sentences.append(
+            f"The harms of the chosen units add up to {words.short(chosen['predicted'])}; the compiled model has a KL"
+            f" of {words.short(chosen['measured'])}. The front includes this factor, {words.short(data['factor'])}."
         )
-    captions = [f"Harm: each unit quantized alone, KL over {_positions(data['texts']['harm'])}."]
+    captions = [f"Harm: KL with one unit quantized alone, over {_positions(data['texts']['harm'])}."]
     if data["anchor"]:
-        captions.append(f"Measured in {data['anchor']}; the other candidates by their error, relative to its.")
+        captions.append(f"Measured in {data['anchor']}; other candidates are scaled by their error relative to it.")
     if data["texts"]["check"]:
-        captions.append(f"Measured: over {_positions(data['texts']['check'])}.")
+        captions.append(f"Measured KL: over {_positions(data['texts']['check'])}.")
     if not data["timings"]:
         captions.append("No timings were given, so speed took no part in the choice.")
     panel = Plot("KL against bits", "KL divergence falls as bits a weight grow.", figure, wide=True)
-    return Exhibit(said, [panel], captions, Sheet(_HEAD, _lines(data), remarks=1), keys=keys)
+    return Exhibit(sentences, [panel], captions, Sheet(_HEAD, _lines(data), remarks=1), keys=keys)
 
 
 def _positions(text: Data) -> str:
@@ -213,18 +210,17 @@ def _positions(text: Data) -> str:
 
 
 def _kind(unit: Data) -> str:
-    """Name a unit as it is called in every block: `q_proj k_proj v_proj`."""
+    """Name a unit without its block: `q_proj k_proj v_proj`."""
     return " ".join(str(member).rpartition(".")[2] for member in unit["members"])
 
 
 def _grid(data: Data) -> tuple[list[str], list[int]]:
-    """List the kinds of units and the blocks."""
     return list(dict.fromkeys(map(_kind, data["units"]))), sorted({unit["block"] for unit in data["units"]})
 
 
 def _harm(data: Data) -> Exhibit:
     units, (kinds, blocks) = data["units"], _grid(data)
-    # the candidate that most weights are in, or the first with a harm
+    # of the candidates with a harm, the one most units are in
     harmful = [name for name in units[0]["harm"] if any(unit["harm"].get(name, 0) > 0 for unit in units)]
     name: str = max(harmful, key=lambda name: data["chosen"]["units"].get(name, 0))
     values = {kind: [0.0] * len(blocks) for kind in kinds}
@@ -232,8 +228,8 @@ def _harm(data: Data) -> Exhibit:
         values[_kind(unit)][blocks.index(unit["block"])] += unit["harm"].get(name, 0.0)
     total = sum(map(sum, values.values())) or 1.0
     worst = max(units, key=lambda unit: unit["harm"].get(name, 0.0))
-    said = [
-        f"What each unit does to the output when it alone is in {name}; most of all {_kind(worst)} of block"
+    sentences = [
+        f"KL with one unit alone in {name}; the most harmful unit is {_kind(worst)} of block"
         f" {worst['block']}, {words.whole(worst['harm'].get(name, 0.0) / total)} of the sum."
     ]
     head, rows = ["block", "unit", *units[0]["harm"], "chosen"], []
@@ -243,11 +239,10 @@ def _harm(data: Data) -> Exhibit:
     keys = [(_SHADES[i % len(_SHADES)], kind) for i, kind in enumerate(kinds)]
     alt = f"Bars of KL by block, for each kind of unit in {name}."
     panel = Plot(f"Harm in {name}", alt, _bars(blocks, values), wide=True)
-    return Exhibit(said, [panel], [], Sheet(head, rows, remarks=1), keys=keys)
+    return Exhibit(sentences, [panel], [], Sheet(head, rows, remarks=1), keys=keys)
 
 
 def _bars(blocks: Sequence[int], values: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw upright bars, one a block, of several parts."""
     data = []
     for i, (kind, heights) in enumerate(values.items()):
         both = zip(blocks, heights, strict=True)
@@ -272,9 +267,9 @@ def _chosen(data: Data) -> Exhibit:
     figure["data"][0]["colorbar"]["tickformat"] = ".2f"
     panel = Plot("Bits by unit and block", "A table of bits a weight, as colours.", figure, wide=True)
     sheet = Sheet(["candidate", "units"], [[name, str(n)] for name, n in data["chosen"]["units"].items()])
-    # where all units have the same bits there is nothing to see
-    panels, said = [panel] if len(set(at.values())) > 1 else [], [f"{words.sentence(_units(data['chosen']))}."]
-    return Exhibit(said, panels, [], sheet, title="What was chosen")
+    # equal bits everywhere need no chart
+    panels, sentences = [panel] if len(set(at.values())) > 1 else [], [f"{words.sentence(_units(data['chosen']))}."]
+    return Exhibit(sentences, panels, [], sheet, title="What was chosen")
 
 
 def _facts(data: Data) -> list[tuple[str, str]]:

@@ -142,7 +142,7 @@ def test_layers_that_differ_and_rise_are_shown(home: Path, tmp_path: Path) -> No
         ("layers.1.q", (0.0, 0.12)),
     ]
     said = shown(found)
-    assert "2 quantized layers, 2 stored in another way" in said
+    assert "2 quantized layers, 2 stored differently" in said
     risen = re.findall(r"(layers\.\d)\.q +(\d[.\d]*) % +12 %", said)
     assert risen == [("layers.1", "0"), ("layers.0", "8.0")]
 
@@ -413,7 +413,7 @@ def test_flipped_words_are_shown_in_their_text(
         ids = tokens.ids[flip.sequence].tolist()
         assert flip.follows == byte_tokenizer.decode([ids[flip.position + 1]])
         assert flip.before == byte_tokenizer.decode(ids[max(0, flip.position - 15) : flip.position + 1])
-    assert "A alone" in shown(found)
+    assert "A only" in shown(found)
     assert not found.notes
     # another text is refused where it was asked for
     (tmp_path / "other.txt").write_text("A word and another. " * 4000)

@@ -117,7 +117,7 @@ def test_an_interrupted_search_goes_on_where_it_was(
 def test_a_gate_that_is_met_keeps_nothing(files: tuple[Path, Path], tmp_path: Path) -> None:
     bundle, mixed = compiled(files, tmp_path / "bundle", "gates={agreement_min: 0.5}")
     assert (mixed.chosen, len(mixed.steps), decided(bundle)) == (0, 1, {})
-    assert "That meets the gate, so nothing was kept high." in (bundle.path / "report.html").read_text()
+    assert "That meets the gate, so no layer was kept in high precision." in (bundle.path / "report.html").read_text()
     assert mixed.scored == "12 samples of set.npz (tune), 8 views of each"
 
 

@@ -320,4 +320,4 @@ def test_480_crops_of_five_photographs_are_five_draws(tmp_path: Path) -> None:
     assert row.ci95[0] < alone[0] - 0.02
     kl = next(each for each in rows if each.name == "accuracy.kl")
     assert kl.flags == row.flags == ["ci95-by-cluster"]
-    assert figures.scored(rows).endswith("intervals 95 % over 4 groups of images that are alike")
+    assert figures.scored(rows).endswith("intervals 95 % over 4 groups of similar images")

@@ -26,7 +26,7 @@ def test_a_classifier_has_its_answers_their_change_and_how_far_it_moved() -> Non
     right, moved = accuracy(labelled.classifier(), labelled.classified())
     assert [panel.title for panel in right.charts] == ["Right answers", "Change against the original"]
     assert [panel.title for panel in moved.charts] == ["Same class as the original"], "one export's KL is a sentence"
-    assert moved.said == ["KL divergence from the original: 0.00410 (0.00370 to 0.00450)."]
+    assert moved.sentences == ["KL divergence from the original: 0.00410 (0.00370 to 0.00450)."]
     assert texts(right) == [
         "top-1, onnxruntime: 91.24 %, original 91.38 %",
         "top-5, onnxruntime: 99.62 %, original 99.64 %",
@@ -55,7 +55,7 @@ def test_the_tables_behind_the_figures_hold_every_number() -> None:
 
 def test_without_labels_only_what_moved() -> None:
     (moved,) = accuracy(labelled.classifier(), labelled.classified(480, labels=False))
-    assert len(moved.charts) == len(moved.said) == 1
+    assert len(moved.charts) == len(moved.sentences) == 1
 
 
 def test_an_encoder_and_a_plain_graph() -> None:
@@ -63,7 +63,7 @@ def test_an_encoder_and_a_plain_graph() -> None:
     assert "recall at 1, onnxruntime: −0.5 (−1.7 to +0.6), p 0.69" in texts(right)
     assert "gate of recall at 1 −0.50" in texts(right) and right.charts[0].title == "Right partner found"
     assert not moved.charts, "a chart of one point is a sentence"
-    assert moved.said[0].startswith("Cosine to the original: 0.99861 (")
+    assert moved.sentences[0].startswith("Cosine to the original: 0.99861 (")
     (only,) = accuracy(labelled.classifier(), labelled.plain())
     assert "onnxruntime, output scores: 11.00 %" in texts(only)
 

@@ -104,7 +104,7 @@ def test_text_of_a_model_does_nothing_to_a_terminal(shown: Any) -> None:
     said = shown(replace(DATA, flips=WordFlips(3, 1, 6132, 0.6, 0.97, [flip])))
     assert "… \\x1b[2Jof the [red] [·war\\r]" in said
     assert not {"\x1b", "\x07", "\r"} & set(said)
-    assert "3 next words that A alone has right, 1 that B alone has" in said
+    assert "3 are right in A only and 1 in B only" in said
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def page() -> str:
 
 def test_one_offline_file_with_all_sections(page: str, tmp_path: Path) -> None:
     assert not re.search(r"(src|href)=\"(https?:)?//", page)
-    for title in ("Accuracy", "Time, by batch", "Size", "Layer by layer", "Next words that flipped", "Provenance"):
+    for title in ("Accuracy", "Time, by batch", "Size", "Layer by layer", "Changed next words", "Provenance"):
         assert f"<h2>{title}</h2>" in page
     assert "<strong>Mixed: B is better in one thing and worse in another.</strong>" in page
     assert "Because" in page
@@ -178,7 +178,7 @@ def test_both_sides_of_layers_are_drawn_on_one_scale_and_an_empty_one_is_not(pag
 
 def test_what_is_not_known_has_no_section() -> None:
     bare = html.page(document(replace(WHOLE, cells=[], flips=None, layers=[LayerPair("x", layer("x", None), None)])))
-    for title in ("Accuracy", "Time, by batch", "Size", "Next words that flipped"):
+    for title in ("Accuracy", "Time, by batch", "Size", "Changed next words"):
         assert f"<h2>{title}</h2>" not in bare
     assert not figures(bare), "a layer without a known error is in the table alone"
     encoder = html.page(document(replace(WHOLE, kind="encoder", flips=None)))
@@ -201,4 +201,4 @@ def test_inputs_that_differ_are_told() -> None:
     one = layer("x", 0.0)
     other = one.model_copy(update={"activations": {"format": "int8", "granularity": "token", "dynamic": True}})
     (said, *_) = say.layer_sentences([LayerPair("x", one, other)])
-    assert "inputs int8 per token, as the model runs" in said
+    assert "inputs int8 per token, scaled as the model runs" in said

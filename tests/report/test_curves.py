@@ -97,7 +97,7 @@ def test_noise_is_marked_and_explained(flag: str) -> None:
     curve = curves.series(judged(), rows)[0]
     _, body = curves.brief(curve)
     assert [line[2].startswith("~") for line in body] == [False, False, True, False, False, False]
-    assert "~ is noise" in curves.how(curve)
+    assert "~ marks noise" in curves.how(curve)
     assert curves.cautions(curve)[0].startswith("at batch 4: ")
 
 
@@ -137,7 +137,7 @@ def test_a_tab_says_what_its_device_met() -> None:
     hot, program = (html.fragment([tab]) for tab in parts(judged(), [], devices) if isinstance(tab, Section))
     assert "lowered its clock" in hot
     assert "No verdict." in program and "its times are an emulator&#39;s" in program
-    assert "An emulator: what it computes counts" in program
+    assert "An emulator: its results count" in program
 
 
 def test_one_picture_shows_all_by_batch() -> None:
@@ -247,7 +247,7 @@ def test_the_screen_fits_and_says_what_was_found(data: Taxed) -> None:
 
 def test_where_it_wins_with_the_intervals_of_the_ends(data: Taxed) -> None:
     first, second = say.groups(data)[1].series
-    assert re.fullmatch(r"1 \(the first measured\) to 1\d(\.\d+)? \(1\d(\.\d+)?–1\d(\.\d+)?\)", say.wins(first))
+    assert re.fullmatch(r"1 \(the first batch measured\) to 1\d(\.\d+)? \(1\d(\.\d+)?–1\d(\.\d+)?\)", say.wins(first))
     assert say.wins(second) == "nowhere"
 
 
@@ -297,7 +297,7 @@ def test_bars_are_shares_of_the_originals_time(data: Taxed) -> None:
     ],
 )
 def test_answers_in_words(verdict: Verdict, words: str) -> None:
-    assert say.said(verdict)[0] == words
+    assert say.verdict_words(verdict)[0] == words
 
 
 def test_a_folder_that_is_not_there(data: Taxed, tmp_path: Path) -> None:

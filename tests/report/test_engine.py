@@ -13,7 +13,7 @@ from quantkit.measurement.accuracy.harm import Harm, MixedSearch
 from quantkit.measurement.engine_layers import Costly, EngineProduct, Inspected
 from quantkit.report.bundle import engine
 from quantkit.report.bundle.harm import mixed as sections
-from quantkit.report.bundle.harm import mixed_said as said
+from quantkit.report.bundle.harm import mixed_sentences as sentences
 from report import labelled
 from report.shown import page, printed
 from report.timed import everything, judged
@@ -55,20 +55,20 @@ FOUND = Inspected(
 
 def test_what_fell_back_comes_first_and_the_rest_by_kind() -> None:
     first, costs = engine.sections([FOUND])
-    assert first.said[0].startswith(
+    assert first.sentences[0].startswith(
         "1 of 4 quantized layers are multiplied in more bits than asked: model.layers.0.mlp"
     )
-    assert "130 nodes became 40 layers, 12 fused." in first.said
-    assert "Layers that only change how a tensor lies: 1." in first.said
+    assert "130 nodes became 40 layers, 12 fused." in first.sentences
+    assert "Layers that only change a tensor's memory layout: 1." in first.sentences
     assert [row[0] for row in first.table.rows] == [FALLEN.linear, "q_proj, 3 of them"]
     assert costs.table.rows[0][1] == "25.0 %" and "sm89_xmma_gemm_i8" in costs.table.rows[0][-1]
-    assert "as the build timed them" in costs.captions[-1]
+    assert "times of the build" in costs.captions[-1]
 
 
 def test_a_library_that_tries_nothing_says_so() -> None:
     plain = SLOW.model_copy(update={"tried": ()})
     found = FOUND.model_copy(update={"library": "tensorrt_rtx 1.7.1.116", "costliest": (plain,)})
-    assert "no spread to show" in engine.sections([found])[1].captions[-1]
+    assert "it tries no kernels" in engine.sections([found])[1].captions[-1]
 
 
 def test_the_page_has_it_and_escapes_it() -> None:
@@ -82,7 +82,9 @@ def test_the_terminal_names_what_fell_back(monkeypatch: pytest.MonkeyPatch) -> N
     assert "✗ engine/sm89.engine" in text
     assert FALLEN.linear in text and "sm89_xmma_gemm_f16" in text
     kept = FOUND.model_copy(update={"products": tuple(KEPT), "costliest": ()})
-    assert "✓ engine/sm89.engine: All of 3 quantized layers" in printed(engine.brief(kept), monkeypatch, 200)
+    assert "✓ engine/sm89.engine: All named layers of 3 quantized layers" in printed(
+        engine.brief(kept), monkeypatch, 200
+    )
 
 
 NAMES = [f"features.{i}.conv" for i in range(12)]
@@ -141,13 +143,16 @@ def test_the_tables_have_all_of_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({}, "Keeping 2 layers high brings it to 0.200, for 5.0 % more bytes."),
-        ({"chosen": 0, "limit": 1.0}, "That meets the gate, so nothing was kept high."),
+        ({}, "Keeping 2 layers in high precision gives 0.200, for 5.0 % more bytes."),
+        ({"chosen": 0, "limit": 1.0}, "That meets the gate, so no layer was kept in high precision."),
         ({"chosen": None, "limit": 0.001}, "No point of the curve meets the gate of 0.001."),
     ],
 )
 def test_what_it_says_follows_from_the_choice(changes: dict[str, Any], sentence: str) -> None:
-    assert said(mixed(**changes)) == ["With nothing kept high, KL, nats an image: 0.800 at 1.20 MB.", sentence]
+    assert sentences(mixed(**changes)) == [
+        "With no layer in high precision, KL, nats an image: 0.800 at 1.20 MB.",
+        sentence,
+    ]
     assert sections(mixed(**changes))
 
 

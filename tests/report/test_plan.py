@@ -87,7 +87,7 @@ def test_a_line_has_the_figures_of_its_candidate(three: Outlook, monkeypatch: py
     assert line(shown, "fp8", "Does it fit").split() == f"fp8 vllm native 8.00 7.50 GB 64 {total}".split()
     timed = line(shown, "fp8", "How long")
     assert all(forecast(step) in timed for step in (fp8.rows[0].prefill, fp8.rows[0].step, fp8.rows[-1].step))
-    assert line(shown, "fp8", "What it gives").split()[-1] == "64"
+    assert line(shown, "fp8", "Output").split()[-1] == "64"
 
 
 @pytest.mark.parametrize("efficiency", [0.6, 0.3])
@@ -104,7 +104,7 @@ def test_a_bound_is_marked_and_no_forecast(monkeypatch: pytest.MonkeyPatch) -> N
     shown = text(planned.outlook("bf16", "int4", efficiency=None), monkeypatch)
     timed = line(shown, "bf16", "How long").split("  ")
     assert all(cell.strip().startswith("≥") for cell in timed[1:] if cell.strip())
-    assert "≤" in line(shown, "bf16", "What it gives")
+    assert "≤" in line(shown, "bf16", "Output")
     assert "mark bounds" in shown and "is a forecast" not in shown
     assert "nothing was measured of this near here" in shown
 
@@ -131,7 +131,7 @@ def test_of_a_single_candidate_every_batch_and_what_memory_goes_into(
         cells = line(shown, f"{row.batch} ", "How long")
         told = (say.bound(row.prefill), say.bound(row.step), say.forecast(row.step).split()[0], "memory")
         assert all(said.replace("\u00a0", " ") in cells for said in told) and cells.endswith("✓")
-    for part, size in (("weights", "4.05 GB"), ("runtime", "500 MB"), ("a token of cache", "131 kB")):
+    for part, size in (("weights", "4.05 GB"), ("runtime", "500 MB"), ("cache for a token", "131 kB")):
         assert size in line(shown, part)
     assert "forecast: int4 fits and runs" in shown
 
@@ -141,12 +141,12 @@ def test_what_does_not_fit_has_no_time_and_stands_against_the_card_alone(monkeyp
     shown = text(outlook, monkeypatch)
     assert "✗" in line(shown, "bf16", "Does it fit") and "does not fit" in line(shown, "bf16", "How long")
     assert "bf16: a sequence needs 2 devices" in shown
-    assert line(shown, "bf16", "What it gives").split() == ["bf16", "–"]
-    assert "that gives the most of those that fit" in shown
+    assert line(shown, "bf16", "Output").split() == ["bf16", "–"]
+    assert "At the fitting batch with the most output" in shown
     assert all(trace.get("name") != "bf16" for panel in drawn.times(outlook) for trace in panel.figure["data"])
     assert any(trace.get("name") == "bf16" for trace in traces(drawn.memory_lines(outlook)))
     page = html.page(document(outlook))
-    assert "does not fit" in page and "Batches that do not fit are in the table alone." in page
+    assert "does not fit" in page and "Batches that do not fit are in the table only." in page
     assert "No batch fits." in html.page(document(planned.outlook("bf16", model="llama-3-70b")))
 
 
@@ -181,7 +181,7 @@ def test_rates_are_of_one_device_where_several_share_a_model(monkeypatch: pytest
     assert shared[1].forecast == alone[1].forecast / 4
     assert shared[1].interval == (alone[1].interval[0] / 4, alone[1].interval[1] / 4)
     shown = text(outlook, monkeypatch)
-    assert "tokens/s a device" in shown and say.expected(shared[1]) in line(shown, "bf16", "What it gives")
+    assert "tokens/s a device" in shown and say.expected(shared[1]) in line(shown, "bf16", "Output")
 
 
 def test_an_encoder_has_passes_and_no_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_an_encoder_has_passes_and_no_prompts(monkeypatch: pytest.MonkeyPatch) -
     assert "sequences/s" in shown and "pass," in shown and "first token" not in shown
     encoder = planned.outlook("int4", model="bert-base", workload=planned.work(8, prompt=128, output=0))
     shown = html.page(document(encoder))
-    assert "sequences/s" in shown and "diamonds" not in shown and "a token of cache" not in shown
+    assert "sequences/s" in shown and "diamonds" not in shown and "cache for a token" not in shown
     assert not drawn.times(encoder), "a chart of one point is no chart"
     part = shown.split('id="time"')[1].split("</section>")[0]
     assert "<td" in part and "<details" not in part, "its table stands in the open"
@@ -253,7 +253,7 @@ def test_nothing_heavy_is_imported() -> None:
 
 def test_one_offline_file_with_all_sections(page: str, three: Outlook, tmp_path: Path) -> None:
     assert not re.search(r"(src|href)=\"(https?:)?//", page)
-    for title in ("Does it fit", "How long it takes", "What it gives", "Under the roofs", "Provenance"):
+    for title in ("Does it fit", "How long it takes", "Output", "Roofline", "Provenance"):
         assert f"<h2>{title}</h2>" in page
     # two of memory, two of time, one of output, the roofline
     assert len(figures(page)) == 6

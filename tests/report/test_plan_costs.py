@@ -135,9 +135,7 @@ def test_on_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = " ".join(shown.split())
     assert "by a <cloud>: 3.6 EUR an hour, 2026-11-09" in whole
     assert "4 requests/s, in a simulation of continuous batching" in whole
-    waits = next(
-        line for line in shown[shown.index("Under the load") :].splitlines() if line.strip().startswith("bf16")
-    )
+    waits = next(line for line in shown[shown.index("Under load") :].splitlines() if line.strip().startswith("bf16"))
     assert " ".join(waits.split()) == "bf16 40 % 22 ms 44 ms 4.6 ms 9.2 ms 1.4 s 2.8 s"
     assert "int4: 3.00 requests/s can be served" in whole and "no percentile exists" in whole
     assert "is cheaper than P's API" in whole
@@ -158,8 +156,8 @@ def test_old_prices_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_the_page() -> None:
     page = html.page(document(loaded(priced("bf16", "int4"))))
     for said in (
-        "What it gives and costs",
-        "Under the load",
+        "Output and cost",
+        "Under load",
         "EUR a million tokens",
         "its page",
         "its list",
@@ -192,11 +190,12 @@ def test_without_prices_energy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [replace(row, cost=replace(row.cost, rented=[], owned=None)) for row in candidate.rows if row.cost]
     found = replace(found, candidates=[replace(candidate, rows=rows, cost=rows[-1].cost)])
     assert plan_costs.amounts_head(found) == ["J a token, full power"]
-    assert "J a token" in text(found, monkeypatch) and "<h2>What it gives</h2>" in html.page(document(found))
+    assert "J a token" in text(found, monkeypatch) and "<h2>Output</h2>" in html.page(document(found))
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"), [(None, "time is known after its first block"), ({"quantize": 6600.0}, "quantize 1 h 50 min")]
+    ("seconds", "told"),
+    [(None, "known after its first block"), ({"quantize": 6600.0}, "quantize 1 h 50 min")],
 )
 def test_what_the_compile_takes(seconds: dict[str, float] | None, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, disk = {"quantize": 12e9, "score": 3e9}, Disk(8e9, 1e9, 5e9)

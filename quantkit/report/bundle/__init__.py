@@ -1,1 +1,1 @@
-"""The report of a bundle: page, model card, and what terminal and page share."""
+"""Report of a bundle: its page, its model card and its screen."""

@@ -1,7 +1,7 @@
-"""The page's section on accuracy: what a bundle's exports get right, with intervals, beside the original.
+"""Accuracy section of a bundle's report: every export against the original, with intervals.
 
-Forest plots, one a measure, each with every export, no change, and the gate of the recipe. Shares of right answers
-(top-1, top-5, recall) stand beside the original's, and their changes, which are paired, have a plot of their own.
+Each measure has a forest plot with every export, a mark for no change, and the recipe's gate. Shares of right answers
+(top-1, top-5, recall) stand beside the original's; a second plot shows their paired changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEAD = ("measure", "export", "value", "95 % interval", "")
 
 
 class _Measure(NamedTuple):
-    """How one measure of accuracy is drawn: `same` is its value where nothing has changed, `gate` the recipe's key."""
+    """Look of one measure: `same` is its value for an unchanged model, `gate` the recipe's key."""
 
     title: str
     axis: str
@@ -49,7 +49,7 @@ _WORD, _CLASS = "Same most likely word as the original", "Same class as the orig
 _BOXES = "Same boxes and values as the original"
 _MEASURES = {
     "accuracy.perplexity": _Measure(
-        "Perplexity, times the original's", f"ratio {_LESS}", 1.0, "perplexity_ratio_max", _three, words.ratio
+        "Perplexity over the original's", f"ratio {_LESS}", 1.0, "perplexity_ratio_max", _three, words.ratio
     ),
     "accuracy.kl": _Measure("KL divergence from the original", f"nats {_LESS}", 0.0, "kl_max", words.short, _PLAIN),
     "accuracy.top1_agreement": _Measure(_WORD, f"of positions {_MORE}", 1.0, "top1_agreement_min", _PART, _TICK),
@@ -60,12 +60,12 @@ _MEASURES = {
     ),
     "accuracy.same": _Measure(_BOXES, f"of both sides' {_MORE}", 1.0, "", _PART, _TICK),
 }
-# gates on changes of shares, in points of percent
+# gates on changes of shares, in percentage points
 _DROPS = {"accuracy.top1": "top1_drop_max", "accuracy.recall_at_1": "recall_drop_max"}
 
 
 def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
-    """Build right answers and their change, then how far the outputs have moved."""
+    """Build the charts: right answers and their changes, then the differences of the outputs."""
     gates = {gate: v for gate, v in (manifest.recipe.get("gates") or {}).items() if isinstance(v, int | float)}
     known = [row for row in rows if row.value is not None]
     exhibits: list[Exhibit] = []
@@ -73,10 +73,10 @@ def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
     if answers:
         sides = [(charts.QUANTIZED, "this model"), (charts.ORIGINAL, "the original")]
         keys = sides if any(row.baseline is not None for row in answers) else []
-        # of one answer the table below says as much
+        # one answer needs no chart: the table below has it
         panels = [_right(answers), *_changes(answers, gates)] if len(answers) > 1 else []
         exhibits.append(Exhibit([], panels, [], Sheet(_HEAD, _as_text(answers), 1), keys=keys))
-    panels, body, said = [], [], []
+    panels, body, sentences = [], [], []
     for name, measure in _MEASURES.items():
         of_it = [row for row in known if _measure_of(row) == name]
         panel, lines = _moved(measure, of_it, gates.get(measure.gate))
@@ -84,12 +84,12 @@ def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
         if panel is not None:
             panels.append(panel)
         elif lines:
-            said.append(_sentence(lines[0], gates.get(measure.gate), measure.tick))
-    return [*exhibits, *([Exhibit(said, panels, [], Sheet(_HEAD, body, remarks=1))] if body else [])]
+            sentences.append(_sentence(lines[0], gates.get(measure.gate), measure.tick))
+    return [*exhibits, *([Exhibit(sentences, panels, [], Sheet(_HEAD, body, remarks=1))] if body else [])]
 
 
 def _sentence(line: Sequence[str], gate: int | float | None, form: Form) -> str:
-    """Say a measure of a single export: `KL divergence from the original: 0.0671 (0.06 to 0.074), gate 0.25.`"""
+    """Format `KL divergence from the original: 0.0671 (0.06 to 0.074), gate 0.25.`"""
     title, _, value, sure, _ = line
     limit = f", gate {form(gate)}" if gate is not None else ""
     return f"{title}: {value}{words.bracketed(sure if sure != '–' else '')}{limit}."
@@ -100,7 +100,7 @@ def _measure_of(row: Row) -> str:
 
 
 def _value(row: Row) -> tuple[float, Interval | None] | None:
-    """Read a measure: the row's value; of perplexity how many times the original's, from how many times better."""
+    """Return a measure and its interval. Perplexity is returned over the original's; a row's ratio is the inverse."""
     if row.name != "accuracy.perplexity":
         return row.value or 0.0, row.ci95
     base = row.baseline
@@ -111,7 +111,6 @@ def _value(row: Row) -> tuple[float, Interval | None] | None:
 
 
 def _moved(measure: _Measure, rows: Sequence[Row], limit: int | float | None) -> tuple[Plot | None, list[list[str]]]:
-    """Plot one measure of how far outputs have moved, with its lines; of a single export the lines alone."""
     points, body = [], []
     for row in rows:
         if (known := _value(row)) is None:
@@ -175,8 +174,8 @@ def _changes(rows: Sequence[Row], gates: dict[str, int | float]) -> list[Plot]:
             marks += [mark] if mark not in marks else []
     if not points:
         return []
-    alt = "Changes of the shares of right answers, by export, with paired 95 % intervals"
-    axis, title = f"points of percent {_MORE}", "Change against the original"
+    alt = "Changes in the share of right answers, by export, with paired 95 % intervals"
+    axis, title = f"percentage points {_MORE}", "Change against the original"
     return [_forest(title, alt, axis, points, lambda v: f"{100 * v:g}".replace("-", "−"), marks)]
 
 
@@ -195,11 +194,11 @@ def _as_text(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def traps(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
-    """Return sentences for flags about the source without a note."""
-    said = []
+    """Return a warning for each flag about the source, unless a note mentions it already."""
+    sentences = []
     for flag in dict.fromkeys(flag for row in rows for flag in row.flags if flag.startswith("source-was-")):
         was = flag.removeprefix("source-was-").replace("-", " ")
         if not any(was in note.lower() for note in notes):
-            rest = "the original that everything is held against has its rounding already"
-            said.append(f"The source was converted from {was}: {rest}")
-    return said
+            rest = "the original, the reference of all figures here, contains its rounding already"
+            sentences.append(f"The source was converted from {was}: {rest}")
+    return sentences

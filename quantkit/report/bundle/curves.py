@@ -1,7 +1,7 @@
-"""The times of a bundle as curves, and what they say in words. Page, terminal and card share them.
+"""Times of a bundle as curves, and their description in words, for page, terminal and card.
 
-A row of latency holds both sides. The bounds stand in the `tax.total` row of the same cell, win intervals and both
-break-even points in the `tax.break_even` row of the curve (`timing.latency` writes all of them in one run).
+A latency row has both sides. The bounds of a cell are in its `tax.total` row; win intervals and both break-even points
+of a curve are in its `tax.break_even` row. `timing.latency` writes all of these in one run.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from quantkit.report.kit import words
 from quantkit.report.kit.words import Interval
 
 _SURE = "95\u00a0% "
-# what a row may say of itself, for a reader
+# flag of a row -> text
 _FLAGS = {
-    "aa-exceeds-effect": "the difference is smaller than that between two measurements of one thing",
+    "aa-exceeds-effect": "the difference is smaller than between two measurements of the same side",
     "noisy": "the machine was noisy",
     "few-steps": "fewer steps than planned",
     "negative-tax": "faster than its limit: the cache helped, or the ceiling is wrong",
-    "weights-near-cache": "part of the weights may have stayed in the cache, so the limit is no limit",
+    "weights-near-cache": "part of the weights may have stayed in the cache, so the limit does not hold",
     "no-ceiling": "no limit: a ceiling could not be measured",
 }
-# marked with `~`; neither wins (`measurement.verdict`)
+# such times are marked with `~` and win nothing (`measurement.verdict`)
 NOISY = {"noisy", "aa-exceeds-effect"}
 _NOT_MEASURED = {
     "out-of-memory": "does not fit into memory",
     "out-of-memory-baseline": "the original does not fit into memory",
     "prompt-too-long": "longer than the model's context",
     "prompt-too-long-baseline": "longer than the original's context",
-    "too-slow": "would take too long for the time that was given",
+    "too-slow": "would exceed the time limit",
     "no-baseline": "the original was not timed",
     "wrong-result": "the runtime gives wrong numbers, so it was not timed",
     "group-indivisible": "the group does not divide the shape",
@@ -43,18 +43,19 @@ _NOT_MEASURED = {
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One size of a curve; times in seconds, None where something is not known.
+    """One size of a curve, with times in seconds; None for an unknown value.
 
     Args:
-        doubtful: whether its speed-up is noise, or more than bytes and operations allow.
-        bound: the least time of the quantized side; `original_bound` of the original.
-        ratio: how many times as fast the quantized side is.
-        promised: how many times as fast it could be, by the limits.
-        gain: how much of the promised gain arrives; None also where the speed-up is not believed, or the weights may
-            have been in a cache.
-        excess: what the original takes beyond its own limit.
-        share_read: the effective bandwidth as a share of what the machine reads.
-        flags: of all its rows, each once.
+        doubtful: True if the speed-up is within noise, or more than bytes and operations allow.
+        bound: least possible time of the quantized side; `original_bound`: of the original.
+        ratio: speed-up, the original's time over the quantized side's.
+        promised: speed-up at the limits, `original_bound / bound`.
+        gain: share of the promised gain that was measured; None if the speed-up is doubtful or the weights may have
+            been
+            in a cache.
+        excess: time of the original beyond its own limit.
+        share_read: effective bandwidth as a share of the machine's read bandwidth.
+        flags: flags of all its rows, without repetition.
     """
 
     x: int
@@ -88,7 +89,7 @@ class CurvePoint:
 
 
 def point(x: int, row: Row, tax: Row | None, bandwidth: Row | None = None) -> CurvePoint:
-    """Read the rows of one size."""
+    """Combine the rows of one size."""
     base, op, speed = row.baseline, tax.op if tax is not None else None, speed_up(row)
     flags = list(dict.fromkeys([*row.flags, *(tax.flags if tax is not None else [])]))
     doubtful = bool(NOISY & set(row.flags)) or (speed is not None and bool(speed.doubt))
@@ -124,13 +125,13 @@ class Series:
     """One curve.
 
     Args:
-        title: what was timed.
-        points: all of them, ascending.
-        even: its `tax.break_even` row.
+        title: name of the timed work.
+        points: all points, in ascending order.
+        even: the `tax.break_even` row.
         this: short name of the quantized side.
-        other: of the original.
-        over: what x is: `batch` or `tokens`.
-        unit: what one measurement is: `step`, `prompt`, `pass`.
+        other: short name of the original.
+        over: meaning of x: `batch` or `tokens`.
+        unit: unit of timing: `step`, `prompt` or `pass`.
     """
 
     title: str
@@ -153,21 +154,21 @@ class Series:
 
     @property
     def time_unit(self) -> tuple[float, str]:
-        """(factor, unit) of its times, both sides'."""
+        """(factor, unit) for the times of both sides."""
         return words.time_unit(min(value for cell in self.cells for value in (cell.row.value, cell.original) if value))
 
-    def said(self, x: str) -> str:
-        """Name an x: `batch 8`, `64 tokens`."""
+    def label(self, x: str) -> str:
+        """Format a value of x: `batch 8`, `64 tokens`."""
         return f"batch {x}" if self.over == "batch" else f"{x} tokens"
 
     @property
     def counted(self) -> str:
-        """Unit of work: a graph takes whole samples, not tokens."""
+        """Unit of work: `token`, or `sample` for a graph without tokens."""
         return "sample" if self.unit == "pass" and tokens(self.points[0].row) == 1 else "token"
 
     @property
     def per_x(self) -> int:
-        """M a unit of x: the break-even row of a prefill counts the tokens of all sequences."""
+        """Factor between the break-even row's M and x: a prefill's row counts the tokens of all sequences."""
         return 1 if self.over == "batch" else self.points[0].row.batch or 1
 
     @property
@@ -177,15 +178,16 @@ class Series:
 
     @property
     def ideal(self) -> float | None:
-        """Largest x with a gain promised by the roofline."""
+        """Largest x with a gain at the roofline limits."""
         ideal = self.even.settings.get("ideal") if self.even is not None else None
         return ideal / self.per_x if isinstance(ideal, int | float) and ideal > 0 else None
 
 
 def series(manifest: Manifest, rows: Sequence[Row]) -> list[Series]:
-    """Make the curves: decode by runtime and context over the batch, then prefill by runtime and batch over the length.
+    """Make the curves: decode steps against the batch, then prefill against the length.
 
-    A model that does not decode has its forward passes by runtime and length, over the batch.
+    Each runtime and context (decode), or runtime and batch (prefill), has its own curve. For a model without decoding,
+    the forward passes of each runtime and length are plotted against the batch.
     """
     decodes = manifest.model.kind == "decoder"
     timed = {name: [row for row in rows if row.name == f"latency.{name}"] for name in ("decode_step", "prefill")}
@@ -220,10 +222,10 @@ def series(manifest: Manifest, rows: Sequence[Row]) -> list[Series]:
 
 
 def names(manifest: Manifest, row: Row | None = None) -> tuple[str, str]:
-    """Name the two sides shortly; a bundle of several formats is `quantized`.
+    """Return short names of both sides, such as (`int4`, `float32`); a bundle of several formats is `quantized`.
 
-    Runtimes compute the float side in float32, so a source in another dtype is just the `original`; where its weights
-    were stored otherwise to be timed, a row says so.
+    Runtimes compute the float side in float32. A source with another dtype is therefore called `original`, unless the
+    row names the format of its timed weights.
     """
     formats = {str(layer.scheme.get("format")) for layer in manifest.layers}
     this = formats.pop() if len(formats) == 1 else "quantized" if formats else "this"
@@ -234,7 +236,7 @@ def names(manifest: Manifest, row: Row | None = None) -> tuple[str, str]:
 
 
 def tokens(row: Row) -> int:
-    """Count the new tokens of a sequence: a prompt's length, 1 in a decode step."""
+    """Count the new tokens of a sequence: the length of a prompt, or 1 for a decode step."""
     shape = row.shape or {}
     return shape.get("new_tokens") or shape.get("tokens") or (1 if row.name == "latency.decode_step" else 0)
 
@@ -244,7 +246,6 @@ def _batch(row: Row) -> int:
 
 
 def _of(rows: Sequence[Row], cell: Row, name: str) -> Row | None:
-    """Find the row with `name` about the whole step of the same cell."""
     for row in rows:
         same = (row.batch, row.shape, figures.variant(row)) == (cell.batch, cell.shape, figures.variant(cell))
         if same and row.name == name and (row.op is None or row.op.layer is None):
@@ -265,35 +266,37 @@ def _even(rows: Sequence[Row], of: Row, over: str) -> Row | None:
 
 
 def results(curve: Series) -> list[str]:
-    """Say where the quantized side wins and loses, the break-even, the tax, the bandwidth, what was not measured."""
-    said = [*outcomes(curve), *filter(None, (break_even(curve), first_tax(curve)))]
+    """Describe a curve: wins and losses, break-even, tax, bandwidth, and skipped sizes."""
+    sentences = [*outcomes(curve), *filter(None, (break_even(curve), first_tax(curve)))]
     first = curve.cells[0]
     if first.bandwidth is not None and first.bandwidth.value is not None:
         moved = words.rate(first.bandwidth.value, first.bandwidth.unit)
         ceiling = f", {words.percent(first.share_read, 0)} of what the machine reads" if first.share_read else ""
-        said.append(f"The effective bandwidth at {curve.said(str(first.x))} is {moved}{ceiling}.")
-    return said + skipped(curve)
+        sentences.append(f"The effective bandwidth at {curve.label(str(first.x))} is {moved}{ceiling}.")
+    return sentences + skipped(curve)
 
 
 def outcomes(curve: Series) -> list[str]:
-    """Say where it is faster, slower, or nothing is known."""
+    """Say at which sizes the quantized side is faster, slower, or not different."""
     where: dict[str, list[int]] = {"Faster": [], "Slower": [], "unsure": [], "beyond": []}
     for cell in curve.cells:
         if (speed := speed_up(cell.row)) is not None:
             low, high = speed.interval
             known = "unsure" if speed.noisy else "Faster" if low > 1 else "Slower" if high < 1 else "unsure"
             where["beyond" if speed.doubt == "ceiling" else known].append(cell.x)
-    at = {key: curve.said(words.listed(xs)) for key, xs in where.items() if xs}
-    said = [f"{verb} at {at[verb]}." for verb in ("Faster", "Slower") if verb in at]
+    at = {key: curve.label(words.listed(xs)) for key, xs in where.items() if xs}
+    sentences = [f"{verb} at {at[verb]}." for verb in ("Faster", "Slower") if verb in at]
     if "unsure" in at:
-        said.append(f"At {at['unsure']} no difference shows above the noise.")
+        sentences.append(f"At {at['unsure']} no difference shows above the noise.")
     if "beyond" in at:
-        said.append(f"At {at['beyond']} it is faster than bytes and operations allow: a time or a ceiling is wrong.")
-    return said
+        sentences.append(
+            f"At {at['beyond']} the speed-up is more than bytes and operations allow: a time or a ceiling is wrong."
+        )
+    return sentences
 
 
 def ideal_end(curve: Series) -> str:
-    """Name the x up to which the roofline promises a gain; empty where it is not known."""
+    """Return the largest x with a gain at the roofline limits, as text; "" if unknown."""
     if curve.ideal is not None:
         return f"to {words.figure(curve.ideal, 2)}"
     ends = {"ideal-wins-everywhere": "everywhere", "ideal-wins-nowhere": "nowhere"}
@@ -302,54 +305,54 @@ def ideal_end(curve: Series) -> str:
 
 
 def break_even(curve: Series) -> str:
-    """Say the first end of its gain, with the ideal one; empty where neither is known."""
+    """Describe the measured and the ideal break-even point; "" if both are unknown."""
     ideal = f"ideal {words.figure(curve.ideal, 2)}" if curve.ideal is not None else ""
     if curve.even is None or curve.even.value is None:
-        return f"No break-even in what was measured; {ideal}." if ideal else ""
+        return f"No break-even in the measured range; {ideal}." if ideal else ""
     ends = words.between(curve.even.ci95, lambda m: words.figure(m / curve.per_x, 2))
     inner = words.joined(ends and _SURE + ends, ideal)
-    return f"Break-even at {curve.said(words.figure(curve.even.value / curve.per_x, 2))}{words.bracketed(inner)}."
+    return f"Break-even at {curve.label(words.figure(curve.even.value / curve.per_x, 2))}{words.bracketed(inner)}."
 
 
 def first_tax(curve: Series) -> str:
-    """Say the tax at the smallest size; empty where it is not known or negative, which a caution says."""
+    """Describe the tax at the smallest size; "" if unknown or negative (`cautions` reports that)."""
     first = curve.cells[0]
     if first.tax is None or (first.tax.value or 0) <= 0 or not first.original:
         return ""
     what = f"{words.moment(first.tax.value or 0.0)}, {words.percent(first.tax_share or 0.0, 0)} of {curve.other}'s time"
     arrives = first.gain is not None and 0 < first.gain <= 1
-    took = f"; {words.percent(first.gain or 0.0, 0)} of the promised gain arrives" if arrives else ""
-    return f"The tax at {curve.said(str(first.x))} is {what}{took}."
+    took = f"; {words.percent(first.gain or 0.0, 0)} of the ideal gain was measured" if arrives else ""
+    return f"The tax at {curve.label(str(first.x))} is {what}{took}."
 
 
 def skipped(curve: Series) -> list[str]:
-    """List the sizes without a value, each with its reason."""
-    said = []
+    """List the sizes without a value, with the reason."""
+    sentences = []
     for cell in curve.skipped:
         why = next((_NOT_MEASURED[flag] for flag in cell.row.flags if flag in _NOT_MEASURED), "not measured")
-        said.append(f"{words.sentence(curve.said(f'{cell.x:,}'))}: {why}.")
-    return said
+        sentences.append(f"{words.sentence(curve.label(f'{cell.x:,}'))}: {why}.")
+    return sentences
 
 
 def cautions(curve: Series) -> list[str]:
-    """Return the cautions for the cells' flags, once each, with their places."""
-    said = []
+    """Describe the flags of a curve's cells, once each, with their sizes."""
+    texts = []
     for flag, text in _FLAGS.items():
         xs = [cell.x for cell in curve.cells if flag in cell.flags]
         if xs:
-            at = "at every size" if len(xs) == len(curve.cells) > 1 else f"at {curve.said(words.listed(xs))}"
-            said.append(f"{at}: {text}")
-    return said
+            at = "at every size" if len(xs) == len(curve.cells) > 1 else f"at {curve.label(words.listed(xs))}"
+            texts.append(f"{at}: {text}")
+    return texts
 
 
 def shared_cautions(several: Sequence[Series]) -> list[str]:
-    """List cautions common to several curves, once each."""
+    """List the cautions that all curves share; [] for a single curve."""
     told = [cautions(curve) for curve in several]
     return [text for text in told[0] if all(text in others for others in told)] if len(told) > 1 else []
 
 
 def measured(curve: Series) -> str:
-    """`p50 of 60 steps a side at each size, interleaved (ABBA)`; empty where the rows do not say."""
+    """Format `p50 of 60 steps a side at each size, interleaved (ABBA)`; "" if the count is unknown."""
     counts = sorted({cell.row.n for cell in curve.cells if cell.row.n})
     if not counts:
         return ""
@@ -377,8 +380,8 @@ def setting(curve: Series) -> str:
 
 
 def how(curve: Series) -> str:
-    """Say how often one curve was measured, and what its noise is."""
-    noise = "~ is noise" if any(cell.doubtful for cell in curve.cells) else ""
+    """Describe the method of a curve: number of measurements and noise."""
+    noise = "~ marks noise" if any(cell.doubtful for cell in curve.cells) else ""
     return words.joined(measured(curve), spread(curve), noise, by="; ")
 
 
@@ -391,22 +394,22 @@ def few_steps(several: Sequence[Series]) -> str:
 
 
 def conditions(several: Sequence[Series], rows: Sequence[Row]) -> list[str]:
-    """Describe the conditions of all curves, once each, and the base of the bandwidth's share."""
-    said = list(dict.fromkeys(text for curve in several if (text := setting(curve))))
+    """List the conditions of all curves, once each, and the reference of the bandwidth's share."""
+    sentences = list(dict.fromkeys(text for curve in several if (text := setting(curve))))
     if few := few_steps(several):
-        said.append(few[:1].lower() + few[1:].rstrip("."))
+        sentences.append(few[:1].lower() + few[1:].rstrip("."))
     read = next((row for row in rows if row.name == "ceiling.read" and row.value is not None), None)
     if read is not None and any(cell.share_read for curve in several for cell in curve.cells):
         rate = words.rate(read.value or 0.0, read.unit)
-        said.append(f"of read: effective bandwidth, as a share of the {rate} that was read in the same run")
-    return said
+        sentences.append(f"of read: effective bandwidth, as a share of the read bandwidth in the same run, {rate}")
+    return sentences
 
 
 def brief(curve: Series) -> tuple[list[str], list[list[str]]]:
-    """Make (head, rows) of the few columns that a terminal has room for; times `original → this`, `~` marks noise.
+    """Return (head, rows) of a narrow table for a terminal; times are `original → this`, `~` marks noise.
 
-    Columns: size, p50, speed-up, its 95 % interval, p99, new tokens a second and, where it is known, the effective
-    bandwidth as a share of what the machine reads.
+    Columns: size, p50, speed-up, its 95 % interval, p99, new tokens a second and, if known, the effective bandwidth as
+    a share of the machine's read bandwidth.
     """
     factor, unit = curve.time_unit
     read = any(cell.share_read is not None for cell in curve.cells)

@@ -1,7 +1,7 @@
-"""A bundle as a tree: its verdict, what it costs, how fast it is, where it hurts, what was decided, how to run it.
+"""Report of a bundle as a tree: verdict, size and accuracy, speed, harm, decisions, and commands.
 
-It is made from the manifest and the measurements alone, so the same two give the same page, card and screen. The data
-of every figure is also there as a table, for those who cannot see the figures or run no scripts.
+It depends on the manifest and the measurements only, so equal inputs give equal pages, cards and screens. The data of
+every figure is also a table, for readers who cannot see the figures or run no scripts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quantkit.report.kit import markdown, tree, words
 from quantkit.report.kit.tree import MARK, Cell, Code, FigureTile, Line, On, Part, Remark, Section, Sheet, Styled
 
 _BRIEF, _FILES = On.SCREEN | On.CARD, On.PAGE | On.CARD
-_RELOADED = "It is the reloaded export that was scored, each in its own runtime, against the original."
+_RELOADED = "Each export was loaded again and scored in its own runtime, against the original."
 
 
 def document(
@@ -43,17 +43,17 @@ def document(
     files: usage.Files | None = None,
     whole: bool = True,
 ) -> tree.Document:
-    """Build the tree of a bundle.
+    """Build the report of a bundle.
 
     Args:
-        notes: what a reader must know about the figures; stands beside them.
-        harm: where it is hurt, if that was looked for.
-        engines: findings about each of its engines.
-        devices: rows of each that was reached from elsewhere.
+        notes: important notes on the figures.
+        harm: harm by layer, if it was measured.
+        engines: findings for each engine.
+        devices: rows of each remote device.
         path: folder of the bundle, for a screen.
-        took: time and memory of the compile, where it has just been made.
-        files: where the model and the set lie, where that is known.
-        whole: whether decisions, checks and what to do next are shown on a screen.
+        took: time and memory of the compile, right after it.
+        files: places of the model and the calibration set, if known.
+        whole: True to show decisions, checks and the next commands on a screen.
     """
     chapters: list[tuple[str, str, On, list[Part]]] = [
         ("run", "Run it", On.CARD, _run(manifest)),
@@ -61,7 +61,7 @@ def document(
         ("costs", "What it costs", _BRIEF, _costs(manifest, rows, notes)),
         ("speed", "Speed", On.ALL, _speed(manifest, rows)),
         ("accuracy", "Accuracy", On.PAGE, _accuracy(manifest, rows, notes)),
-        ("harm", "Where it hurts", On.PAGE, harms.parts(manifest, harm)),
+        ("harm", "Where the harm is", On.PAGE, harms.parts(manifest, harm)),
         ("engine", "What the engine does", On.PAGE, list(engine.sections(engines))),
         ("devices", "Devices", On.PAGE, speed.on_devices(manifest, rows, devices)),
         ("size", "Size", On.PAGE, list(harms.sizes(manifest, rows))),
@@ -71,7 +71,7 @@ def document(
         ("origin", "Where it comes from", On.CARD, _origin(manifest, rows)),
     ]
     ok, name = manifest.state == "complete", str(manifest.recipe.get("name", "quantized"))
-    # where gates are set and none of them was judged, nothing says that it is good
+    # a model with gates is not marked as good before one was judged
     judged = None if ok and figures.unjudged(manifest) and not figures.gates(manifest.checks) else ok
     target = str((manifest.target or {}).get("name", ""))
     about = f", {name}, for {target}" if target else f", {name}"
@@ -89,7 +89,7 @@ def document(
 def _about(manifest: Manifest) -> str:
     origin = figures.origin(manifest)
     if not manifest.layers:
-        return f"{origin} as it is, the baseline that quantized bundles are held against"
+        return f"{origin}, not quantized: the baseline of quantized bundles"
     many = "; ".join(f"{words.plural(count, 'layer')} in {text}" for count, text in figures.schemes(manifest))
     return f"{origin}, quantized: {many}"
 
@@ -100,14 +100,14 @@ def _head(manifest: Manifest, rows: Sequence[Row], path: Path | None, files: usa
     if manifest.state == "gate_failed":
         failed = [check for check in figures.gates(manifest.checks) if not check.ok]
         which = ", ".join(f"{figures.short(check)} {figures.relation(check)}" for check in failed)
-        text = f" This model does not hold what its recipe asks of it: {which}"
+        text = f" This model misses a limit of its recipe: {which}"
         parts.append(Remark((Styled("A gate failed.", "bad"), text), "note"))
     commands = []
     if manifest.layers and not figures.timed(rows):
         text = "\n".join(usage.measure(manifest, "." if path is None else shlex.quote(near(path)), files))
-        commands = [Code("its speed has not been measured; this does:", text, on=On.SCREEN | On.PAGE)] if text else []
+        commands = [Code("its speed is not measured yet; to measure it:", text, on=On.SCREEN | On.PAGE)] if text else []
     elif manifest.layers and manifest.verdict is None:
-        commands = [Code("this judges it:", "\n".join(usage.measure(manifest)), on=On.PAGE)]
+        commands = [Code("to get a verdict:", "\n".join(usage.measure(manifest)), on=On.PAGE)]
     nothing = manifest.verdict is not None and manifest.verdict.answer == "do_not_quantize"
     if (nothing or manifest.state == "gate_failed") and (text := usage.recommend(manifest, files)):
         commands.append(Code("which recipe to try instead:", text, on=On.SCREEN | On.PAGE))
@@ -135,7 +135,7 @@ def _speed(manifest: Manifest, rows: Sequence[Row]) -> list[Part]:
     return [
         *(Remark(text, "caution") for text in shared),
         Remark(sides, on=On.CARD),
-        *(Section(f"{each.title}, {each.other} → {each.this}", _curve(each, shared), on=_BRIEF) for each in timed),
+        *(Section(f"{own.title}, {own.other} → {own.this}", _curve(own, shared), on=_BRIEF) for own in timed),
         *(Remark(f"{text}.", "caption", _BRIEF) for text in curves.conditions(timed, rows)),
         *speed.overview(timed),
         *speed.sections(manifest, rows),
@@ -144,11 +144,11 @@ def _speed(manifest: Manifest, rows: Sequence[Row]) -> list[Part]:
 
 
 def _curve(curve: curves.Series, told: Sequence[str]) -> list[Part]:
-    """Build one curve: a line a size, what follows from it, what to beware of beyond what is `told`."""
+    """Build one curve: its table, results, method, and cautions other than `told`."""
     head, body = curves.brief(curve)
     at = head.index("speed-up")
     for line, cell in zip(body, curve.cells, strict=True):
-        # what is slower is no win, and what noise swamps is neither
+        # strong for a win, bad for a loss, dim within noise
         tone = "dim" if cell.doubtful else "strong" if cell.ratio and cell.ratio > 1 else "bad"
         line[at] = Styled(line[at], tone)
     cautions = [Remark(text, "caution") for text in curves.cautions(curve) if text not in told]
@@ -172,18 +172,18 @@ def _accuracy(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> 
 
 def _stored(manifest: Manifest) -> list[Part]:
     rows = [[f"{count:,}", text] for count, text in figures.schemes(manifest)]
-    rest = Remark(f"Everything else is as in the source ({manifest.model.source.dtype}).")
+    rest = Remark(f"All other weights are stored as in the source ({manifest.model.source.dtype}).")
     return [Sheet(["layers", "scheme"], rows, 1, words=0), rest] if rows else []
 
 
 def _decisions(manifest: Manifest, took: str) -> list[Part]:
     groups, every = figures.grouped(manifest.decisions), [[decision] for decision in manifest.decisions]
-    parts: list[Part] = [Remark("Everything was done as the recipe says.")]
+    parts: list[Part] = [Remark("The recipe was followed without a deviation.")]
     if groups:
-        about = "What was done otherwise than the recipe says, and why. Each stands in manifest.json."
+        about = "Deviations from the recipe, with reasons; manifest.json lists each of them."
         parts = [Remark(about), figures.decisions_table(groups)]
     if len(groups) < len(every):
-        title = f"Every one of the {len(every)} decisions"
+        title = f"All {len(every)} decisions"
         parts.append(replace(figures.decisions_table(every), title=title, folded=True, on=On.PAGE))
     rows: list[list[Line]] = []
     gates = figures.gates(manifest.checks)
@@ -199,16 +199,16 @@ def _decisions(manifest: Manifest, took: str) -> list[Part]:
 
 
 def _run(manifest: Manifest) -> list[Part]:
-    here = "In the folder that holds this file."
+    here = "Run these commands in the folder of this file."
     here += " `model/` is a plain Hugging Face folder." if usage.has(manifest, "model/") else ""
     commands = [replace(command, folded=i > 0) for i, command in enumerate(usage.commands(manifest))]
     link = Styled("report.html", href="report.html")
-    page = ("The figures and every decision stand in ", link, ", one page that needs no network.")
+    page = ("All figures and decisions are in ", link, ", a page that needs no network.")
     return [Remark(here), *([Remark(page, on=On.CARD)] if usage.has(manifest, "report.html") else []), *commands]
 
 
 def near(path: Path) -> str:
-    """Write a path as one would type it here: relative where it lies below the current folder."""
+    """Return a path as a user would type it: relative if it is below the current folder."""
     try:
         return f"./{path.resolve().relative_to(Path.cwd().resolve())}"
     except (ValueError, OSError):
@@ -216,7 +216,7 @@ def near(path: Path) -> str:
 
 
 def took(seconds: Mapping[str, float | None], memory: int | None) -> str:
-    """Describe a compile's cost: seconds by `total` and `quantize_cpu`, and peak memory in bytes."""
+    """Describe the cost of a compile: seconds by `total` and `quantize_cpu`, peak memory in bytes."""
     total, cpu = seconds.get("total"), seconds.get("quantize_cpu")
     return words.joined(
         f"{words.duration(total)} in all" if total is not None else "",
@@ -229,8 +229,8 @@ def _whole_recipe(manifest: Manifest) -> list[Part]:
     files = [[entry.path, words.size(entry.bytes), entry.role, entry.sha256] for entry in manifest.files]
     title = f"{words.plural(len(files), 'file')} with their hashes"
     recipe = [Code("recipe.yaml", usage.recipe(manifest), "yaml"), usage.again(manifest)]
-    made: list[Part] = [Section("The recipe, whole: as recipe.yaml it makes this model again", recipe, folded=True)]
-    return [*made, *([Sheet(["file", "size", "role", "sha256"], files, 2, title=title, folded=True)] if files else [])]
+    parts: list[Part] = [Section("The whole recipe: as recipe.yaml it makes this model again", recipe, folded=True)]
+    return [*parts, *([Sheet(["file", "size", "role", "sha256"], files, 2, title=title, folded=True)] if files else [])]
 
 
 def _origin(manifest: Manifest, rows: Sequence[Row]) -> list[Part]:
@@ -244,11 +244,10 @@ def _origin(manifest: Manifest, rows: Sequence[Row]) -> list[Part]:
 
 
 def _tiles(manifest: Manifest, rows: Sequence[Row]) -> list[FigureTile]:
-    """Build speed, size and accuracy, as far as they were measured."""
     tiles = []
     timed = [row for row in rows if row.name.startswith("latency.") and row.baseline and row.baseline.ratio]
     if timed:
-        # decode before prefill, then the smallest
+        # decode before prefill, then the smallest size
         row = min(timed, key=lambda r: (r.name, (r.shape or {}).get("context", 0), r.batch or 0, curves.tokens(r)))
         tiles.append(_speed_tile(manifest, row))
     sized = [row for row in rows if row.name == "size.bytes" and row.value and row.baseline and row.baseline.ratio]
@@ -269,7 +268,7 @@ def _accuracy_tile(row: Row) -> FigureTile | None:
     value, base, form, variant = row.value or 0.0, row.baseline, figures.share_form(row), figures.variant(row)
     if row.name == "accuracy.perplexity" and base is not None and base.ratio:
         more, sure = words.signed(100 / base.ratio - 100, 1), base.ratio_ci95
-        # a ratio says how many times better: a loss is one whose whole interval lies below 1
+        # a ratio below 1 is a loss, if its whole interval is
         label, tone = ("perplexity, worse", "bad") if sure and sure[1] < 1 else ("perplexity", "")
         return FigureTile(
             f"{more}\u00a0%", label, f"{words.figure(base.value)} to {words.figure(value)}, {variant}", tone
@@ -315,7 +314,7 @@ def _facts(manifest: Manifest, rows: Sequence[Row]) -> list[tuple[str, str]]:
     if seen is not None:
         facts += [("calibrated on", figures.calibrated(seen)), (hashed[seen.tokens > 0], seen.ids_sha256)]
     else:
-        facts.append(("calibrated on", "nothing: no pass of the recipe looks at data"))
+        facts.append(("calibrated on", "nothing: no pass of the recipe needs data"))
     if (data := next((row.data for row in rows if row.data is not None), None)) is not None:
         sequences = figures.begins(data.begins).replace("each", "sequences")
         facts.append(("scored on", f"{data.set} ({data.split}), {data.items:,} items{sequences}"))
@@ -331,13 +330,13 @@ def _facts(manifest: Manifest, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def card(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> str:
-    """Write the card's text; `notes` are what a reader must know about the figures."""
+    """Write the model card; `notes` are important notes on the figures."""
     front = usage.as_yaml(_front_matter(manifest, rows))
     return f"---\n{front}\n---\n\n{markdown.document(document(manifest, rows, notes))}\n"
 
 
 def _front_matter(manifest: Manifest, rows: Sequence[Row]) -> dict[str, Any]:
-    """Collect the hub's metadata: base model, licence if known, task, tags, quantization."""
+    """Collect the metadata of the Hugging Face hub; unknown entries are left out."""
     source = manifest.model.source
     licence = ALIASES[name].licence.lower() if (name := source.ref.removeprefix("alias:")) in ALIASES else None
     formats = sorted({str(layer.scheme.get("format")) for layer in manifest.layers})
@@ -364,7 +363,7 @@ def _front_matter(manifest: Manifest, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _task(kind: str, rows: Sequence[Row]) -> str | None:
-    """Name the model's task as the hub does; None of a graph that was not scored as one that tells images apart."""
+    """Return the hub's name of the model's task; None for a graph that was not scored as an image classifier."""
     if kind == "decoder":
         return "text-generation"
     if kind == "encoder" and any(row.name == "accuracy.top1" for row in rows):

@@ -1,6 +1,6 @@
-"""What an engine really does, as sections of the report and as a table on screen: `measurement.engine_layers`, said.
+"""Engine section of a bundle's report: the precision and time of each layer, from `measurement.engine_layers`.
 
-Layers of the model that are multiplied in more bits than asked come first, then those that are as asked, by kind.
+Layers with more bits than asked come first; the others are grouped by kind.
 """
 
 from __future__ import annotations
@@ -14,51 +14,53 @@ from quantkit.report.kit import words
 from quantkit.report.kit.tree import MARK, Exhibit, Line, Part, Remark, Sheet, Styled
 
 _COST = ("layer of the engine", "share", "median", "fastest", "slowest", "kernel", "computes", "kernels tried")
-_HEAD = ("layers of the model", "weights", "read in", "inputs", "multiplied in", "reason")
-# layers of a network that a screen has
+_HEAD = ("layers of the model", "weights", "weights run as", "inputs", "inputs run as", "reason")
+# most layers of a network in a table
 SHOWN = 24
 
 
 def sections(engines: Sequence[Inspected]) -> list[Exhibit]:
-    """Build two of each engine: precision by layer, and the costliest layers where they were timed."""
+    """Build two exhibits for each engine: the precision by layer, and the costliest layers if they were timed."""
     exhibits = []
     for engine in engines:
         how = f"{engine.engine}, opened by {engine.library} on {engine.gpu}; from its inspector."
-        exhibits.append(Exhibit(said(engine), [], [how], Sheet(_HEAD, _grouped(engine), 5), title=engine.engine))
+        exhibits.append(Exhibit(sentences(engine), [], [how], Sheet(_HEAD, _grouped(engine), 5), title=engine.engine))
         if costly := engine.costliest:
             share, verb = words.percent(sum(layer.share for layer in costly)), "takes" if len(costly) == 1 else "take"
             many = words.plural(len(costly), "layer")
             text = f"{many} {verb} {share} of a step's time, {costly[0].layer} the most."
-            how = "Timed by the library's profiler, without CUDA graphs: what a layer takes beside the others."
+            how = "Timed by the library's profiler, without CUDA graphs: the shares count, not the absolute times."
             sheet = Sheet(_COST, [_cost(layer) for layer in costly], 3)
             exhibits.append(Exhibit([text], [], [how, _tried(engine)], sheet, title="Costliest layers"))
     return exhibits
 
 
-def said(engine: Inspected) -> list[str]:
-    """Describe fallbacks, and the engine's version of the network."""
+def sentences(engine: Inspected) -> list[str]:
+    """Describe an engine: fallbacks to more bits, and its version of the network."""
     fallen = [product for product in engine.products if product.fell_back]
     unknown = sum(product.got is None for product in engine.products)
     count, whole = words.plural(len(engine.products), "quantized layer"), len(engine.products)
     if fallen:
         text = f"{len(fallen)} of {count} are multiplied in more bits than asked: {fallen[0].linear} first."
     elif unknown < whole:
-        text = f"All of {count} that it names are multiplied as asked."
+        text = f"All named layers of {count} are multiplied as asked."
     else:
-        text = f"The engine names none of {count}: what they are multiplied in is not known."
-    made = f"{words.plural(engine.nodes, 'node')} became {words.plural(engine.layers, 'layer')}, {engine.fused} fused."
+        text = f"The engine names none of {count}: their precision is not known."
+    fusion = (
+        f"{words.plural(engine.nodes, 'node')} became {words.plural(engine.layers, 'layer')}, {engine.fused} fused."
+    )
     counted = {
-        "Layers that it does not name": unknown if unknown < whole else 0,
-        "Layers that only change how a tensor lies": len(engine.reformats),
-        "Pairs before inputs that no product consumes": len(engine.pairs),
+        "Layers without a name in the engine": unknown if unknown < whole else 0,
+        "Layers that only change a tensor's memory layout": len(engine.reformats),
+        "Pairs of quantize and dequantize without a product behind them": len(engine.pairs),
     }
-    return [text, *(f"{what}: {count}." for what, count in counted.items() if count), made]
+    return [text, *(f"{what}: {count}." for what, count in counted.items() if count), fusion]
 
 
 def brief(engine: Inspected) -> list[Part]:
-    """Build the terminal's summary: fallbacks, a line each, and the costliest layers."""
+    """Build the screen of an engine: fallbacks, a line each, and the costliest layers."""
     fallen = [product for product in engine.products if product.fell_back]
-    text = f": {' '.join(said(engine))}"
+    text = f": {' '.join(sentences(engine))}"
     parts: list[Part] = [Remark((MARK[not fallen], " ", Styled(engine.engine, "strong"), text))]
     if fallen:
         rows = [(product.linear, product.asked, str(product.got), product.why) for product in fallen[:10]]
@@ -88,20 +90,20 @@ def _product(name: str, product: EngineProduct) -> list[str]:
 def _cost(layer: Costly) -> list[str]:
     times = [words.duration(seconds) for seconds in (layer.seconds, layer.low, layer.high)]
     tried = ", ".join(f"{name} {words.duration(seconds)}" for name, seconds in layer.tried[:5])
-    made = ", ".join(layer.linears[:3]) or "–"
-    return [layer.layer, words.percent(layer.share), *times, layer.tactic or layer.kind, made, tried or "–"]
+    computed = ", ".join(layer.linears[:3]) or "–"
+    return [layer.layer, words.percent(layer.share), *times, layer.tactic or layer.kind, computed, tried or "–"]
 
 
 def _tried(engine: Inspected) -> str:
     if any(layer.tried for layer in engine.costliest):
-        return "Kernels tried: as the build timed them, the fastest first."
+        return "Kernels tried: times of the build, the fastest first."
     if engine.library.startswith("tensorrt_rtx"):
-        return "TensorRT-RTX compiles ahead of time: it tries no kernels, and there is no spread to show."
-    return "The build timed none of them anew: its timing cache knew them."
+        return "TensorRT-RTX compiles ahead of time: it tries no kernels, so there are no times of others."
+    return "The build tried no kernels: its timing cache had their times."
 
 
 def layers(errors: Sequence[LayerError], notes: Sequence[str] = ()) -> list[Part]:
-    """Build the layers with the lowest cosine in the order of the network, and what the network gives out."""
+    """Build the table of the layers with the lowest cosines, and of the outputs, in the order of the network."""
     cosines = [-1.0 if error.cosine is None else error.cosine for error in errors]
     worst = sorted(range(len(errors)), key=lambda place: cosines[place])[:SHOWN]
     shown = sorted({*worst, *(place for place, error in enumerate(errors) if error.kind == "output")})
@@ -116,5 +118,5 @@ def layers(errors: Sequence[LayerError], notes: Sequence[str] = ()) -> list[Part
         row += [figure(error.cosine, ".5f"), figure(error.snr, ".1f")]
         rows.append([*row, *([figure(error.engine, ".5f")] if engines else [])])
     head = ["layer", "", "max error", "mean error", "cosine", "SNR, dB", *(["engine"] if engines else [])]
-    about = f"{len(errors)} layers; {len(shown)} are shown: the lowest cosines, and what comes out"
+    about = f"{len(errors)} layers; {len(shown)} are shown: the lowest cosines, and the outputs"
     return [Remark(about), Sheet(head, rows, words=2), *(Remark(note, "note") for note in notes)]

@@ -1,4 +1,4 @@
-"""The figures of a bundle as lines: before, after, and how sure one can be. Terminal, page and card share them."""
+"""Figures of a bundle as table lines: before, after, and the uncertainty, for terminal, page and card."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from quantkit.report.kit.words import by
 
 _BITS = {"float32": "32", "float16": "16", "bfloat16": "16"}
 _GATE = "gate."
-# shares of right answers, whose difference to the original is paired
+# shares of right answers; their differences to the original are paired
 RECALL = {f"accuracy.recall_at_{k}": f"recall at {k}" for k in (1, 5, 10)}
 SHARES = {"accuracy.top1": "top-1 accuracy", "accuracy.top5": "top-5 accuracy", **RECALL}
-# of a line of the table: label, the original's figure (empty where it is about both), this one's, remark
+# line of a table: label, original's figure ("" if it is about both sides), this model's figure, remark
 Figures = tuple[str, str, str, str]
 
 
 def tables(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[tuple[str, list[Figures]]]:
-    """Make (export, its lines), first sizes and memory, whose export is empty: they stand for the bundle."""
+    """Return (export, its lines); sizes and memory come first, with an empty export: they describe the whole bundle."""
     by_export = by(rows, lambda row: variant(row) if row.name.startswith("accuracy.") else "")
-    made = [(name, _lines(group, layers, dtype)) for name, group in by_export.items()]
-    return [(name, group) for name, group in sorted(made, key=lambda pair: pair[0] != "") if group]
+    by_name = [(name, _lines(group, layers, dtype)) for name, group in by_export.items()]
+    return [(name, group) for name, group in sorted(by_name, key=lambda pair: pair[0] != "") if group]
 
 
 def _lines(rows: Sequence[Row], layers: int, dtype: str) -> list[Figures]:
@@ -73,7 +73,7 @@ def _perplexity(row: Row, value: float) -> Figures:
         return "perplexity", "", words.figure(value), words.between(row.ci95, words.figure)
     remark = ""
     if row.baseline.ratio:
-        # a row's ratio says how many times better it is; perplexity is read the other way round
+        # a row's ratio is above 1 for the better side; perplexity is shown the other way round
         remark = f"{1 / row.baseline.ratio:.3f} times"
         if row.baseline.ratio_ci95 and row.baseline.ratio_ci95[0] > 0:
             low, high = row.baseline.ratio_ci95
@@ -104,8 +104,6 @@ def _right(row: Row, value: float) -> Figures:
 
 
 def _alone(label: str | Callable[[Row], str], form: words.Form | None = None) -> Callable[[Row, float], Figures]:
-    """Return lines for value and interval of a figure about both sides."""
-
     def line(row: Row, value: float) -> Figures:
         shown, name = form or share_form(row), label if isinstance(label, str) else label(row)
         return name, "", shown(value), words.between(row.ci95, shown)
@@ -124,17 +122,17 @@ def _cosine(row: Row, value: float) -> Figures:
 
 
 def same(row: Row, value: float) -> Figures:
-    """Tell how many boxes overlap, or values are equal, and how many there are on either side."""
+    """Format the share of overlapping boxes, or equal values, with the counts of both sides."""
     label = "same boxes" if row.settings.get("by") == "boxes" else "same values"
     if row.value is None:
-        return label, "", "–", "none in any sample, on either side"
+        return label, "", "–", "neither side has any in a sample"
     before, after = ((row.shape or {}).get(side) for side in ("original", "candidate"))
     counts = "" if before is None else f"{after:,} against {before:,}"
     return label, "", words.percent(value), words.joined(words.between(row.ci95, words.percent), counts, by="; ")
 
 
 def agreement(row: Row) -> str:
-    """Name the items of a row of agreement: words, classes, or classes where the original is confident."""
+    """Name the agreeing items of a row: words, classes, or classes with a confident original."""
     if not of_classes(row):
         return "same most likely word"
     sure = row.settings.get("surer_than")
@@ -161,23 +159,23 @@ _MAKERS: dict[str, Callable[[Row, float], Figures]] = {
 
 
 def of_classes(row: Row) -> bool:
-    """Tell if a row is about a classifier's answers."""
+    """Tell if a row scores a classifier."""
     return "classes" in (row.shape or {})
 
 
 def share_form(row: Row) -> words.Form:
-    """Show percent to a tenth, of a thousand items and more to a hundredth: a single one shows."""
+    """Return the format of a share: a tenth of a percent, or a hundredth from a thousand items on."""
     places = 2 if (of_classes(row) or row.name in RECALL) and (row.n or 0) >= 1000 else 1
     return lambda value: words.percent(value, places)
 
 
 def points_form(row: Row) -> words.Form:
-    """Show points of percent, with as many digits as `share_form` has."""
+    """Return the format of percentage points, with as many digits as `share_form`."""
     return lambda value: words.points(value, 2 if (row.n or 0) >= 1000 else 1)
 
 
 def lost(row: Row) -> str:
-    """Format a share's loss against the original: `−0.2 points (−0.5 to 0.1), McNemar p 0.30`; "" if unknown."""
+    """Format the change against the original: `−0.2 points (−0.5 to 0.1), McNemar p 0.30`; "" if unknown."""
     base = row.baseline
     if base is None or base.difference is None:
         return ""
@@ -188,7 +186,7 @@ def lost(row: Row) -> str:
 
 
 def variant(row: Row) -> str:
-    """Name the export of a row, to tell it from the others; "" if no runtime is needed."""
+    """Name the export of a row, to distinguish several exports; "" without a runtime."""
     level, cache, output = (row.settings.get(name) for name in ("accuracy_level", "kv_cache", "output"))
     cached = f"context {(row.shape or {}).get('context', 0):,}, {cache} cache" if cache is not None else ""
     leveled, named = f"level {level}" if level is not None else "", f"output {output}" if output is not None else ""
@@ -196,13 +194,13 @@ def variant(row: Row) -> str:
 
 
 def export(row: Row) -> str:
-    """Name the folder of a row of sizes, in the reader's words."""
+    """Name the folder of a row of sizes: `checkpoint` for `model`, `ONNX` for `onnx`."""
     folder = str(row.settings.get("export") or "this bundle")
     return {"model": "checkpoint", "onnx": "ONNX"}.get(folder, folder)
 
 
 def where(row: Row) -> str:
-    """`batch 1, context 128` or `batch 1, 256 tokens`; empty where a row has neither."""
+    """Format `batch 1, context 128` or `batch 1, 256 tokens`; "" for a row without a shape."""
     shape = row.shape or {}
     return words.joined(
         f"batch {row.batch}" if row.batch else "",
@@ -212,12 +210,12 @@ def where(row: Row) -> str:
 
 
 def flags(row: Row) -> str:
-    """Write a row's flags in words."""
+    """Format a row's flags as words."""
     return ", ".join(flag.replace("-", " ") for flag in row.flags)
 
 
 def scored(rows: Sequence[Row]) -> str:
-    """Describe the data and the intervals of accuracy; "" without accuracy."""
+    """Describe the data and the intervals of the accuracy; "" without accuracy."""
     row = next((row for row in rows if row.data is not None), None)
     if row is None or row.data is None:
         return ""
@@ -225,9 +223,11 @@ def scored(rows: Sequence[Row]) -> str:
     what = f"{words.plural(row.data.items, counted(row))} of {row.data.set} ({row.data.split})"
     if sequences:
         what += f" in {words.plural(sequences, 'sequence')}{begins(row.data.begins)}"
-    fewer = {each.runtime: each.data.items for each in rows if each.name == "accuracy.kl" and each.data is not None}
+    fewer = {
+        other.runtime: other.data.items for other in rows if other.name == "accuracy.kl" and other.data is not None
+    }
     what += "".join(f", {n:,} of them in {runtime}" for runtime, n in fewer.items() if n < row.data.items)
-    over = "" if groups is None else f" over {words.plural(groups, 'group')} of {counted(row)}s that are alike"
+    over = "" if groups is None else f" over {words.plural(groups, 'group')} of similar {counted(row)}s"
     paired = any(row.baseline is not None and row.baseline.difference is not None for row in rows)
     how = ", ± standard error" if sequences and not of_classes(row) else ""
     if paired:
@@ -237,7 +237,7 @@ def scored(rows: Sequence[Row]) -> str:
 
 
 def counted(row: Row) -> str:
-    """Name the unit of counting."""
+    """Name the unit that a row counts."""
     if of_classes(row):
         return next((unit for unit in ("sample", "text", "pair") if f"ci95-by-{unit}" in row.flags), "image")
     if row.name in RECALL or "ci95-by-pair" in row.flags:
@@ -248,14 +248,13 @@ def counted(row: Row) -> str:
 
 
 def calibrated(seen: CalibrationEntry) -> str:
-    """Describe the calibration data: `prose-en (calib), 16 sequences of 512 tokens`; images and pairs have no
-    tokens."""
+    """Describe the calibration data: `prose-en (calib), 16 sequences of 512 tokens`, or `16 items` without tokens."""
     of = f"sequences of {seen.tokens} tokens" if seen.tokens else "items"
     return f"{seen.set} ({seen.split}), {seen.samples} {of}{written(seen.generated)}{begins(seen.begins)}"
 
 
 def written(samples: int | None) -> str:
-    """Say how many sequences are the model's own, to be added to how many there are."""
+    """Count the sequences written by the model itself, as an addition to the number of sequences."""
     return f", {samples} of them written by the model itself" if samples else ""
 
 
@@ -273,17 +272,17 @@ def gates(checks: Sequence[Check]) -> list[Check]:
 
 
 def unjudged(manifest: Manifest) -> list[str]:
-    """List gates of the recipe without a matching score."""
+    """List the recipe's gates without a score."""
     judged = {check.name.rpartition(".")[2] for check in gates(manifest.checks)}
     asked: dict[str, Any] = manifest.recipe.get("gates") or {}
     return [gate for gate, limit in asked.items() if limit is not None and gate not in judged]
 
 
 def relation(check: Check) -> str:
-    """Write a check as it is read: `kl_max 0.143 ≤ 0.5`."""
+    """Format a check: `0.143 ≤ 0.5`."""
     if check.value is None or check.limit is None:
         return ""
-    if check.limit == 0 and not check.name.startswith(_GATE):  # a count of what is wrong
+    if check.limit == 0 and not check.name.startswith(_GATE):  # a count of errors
         return "" if check.ok else f"{check.value:g} wrong"
     at_least = check.name.endswith("_min") or check.name.startswith("integer.")
     sign = ("≥" if at_least else "≤") if check.ok else ("<" if at_least else ">")
@@ -292,7 +291,7 @@ def relation(check: Check) -> str:
 
 
 def short(check: Check) -> str:
-    """Shorten a check's name under its heading: `kl_max`, or `kl_max in onnxruntime`."""
+    """Shorten a check's name: `kl_max`, or `kl_max in onnxruntime`."""
     if not check.name.startswith(_GATE):
         return check.name
     runtime, _, gate = check.name.removeprefix(_GATE).rpartition(".")
@@ -305,7 +304,7 @@ def grouped(decisions: Sequence[Decision]) -> list[list[Decision]]:
 
 
 def decisions_table(groups: Sequence[Sequence[Decision]]) -> Sheet:
-    """Build decisions as a table, the first of each group; where any stands for several, with how many."""
+    """Build the table of decisions: the first of each group, with the group's size if any has several."""
     several = any(len(group) > 1 for group in groups)
     head = ["decision", *(["times"] if several else []), "first at" if several else "at", "change", "reason"]
     rows: list[list[Line]] = []
@@ -324,7 +323,7 @@ def change(decision: Decision) -> str:
 
 
 def results_table(rows: Sequence[Row], *, layers: int = 0, dtype: str = "", quantized: bool = True) -> Sheet:
-    """Build before and after: size, accuracy and memory, a heading for each export."""
+    """Build the table of size, accuracy and memory before and after, with a heading for each export."""
     body: list[list[Line]] = []
     for export_, group in tables(rows, layers=layers, dtype=dtype):
         body += [[Styled(export_, "dim")]] if export_ else []
@@ -333,7 +332,7 @@ def results_table(rows: Sequence[Row], *, layers: int = 0, dtype: str = "", quan
 
 
 def notes(manifest: Manifest) -> list[str]:
-    """Return notes on the source for readers of a bundle's figures."""
+    """Return notes on the source, for the reader of a bundle's figures."""
     alias = ALIASES.get(manifest.model.source.ref.removeprefix("alias:"))
     if alias is not None:
         return [alias.note] if alias.note else []
@@ -353,12 +352,12 @@ _ANSWERS = {
 
 
 def verdict(manifest: Manifest, rows: Sequence[Row], *, prompts: bool = True) -> tuple[str, list[str]]:
-    """Give (the verdict in words, what decided it), or why there is none.
+    """Return (the verdict in words, its reasons), or why there is no verdict.
 
-    It says how much is quantized, where that is not most of what the recipe's name lets one expect.
+    The verdict includes the share of quantized weights if it is unexpectedly low.
 
     Args:
-        prompts: whether it says what holds of prompts.
+        prompts: True to include the verdict on prompts.
     """
     answer, because = _answer(manifest, rows, prompts=prompts)
     share = _in_floats(manifest.weights)
@@ -377,7 +376,7 @@ def _answer(manifest: Manifest, rows: Sequence[Row], *, prompts: bool) -> tuple[
     judged = manifest.verdict
     if judged is None:
         if not manifest.layers:
-            return "none; nothing in it is quantized, it is a baseline for other bundles", []
+            return "none; nothing is quantized, the bundle is a baseline for others", []
         if timed(rows):
             return "not judged yet: its speed has been measured", []
         return "not measured yet: nothing says whether it is faster", []
@@ -394,7 +393,7 @@ def _answer(manifest: Manifest, rows: Sequence[Row], *, prompts: bool) -> tuple[
 
 
 def _prompts(prompts: PromptVerdict | None) -> str:
-    """`; prompts of 64 tokens are faster`, and so on, as far as there are any."""
+    """Format `; prompts of 64 tokens are faster`; "" without any."""
     if prompts is None:
         return ""
     states = [(prompts.faster, "are faster"), (prompts.slower, "are slower")]
@@ -404,7 +403,7 @@ def _prompts(prompts: PromptVerdict | None) -> str:
 
 
 def tone(manifest: Manifest) -> str:
-    """Tell how its verdict is shown: `good`, `bad`, `open`, or `inconclusive`, whose number is not shown large."""
+    """Return the verdict's tone: `good`, `bad`, `open` or `inconclusive`."""
     if manifest.state == "gate_failed":
         return "bad"
     if manifest.verdict is None:
@@ -418,14 +417,14 @@ def _batches(rows: Sequence[Row]) -> list[int]:
 
 
 def untimed(manifest: Manifest, rows: Sequence[Row]) -> list[int]:
-    """List the target's batches above the largest one whose decode step was timed; none where none was."""
+    """List the target's batches above the largest timed one; none without any timed batch."""
     timed_ = _batches(rows)
     wanted: list[int] = (manifest.target or {}).get("batches") or [] if timed_ else []
     return [batch for batch in wanted if timed_[-1] < batch <= LARGEST]
 
 
 def timed(rows: Sequence[Row]) -> bool:
-    """Tell if its speed was measured."""
+    """Tell if the speed was measured."""
     return any(row.name.startswith("latency.") and row.value is not None for row in rows)
 
 
@@ -433,19 +432,19 @@ def timed(rows: Sequence[Row]) -> bool:
 
 
 def origin(manifest: Manifest) -> str:
-    """Name the source as the hub does: `org/name` of a hub model, else the model's name."""
+    """Name the source: `org/name` for a hub model, else the model's name."""
     ref = manifest.model.source.ref
     return ref.removeprefix("hf:").split("@", maxsplit=1)[0] if ref.startswith("hf:") else manifest.model.name
 
 
 def schemes(manifest: Manifest) -> list[tuple[int, str]]:
-    """Count (how many layers, scheme in words), the most frequent first."""
+    """List (number of layers, scheme in words), the most frequent first."""
     counts = Counter(scheme_of(layer.scheme) for layer in manifest.layers)
     return sorted(((count, text) for text, count in counts.items()), key=lambda pair: (-pair[0], pair[1]))
 
 
 def scheme_of(scheme: dict[str, object]) -> str:
-    """Write a weight scheme in words: `int4, group 64, asymmetric, float16 scales`."""
+    """Format a weight scheme: `int4, group 64, asymmetric, float16 scales`."""
     shared = f"group {group}" if (group := scheme.get("group")) else f"per {scheme.get('granularity')}"
     symmetric = "symmetric" if scheme.get("symmetric") else "asymmetric"
     return f"{scheme.get('format')}, {shared}, {symmetric}, {scheme.get('scale')} scales"
@@ -453,7 +452,7 @@ def scheme_of(scheme: dict[str, object]) -> str:
 
 def place(name: str) -> tuple[str, str]:
     """Split a layer's name into (block, kind): `model.layers.3.mlp.experts.7.up_proj` is an `up_proj` of block 3."""
-    # the first number is the block's: an expert's comes behind it
+    # the first number is the block's; an expert's number follows it
     match = re.search(r"^.*?\.(\d+)\.(.+)$", f".{name}")
     if match is None:
         return "–", name[-24:]
@@ -461,16 +460,20 @@ def place(name: str) -> tuple[str, str]:
 
 
 def weights(entries: Sequence[WeightsEntry]) -> list[str]:
-    """Describe the source's tensors: share of linear weights in floats, reasons, unused tensors."""
+    """Describe the source's tensors: quantized share of the linear weights, reasons for the rest, unused tensors."""
     linear = [entry for entry in entries if entry.linear]
     whole = sum(entry.elements for entry in linear)
     left = sorted((entry for entry in linear if entry.state != "quantized"), key=lambda entry: -entry.elements)
-    said, share = [], _in_floats(entries)
+    sentences, share = [], _in_floats(entries)
     if share is not None:
         parts = ((entry.elements / whole, entry.reason) for entry in left[:3])
         why = "; ".join(
             f"{part:.1%} {reason}" if part >= 0.001 else f"{words.share(part)} {reason}" for part, reason in parts
         )
-        said.append(f"{1 - share:.1%} of the linear weights are quantized" + (f", in floats: {why}" if why else ""))
+        sentences.append(
+            f"{1 - share:.1%} of the linear weights are quantized" + (f", in floats: {why}" if why else "")
+        )
     unused = (entry for entry in entries if entry.state == "unused")
-    return said + [f"{entry.tensors} tensors stay as they are ({entry.example}): {entry.reason}" for entry in unused]
+    return sentences + [
+        f"{entry.tensors} tensors stay as they are ({entry.example}): {entry.reason}" for entry in unused
+    ]

@@ -1,6 +1,6 @@
-"""Where a quantized model is hurt and how large it is: layers, depth, outliers, words, mixed precision; weights, sizes.
+"""Harm section of a bundle's report: layers, depth, outliers, words, mixed precision; also weights and sizes.
 
-Every sentence follows from the numbers by a rule that stands with its function, so that it changes when they do.
+Every sentence is derived from the numbers by a rule in its function, so it changes with them.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ from quantkit.report.kit import charts, words
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, BarPart, Curve, Mark, Plot
 from quantkit.report.kit.tree import Exhibit, Part, Remark, Section, Sheet, Styled
 
-# half of the harm in at most this part of the blocks is called concentrated
+# harm is concentrated if at most this share of the blocks has half of it
 _CONCENTRATED = 1 / 3
-# an input with a channel this many times its median channel is said to have outliers
+# an input has outliers if its largest channel is this many times its median channel
 _OUTLIER = 20.0
-# worst positions that a page shows at once, and layers of mixed precision that are drawn
+# worst positions outside the folded table; layers in the chart of mixed precision
 _SHOWN, _DRAWN = 3, 6
-# room for ticks such as 0.0001
+# left margin, with room for ticks such as 0.0001
 _LEFT = 76
 _FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def parts(manifest: Manifest, harm: Harm | None) -> list[Part]:
-    """Build where the loss comes from, what was found of layers, depth and outliers, and the worst positions."""
-    made: list[Part] = []
+    """Build the sources of the loss, the harm by layer and depth, outliers, weights, and the worst positions."""
+    shown: list[Part] = []
     if harm is not None:
-        said = [text for text in (by_kind(harm.layers), by_depth(harm.blocks)) if text]
-        if said:
-            made.append(Remark((Styled(f"Where the loss comes from: {said[0]}", "strong"), " ", " ".join(said[1:]))))
-        made += mixed(harm.mixed)
-        made += [_layers(harm.layers)] if harm.layers else []
-        made += [_depth(harm.blocks)] if harm.blocks else []
-        made += [_inputs(harm.inputs)] if harm.inputs else []
-    return [*made, *weights(manifest), *_worst(harm)]
+        sentences = [text for text in (by_kind(harm.layers), by_depth(harm.blocks)) if text]
+        if sentences:
+            shown.append(
+                Remark((Styled(f"Where the loss comes from: {sentences[0]}", "strong"), " ", " ".join(sentences[1:])))
+            )
+        shown += mixed(harm.mixed)
+        shown += [_layers(harm.layers)] if harm.layers else []
+        shown += [_depth(harm.blocks)] if harm.blocks else []
+        shown += [_inputs(harm.inputs)] if harm.inputs else []
+    return [*shown, *weights(manifest), *_worst(harm)]
 
 
 def by_kind(layers: Sequence[LayerHarm]) -> str:
-    """Name the kind with most of the squared relative output error, and its part of the layers."""
+    """Name the kind of layer with the largest share of the squared relative output error, and the second."""
     sums: dict[str, float] = {}
     kinds = [figures.place(layer.name)[1] for layer in layers]
     for kind, layer in zip(kinds, layers, strict=True):
@@ -56,13 +58,13 @@ def by_kind(layers: Sequence[LayerHarm]) -> str:
     (first, most), (second, next_) = sorted(sums.items(), key=lambda pair: -pair[1])[:2]
     part = words.whole(kinds.count(first) / len(layers))
     return (
-        f"{first} carries {words.whole(most / total)} of the squared output error of all layers, being {part} of them, "
-        f"and {second} {words.whole(next_ / total)}."
+        f"{first} ({part} of the layers) has {words.whole(most / total)} of the squared output error of all layers, "
+        f"{second} has {words.whole(next_ / total)}."
     )
 
 
 def by_depth(blocks: Sequence[BlockHarm]) -> str:
-    """Name the fewest blocks with half of the squared own errors; a third or fewer is concentrated."""
+    """Name the fewest blocks with half of the squared error, if they are at most a third of all blocks."""
     total = sum(block.own**2 for block in blocks)
     if len(blocks) < 2 or total <= 0:
         return ""
@@ -74,33 +76,32 @@ def by_depth(blocks: Sequence[BlockHarm]) -> str:
         half += blocks[index].own ** 2
     many = f"{len(chosen)} of {len(blocks)} blocks"
     if len(chosen) > _CONCENTRATED * len(blocks):
-        return f"By depth it is spread: half of what the blocks add takes {many}."
+        return f"By depth the error is spread: half of it comes from {many}."
     numbers = words.listed(sorted(int(_number(blocks[index].name, index)) for index in chosen))
-    return f"Half of what the blocks add comes from {many}: {numbers}."
+    return f"By depth, half of the error comes from {many}: {numbers}."
 
 
 def _worst(harm: Harm | None) -> list[Part]:
-    """Build the worst positions, and how much they weigh."""
     if harm is None or not harm.worst:
         return []
-    said: list[Part] = []
+    contents: list[Part] = []
     if harm.worst_share is not None:
         share = words.whole(harm.worst_share)
-        said.append(Remark(f"{share} of all KL lies in the worst 1 % of the positions; the first of them:"))
-    head, rows = ("text", "goes on", "original says", "this model says", "KL, nats"), list(map(_line, harm.worst))
-    said.append(Sheet(head, rows[:_SHOWN], words=4, title="Positions with the largest KL divergence", stacked=True))
+        contents.append(Remark(f"{share} of the total KL comes from the worst 1 % of the positions; the worst are:"))
+    head, rows = ("text", "next word", "original", "this model", "KL, nats"), list(map(_line, harm.worst))
+    contents.append(Sheet(head, rows[:_SHOWN], words=4, title="Positions with the largest KL divergence", stacked=True))
     if len(rows) > _SHOWN:
         more = words.plural(len(rows) - _SHOWN, "more position")
-        said.append(Sheet(head, rows[_SHOWN:], words=4, title=more, folded=True, stacked=True))
-    about = "Beside each most likely token stands how likely it is held; · is a space at an end, ⏎ a new line."
-    return [Section("Worst positions", [*said, Remark(about, "caption")])]
+        contents.append(Sheet(head, rows[_SHOWN:], words=4, title=more, folded=True, stacked=True))
+    about = "Each model's most likely token, with its probability; · is a space at an end, ⏎ a new line."
+    return [Section("Worst positions", [*contents, Remark(about, "caption")])]
 
 
 def _line(position: Position) -> list[str]:
     guesses = ((position.original, position.original_chance), (position.candidate, position.candidate_chance))
-    said = [f"{words.visible(text)} ({words.whole(chance)})" for text, chance in guesses]
+    guessed = [f"{words.visible(text)} ({words.whole(chance)})" for text, chance in guesses]
     before = f"… {words.visible(position.before)}"
-    return [before, words.visible(position.follows), *said, words.short(position.kl)]
+    return [before, words.visible(position.follows), *guessed, words.short(position.kl)]
 
 
 def _layers(layers: Sequence[LayerHarm]) -> Exhibit:
@@ -109,28 +110,28 @@ def _layers(layers: Sequence[LayerHarm]) -> Exhibit:
     panels = heat([(layer.name, layer.error) for layer in layers], "Relative error of the outputs", alt)
     middle = words.percent(median(layer.error for layer in layers))
     text = f"Median {middle}; largest in {largest.name}, {words.percent(largest.error)}."
-    how = "‖ŷ − y‖ / ‖y‖ of what each layer returns, given the same inputs as the layer before it was rounded."
+    how = "‖ŷ − y‖ / ‖y‖ of each layer's output, with and without quantization, for the same inputs."
     body = [[layer.name, words.percent(layer.error, 2)] for layer in layers]
     return Exhibit([text], panels, [how], Sheet(["layer", "relative output error"], body), title="Layers")
 
 
 def _depth(blocks: Sequence[BlockHarm]) -> Exhibit:
     names, xs = [block.name for block in blocks], range(len(blocks))
-    sides = {"error": ("built up", QUANTIZED, "built up"), "own": ("its own", "muted", "of its own")}
+    sides = {"error": ("accumulated", QUANTIZED, "accumulated"), "own": ("own", "muted", "own")}
     drawn = []
-    for side, (label, colour, said) in sides.items():
+    for side, (label, colour, suffix) in sides.items():
         values = [getattr(block, side) for block in blocks]
-        hover = [f"{name}: {words.percent(value)} {said}" for name, value in zip(names, values, strict=True)]
+        hover = [f"{name}: {words.percent(value)} {suffix}" for name, value in zip(names, values, strict=True)]
         drawn.append(Curve(label, colour, xs, values, hover))
     up = charts.straight_axis("relative error", [0.0, *charts.heights(drawn)], form=words.whole_tick)
-    across = charts.names_axis("behind block", [_number(name, i) for i, name in enumerate(names)])
-    alt = "Relative error of the hidden state behind each block, built up and added by the block itself"
+    across = charts.names_axis("after block", [_number(name, i) for i, name in enumerate(names)])
+    alt = "Relative error of the hidden state after each block: accumulated, and of the block alone"
     panel = Plot("Error of the hidden state", alt, charts.lines(drawn, across, up, height=270), wide=True)
-    text = f"Behind the last block the hidden state is off by {words.percent(blocks[-1].error)}."
-    how = "Root mean square over tokens of ‖ĥ − h‖ / ‖h‖; a block's own is what it adds when fed the original's input."
+    text = f"After the last block the hidden state has a relative error of {words.percent(blocks[-1].error)}."
+    how = "Root mean square over tokens of ‖ĥ − h‖ / ‖h‖; own: the error of one block with the original's input."
     body = [[block.name, words.percent(block.error, 2), words.percent(block.own, 2)] for block in blocks]
-    table = Sheet(["block", "built up", "its own"], body)
-    # one block is a point: the sentence says it
+    table = Sheet(["block", "accumulated", "own"], body)
+    # a single block needs no chart
     return Exhibit([text], [panel] if len(blocks) > 1 else [], [how], table, title="Through depth")
 
 
@@ -139,7 +140,7 @@ def _inputs(inputs: Sequence[InputHarm]) -> Exhibit:
     for shared in inputs:
         block, kind = figures.place(shared.name)
         row = kinds.setdefault(kind, {})
-        # of experts, the one with the largest
+        # the expert with the largest value
         row[block] = max(shared, row.get(block, shared), key=lambda known: known.before)
     panels = []
     for kind, row in kinds.items():
@@ -149,7 +150,7 @@ def _inputs(inputs: Sequence[InputHarm]) -> Exhibit:
     before, after = (sum(value > _OUTLIER for value in side) for side in _sides(inputs))
     text = (
         f"{before} of {words.plural(len(inputs), 'shared input')} had a channel more than {_OUTLIER:g} times its "
-        f"median channel, {after} have one now."
+        f"median channel; now {after} have one."
     )
     how = "The largest channel over the median one, each by its largest absolute value; folds and rotations change it."
     body = [[shared.name, f"{shared.before:.1f}×", f"{shared.after:.1f}×"] for shared in inputs]
@@ -179,15 +180,15 @@ def _number(name: str, index: int) -> str:
 
 
 def mixed(search: MixedSearch | None) -> list[Exhibit]:
-    """Build harm against bytes as layers are kept high, and what each layer harms alone."""
+    """Build the chart of harm against bytes, and of the harm of each layer alone."""
     if search is None:
         return []
     panels = [_front(search), *([_alone(search)] if search.layers else [])]
     keys = [(QUANTIZED, "compiled and scored")]
-    keys += [("ink", "the choice, and what it keeps high")] if search.chosen is not None else []
+    keys += [("ink", "the choice, and its layers in high precision")] if search.chosen is not None else []
     how = (
-        "A point keeps the layers before it high as well, in the order of their harm for what quantizing them saves. "
-        f"Scored on {search.scored}, which guided this choice and no other figure of this page."
+        "Each point keeps one more layer in high precision than the last, by harm per byte saved. "
+        f"Scored on {search.scored}, the data of this choice; no other figure of this page uses it."
     )
     before: Sequence[str] = ()
     body = []
@@ -198,27 +199,27 @@ def mixed(search: MixedSearch | None) -> list[Exhibit]:
         body.append([kept, words.size(step.bytes), words.short(step.harm), sure, new or "–"])
         before = step.kept
     table = Sheet(["kept high", "weights", search.what, "95 % interval", "layer"], body, remarks=1)
-    made = [Exhibit(mixed_said(search), panels, [how], table, keys=keys, title="Mixed precision")]
+    exhibits = [Exhibit(mixed_sentences(search), panels, [how], table, keys=keys, title="Mixed precision")]
     if len(search.layers) > _DRAWN:
         rows = [[layer.name, words.short(layer.harm), words.size(layer.bytes)] for layer in search.layers]
-        made.append(Exhibit([], [], [], Sheet(["layer", f"alone: {search.alone or search.what}", "saves"], rows)))
-    return made
+        exhibits.append(Exhibit([], [], [], Sheet(["layer", f"alone: {search.alone or search.what}", "saves"], rows)))
+    return exhibits
 
 
-def mixed_said(search: MixedSearch) -> list[str]:
-    """Describe the choice, its cost, and the harm of low precision everywhere."""
+def mixed_sentences(search: MixedSearch) -> list[str]:
+    """Describe the choice, its cost, and the harm without any layer in high precision."""
     first = search.steps[0]
-    low = f"With nothing kept high, {search.what}: {words.short(first.harm)} at {words.size(first.bytes)}."
+    low = f"With no layer in high precision, {search.what}: {words.short(first.harm)} at {words.size(first.bytes)}."
     if search.chosen is None:
         limit = f" of {search.limit:g}" if search.limit is not None else ""
         return [low, f"No point of the curve meets the gate{limit}."]
     if search.chosen == 0:
-        met = "That meets the gate, so nothing was kept high."
+        met = "That meets the gate, so no layer was kept in high precision."
         return [low, met if search.limit is not None else "That was chosen."]
     step = search.steps[search.chosen]
     more = words.percent(step.bytes / first.bytes - 1) if first.bytes else "–"
     what = words.plural(len(step.kept), "layer")
-    return [low, f"Keeping {what} high brings it to {words.short(step.harm)}, for {more} more bytes."]
+    return [low, f"Keeping {what} in high precision gives {words.short(step.harm)}, for {more} more bytes."]
 
 
 def _front(search: MixedSearch) -> Plot:
@@ -233,11 +234,11 @@ def _front(search: MixedSearch) -> Plot:
     if search.limit is not None:
         drawn.append(Curve(f"gate {search.limit:g}", "muted", list(across.range), [search.limit] * 2, bound=True))
     ends = charts.heights(drawn)
-    # a logarithm shows the fall by orders of magnitude; where it reaches 0 there is none
+    # a logarithmic axis for a fall by orders of magnitude, unless it reaches 0
     log = min(ends) > 0 and max(ends) > 4 * min(ends)
     up = charts.log_axis(search.what, ends) if log else charts.straight_axis(search.what, [0.0, *ends])
     figure = charts.lines(drawn, across, up, marks=marks, left=_LEFT)
-    return Plot("Harm against bytes", f"{search.what}, falling as more layers are kept high", figure)
+    return Plot("Harm against bytes", f"{search.what}, falling with more layers in high precision", figure)
 
 
 def _alone(search: MixedSearch) -> Plot:
@@ -269,16 +270,17 @@ def weights(manifest: Manifest) -> list[Exhibit]:
     alt = "Relative squared error of the weights of every quantized layer as colours: kinds of layers by blocks"
     panels = heat([(layer.name, lost) for layer, lost in known], "Relative squared error of the weights", alt)
     middle = words.share(median(lost for _, lost in known))
-    said = f"Median {middle}; largest in {worst.name}, {words.share(error)}."
-    how = "‖W − Ŵ‖² / ‖W‖² of each layer: of its weights alone, whatever they do to the output."
+    sentence = f"Median {middle}; largest in {worst.name}, {words.share(error)}."
+    how = "‖W − Ŵ‖² / ‖W‖² of each layer's weights; their effect on the output is not included."
     head = ["layer", "shape [N, K]", "scheme", "bits per weight", "relative squared error"]
-    return [Exhibit([said], panels, [how], Sheet(head, body), title="Weights", folded=True)]
+    return [Exhibit([sentence], panels, [how], Sheet(head, body), title="Weights", folded=True)]
 
 
 def heat(errors: Sequence[tuple[str, float]], title: str, alt: str) -> list[Plot]:
-    """Plot kinds of layers by blocks, the largest of those alike; where names have no number, all in one column.
+    """Plot kinds of layers by blocks; a cell shows the largest of several errors, and names without a number share a
+    column.
 
-    None where there is nothing to see: a single cell, or no error anywhere.
+    Nothing is plotted for a single cell, or without any error.
     """
     if len(errors) < 2 or not any(error > 0 for _, error in errors):
         return []
@@ -294,11 +296,11 @@ def heat(errors: Sequence[tuple[str, float]], title: str, alt: str) -> list[Plot
 
 
 def sizes(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
-    """Build the bytes of each export beside the original, in parts where the manifest says what they are; memory."""
+    """Build the bytes of each export beside the original, split into parts if known, and the peak memory."""
     exports = [row for row in rows if row.name == "size.bytes" and row.value]
     memory = _memory([row for row in rows if row.name == "memory.peak" and row.value])
-    panels, body, said, keys = [], [], [], []
-    names = ["quantized layers as floats", "codes", "scales and zero points", "kept as it was, and the rest"]
+    panels, body, sentences, keys = [], [], [], []
+    names = ["quantized layers as floats", "codes", "scales and zero points", "everything else"]
     shades = ["original", "quantized", "quantized-soft", "rest"]
     if exports:
         bars = _bars(manifest, exports)
@@ -323,16 +325,16 @@ def sizes(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
         return []
     if read := [row for row in rows if row.name == "size.bytes_read" and row.value]:
         ways = (f"{row.settings.get('way')} read {words.size(row.value or 0.0)}" for row in reversed(read))
-        said.append(f"The graph holds weights for two ways to multiply: {' and '.join(ways)} of them.")
+        sentences.append(f"The graph holds weights for two ways to multiply: {' and '.join(ways)}.")
     bits = next((row.value for row in rows if row.name == "size.bits_per_weight" and row.value), None)
     if bits is not None:
         many = words.plural(len(manifest.layers), "quantized layer")
-        said.append(f"{words.short(bits)} bits a weight in {many}, scales and zero points counted.")
-    return [Exhibit(said, panels, [], Sheet(["what", "total", *names], body), keys=keys)]
+        sentences.append(f"{words.short(bits)} bits a weight in {many}, including scales and zero points.")
+    return [Exhibit(sentences, panels, [], Sheet(["what", "total", *names], body), keys=keys)]
 
 
 def _bars(manifest: Manifest, exports: Sequence[Row]) -> list[tuple[str, float, list[float], float | None]]:
-    """Make (name, bytes, the four parts, how many times smaller than the original), the original first."""
+    """Return (name, bytes, four parts, times smaller than the original), the original first."""
     counts = [(prod(layer.shape), layer) for layer in manifest.layers]
     codes = sum(count * _bits(layer.scheme) for count, layer in counts) / 8
     extra = sum(count * layer.bits_per_weight for count, layer in counts) / 8 - codes
@@ -352,7 +354,7 @@ def _bars(manifest: Manifest, exports: Sequence[Row]) -> list[tuple[str, float, 
 
 
 def _memory(rows: Sequence[Row]) -> list[tuple[str, float, bool]]:
-    """Make (name, bytes, whether it is the original's)."""
+    """Return (name, bytes, True for the original)."""
     bars = []
     for row in rows:
         if row.baseline is not None:
@@ -363,6 +365,5 @@ def _memory(rows: Sequence[Row]) -> list[tuple[str, float, bool]]:
 
 
 def _bits(scheme: Mapping[str, Any]) -> int:
-    """Count the bits of one code: `int4` has 4."""
     match = re.search(r"\d+", str(scheme.get("format")))
     return int(match[0]) if match else 0

@@ -1,4 +1,4 @@
-"""The times of the report page: both sides against batch or prompt, their ratio, the roofline, and each device's."""
+"""Speed section of a bundle's report: times of both sides, speed-up, roofline, and each device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from quantkit.report.kit.tree import Conclusion, Exhibit, Part, Remark, Section,
 from quantkit.report.kit.words import Form, Interval
 
 HERE = "here"
-# of the runtimes' and devices' curves, one each
+# symbols for the curves of several runtimes or devices
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
 _COLOURS = [f"series-{n}" for n in range(1, 7)]
 
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """What was measured on a device, under the name that it has here, and the verdict on it."""
+    """Measurements on a device, with its local name and its verdict."""
 
     name: str
     rows: Sequence[Row]
@@ -31,7 +31,7 @@ class DeviceRows:
 
 
 def sections(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
-    """Build one for each curve; what to beware of in all of them is not told in each."""
+    """Build an exhibit for each curve, without the cautions that all curves share."""
     several = curves.series(manifest, rows)
     shared = curves.shared_cautions(several)
     exhibits = map(section, several)
@@ -39,9 +39,9 @@ def sections(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
 
 
 def overview(several: Sequence[Series]) -> list[Exhibit]:
-    """Build decode and prefill of every runtime in one place, each with its original beside it; none of one curve.
+    """Build decode and prefill of all runtimes in one chart each, beside the original; nothing for a single curve.
 
-    Of several contexts, or batches of prompts, the first of each runtime: the others have figures of their own.
+    Only the first context (decode) or batch (prefill) of each runtime is included.
     """
     first: dict[tuple[str, str], Series] = {}
     for series in several:
@@ -56,15 +56,14 @@ def overview(several: Sequence[Series]) -> list[Exhibit]:
         for cell in series.cells:
             rates = [words.or_dash(x, words.short) for x in (cell.tokens_per_s, cell.original_tokens_per_s)]
             ratio = words.or_dash(cell.ratio, words.times)
-            body.append([series.title, variant, series.said(f"{cell.x:,}"), *rates, ratio])
-    title = "Every runtime at once" if len({variant for _, variant in first}) > 1 else "Decode and prefill at once"
-    counted = f"{next(iter(first.values())).counted.capitalize()}s a second, of all sequences together."
+            body.append([series.title, variant, series.label(f"{cell.x:,}"), *rates, ratio])
+    title = "All runtimes" if len({variant for _, variant in first}) > 1 else "Decode and prefill"
+    counted = f"{next(iter(first.values())).counted.capitalize()}s a second, over all sequences."
     table = Sheet(["", "runtime", "at", "this", "original", "speed-up"], body)
     return [Exhibit([counted], panels, [], table, title=title)]
 
 
 def _together(several: Sequence[Series]) -> Plot:
-    """Plot curves of one kind; those of a runtime have a symbol of their own."""
     drawn: list[Curve] = []
     for series, symbol in zip(several, cycle(_SYMBOLS), strict=False):
         runtime = f", {figures.variant(series.cells[0].row)}" if len(several) > 1 else ""
@@ -84,50 +83,49 @@ def _together(several: Sequence[Series]) -> Plot:
 
 
 def section(series: Series) -> Exhibit:
-    """Build the times of one curve, and their ratios; of a single size a sentence says as much."""
-    said = curves.results(series)
+    """Build one curve: times and ratios; a single size needs a sentence only."""
+    sentences = curves.results(series)
     text = words.joined(curves.measured(series), curves.spread(series), curves.setting(series), by="; ")
     panels: list[Plot] = []
     if len(series.cells) == 1:
-        said = [single(series), *said]
+        sentences = [single(series), *sentences]
     else:
         panels = [_rates(series) if series.unit == "prompt" else _durations(series)]
         panels += [_ratios(series)] if any(cell.ratio for cell in series.cells) else []
     cautions = curves.cautions(series)
-    return Exhibit(said, panels, [f"{text}."], _sheet(series), cautions=cautions, title=series.title)
+    return Exhibit(sentences, panels, [f"{text}."], _sheet(series), cautions=cautions, title=series.title)
 
 
 def single(series: Series) -> str:
-    """Say one size: `At 256 tokens 397 ms against 335 ms of float32: 0.843× the speed (0.783× to 0.902×).`"""
+    """Describe one size: `At 256 tokens 397 ms against 335 ms of float32: 0.843× the speed (0.783× to 0.902×).`"""
     cell = series.cells[0]
-    text = f"At {series.said(f'{cell.x:,}')} a {series.unit} takes {words.moment(cell.row.value or 0.0)}"
+    text = f"At {series.label(f'{cell.x:,}')} a {series.unit} takes {words.moment(cell.row.value or 0.0)}"
     text += f" against {words.moment(cell.original)} of {series.other}" if cell.original else ""
     if cell.ratio is None:
         return f"{text}."
     sure, ratio = words.bracketed(words.between(cell.ratio_ci95, words.times)), words.times(cell.ratio)
-    promised = f"; {words.times(cell.promised)} is what the limits promise" if cell.promised else ""
-    said = f"{ratio} measured{sure}, which is not believed" if cell.doubtful else f"{ratio} the speed{sure}"
-    return f"{text}: {said}{promised}."
+    promised = f"; the limits allow {words.times(cell.promised)}" if cell.promised else ""
+    result = f"{ratio} measured{sure}, within noise or implausible" if cell.doubtful else f"{ratio} the speed{sure}"
+    return f"{text}: {result}{promised}."
 
 
 def explained(rows: Sequence[Row], several: Sequence[Series]) -> list[str]:
-    """Say how to read the figures of all curves, each thing once."""
-    said = ["Bands in the colour of a line: 95\u00a0% intervals."]
+    """List how to read the figures, each hint once for all curves."""
+    sentences = ["Bands in the colour of a line: 95\u00a0% intervals."]
     if any(cell.bound for series in several for cell in series.cells):
-        said.append(
-            f"Dotted: the roofline, what the bytes and operations take at least{_ceilings(rows)}; the gap above it is"
-            " the tax. The runtime is a black box: only the sum is known."
+        sentences.append(
+            f"Dotted: the roofline, the least time for the bytes and operations{_ceilings(rows)}; the gap above it is"
+            " the tax. The runtime is a black box: only the sum of its parts is known."
         )
-    said += [few] if (few := curves.few_steps(several)) else []
+    sentences += [few] if (few := curves.few_steps(several)) else []
     if any(series.spread is not None for series in several):
-        said.append("Grey band: what two measurements of one thing differ by (A/A).")
+        sentences.append("Grey band: difference between two measurements of the same side (A/A).")
     if any(_wins(series) for series in several):
-        said.append("Shaded: where the whole interval lies above 1.")
-    return said
+        sentences.append("Shaded: sizes with the whole interval above 1.")
+    return sentences
 
 
 def _ceilings(rows: Sequence[Row]) -> str:
-    """Name the ceilings behind the bounds, measured in the same run."""
     parts = []
     for row in rows:
         if row.name in {"ceiling.read", "ceiling.compute"} and row.value is not None:
@@ -140,7 +138,7 @@ def _ceilings(rows: Sequence[Row]) -> str:
 
 
 def _curves(series: Series, form: Form, scale: Callable[[CurvePoint, float], float]) -> list[Curve]:
-    """Draw both sides and their bounds; `scale(cell, seconds)` is the figure's value, `form` shows it."""
+    """Draw both sides and their bounds; `scale(cell, seconds)` returns the plotted value."""
     cells, xs = series.cells, [cell.x for cell in series.cells]
     values = [scale(cell, cell.row.value or 0.0) for cell in cells]
     bands: list[Interval | None] = []
@@ -231,7 +229,7 @@ def _marks(series: Series) -> list[Mark]:
 
 
 def _wins(series: Series) -> list[Interval]:
-    """Read the win intervals of the break-even row; an end that the measured range cuts off is the range's."""
+    """Read the win intervals of the break-even row; an open end is replaced by the end of the measured range."""
     if series.even is None or not series.cells:
         return []
     settings, intervals, i = series.even.settings, [], 1
@@ -265,11 +263,11 @@ def _sheet(series: Series) -> Sheet:
     return Sheet(head, body, remarks=1)
 
 
-# --- devices that were reached from elsewhere ------------------------------------------------------------------------
+# --- remote devices --------------------------------------------------------------------------------------------------
 
 
 def on_devices(manifest: Manifest, rows: Sequence[Row], devices: Sequence[DeviceRows]) -> list[Part]:
-    """Build all devices in one picture, then a tab for each; nothing where there are none."""
+    """Build a chart of all devices, then a tab for each; nothing without devices."""
     return [*all_devices(manifest, rows, devices), *(_tab(manifest, device) for device in devices)] if devices else []
 
 
@@ -280,8 +278,8 @@ def _tab(manifest: Manifest, of: DeviceRows) -> Section:
     if of.verdict is None:
         because = ["its times are an emulator's"] if "emulated" in flags else ["its speed was not measured"]
     cautions = {
-        "emulated": "An emulator: what it computes counts, how long it takes says nothing of any machine",
-        "throttled": "Its processor lowered its clock while it was timed: cool it, and measure again",
+        "emulated": "An emulator: its results count, its times hold for no real machine",
+        "throttled": "The processor lowered its clock during the timing: cool it, and measure again",
     }
     device = next(row.device for row in of.rows if row.device)
     scored = [row for row in of.rows if row.name.startswith("accuracy.")]
@@ -296,10 +294,10 @@ def _tab(manifest: Manifest, of: DeviceRows) -> Section:
 
 
 def all_devices(manifest: Manifest, rows: Sequence[Row], devices: Sequence[DeviceRows]) -> list[Exhibit]:
-    """Build speed-up and tax against the batch, a line for each device; none of fewer than two.
+    """Build speed-up and tax against the batch, a line for each device; nothing for fewer than two devices.
 
     Args:
-        rows: of this machine, which is one of them.
+        rows: measurements of this machine, which is one of the devices.
     """
     named = [(HERE, rows), *((device.name, device.rows) for device in devices)]
     first = [(name, several[0]) for name, own in named if (several := curves.series(manifest, own))]
@@ -326,8 +324,8 @@ def all_devices(manifest: Manifest, rows: Sequence[Row], devices: Sequence[Devic
             sure, tax = words.between(cell.ratio_ci95, words.times) or "–", cell.tax and cell.tax.value
             line = [name, f"{cell.x:,}", words.or_dash(cell.ratio, words.times), sure]
             body.append([*line, words.or_dash(tax, words.moment), words.or_dash(_taxed(cell), words.whole)])
-    said = [f"{one.title}: each device against its own {other}, in its own runtime."]
-    return [Exhibit(said, panels, [], Sheet(head, body), title="All devices at once")]
+    sentences = [f"{one.title}: every device in its own runtime, against {other} on the same device."]
+    return [Exhibit(sentences, panels, [], Sheet(head, body), title="All devices")]
 
 
 def _taxed(cell: CurvePoint) -> float | None:

@@ -1,7 +1,7 @@
-"""A bundle in ten lines: size, accuracy, speed, the verdict, and what to type next.
+"""Summary of a bundle in ten lines: size, accuracy, speed, verdict, and the next commands.
 
-They end the screen of a compile, so they use only words that the glossary explains, and fit into 80 columns. Each
-figure of accuracy and speed has its 95 % interval, or says why it is not decided.
+It ends the screen of a compile. It therefore uses only terms of the glossary and fits into 80 columns. Every figure of
+accuracy and speed has its 95 % interval, or the reason why it is not decided.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quantkit.report.kit.tree import Cell, Code, Facts, Line, Part, Section, Sty
 
 
 def closing(manifest: Manifest, rows: Sequence[Row], place: str) -> list[Part]:
-    """Build the ten lines; `place` is the bundle's folder as one would type it."""
+    """Build the summary; `place` is the bundle's folder as a user would type it."""
     facts: list[tuple[Line, Cell]] = [("made", _made(manifest, place))]
     for label, lines in (("size", _size(rows)), ("accuracy", _accuracy(rows)), ("speed", _speed(manifest, rows))):
         facts += [(label, list(lines))] if lines else []

@@ -1,4 +1,4 @@
-"""What to type: how a bundle is checked, run, measured, and made again. Page, terminal and card share it."""
+"""Commands to check, run, measure and rebuild a bundle, for page, terminal and card."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quantkit.scheme import WeightScheme
 
 PROMPT = "The capital of France is"
 _CLASSES = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "network": "AutoModelForImageClassification"}
-# how references begin of which a bundle holds the name alone
+# prefixes of references; a bundle keeps only the name behind them
 _PATH, _MODULE = "path", "module"
 _GENAI = f"""# pip install onnxruntime-genai
 import onnxruntime_genai as og
@@ -37,7 +37,7 @@ print(tokenizer.decode(generator.get_sequence(0)))"""
 
 @dataclass(frozen=True)
 class Files:
-    """Where files of the user's own lie, as typed; None: in this folder, under the names that a bundle has."""
+    """Places of the user's own files, as typed; None: the current folder, under the names in the bundle."""
 
     model: str | None = None
     calibration: str | None = None
@@ -47,18 +47,18 @@ _AS_NAMED = Files()
 
 
 def has(manifest: Manifest, place: str) -> bool:
-    """Tell if a file, or a folder with files (`onnx/`), exists."""
+    """Tell if the bundle has a file, or a folder with files (`onnx/`)."""
     folder = place.endswith("/")
     return any(entry.path == place or (folder and entry.path.startswith(place)) for entry in manifest.files)
 
 
 def packed(manifest: Manifest) -> bool:
-    """Tell if it holds a checkpoint of codes."""
+    """Tell if the bundle holds a packed checkpoint."""
     return layout(manifest) is not None
 
 
 def layout(manifest: Manifest) -> Layout | None:
-    """Find how its checkpoint stores codes; None: it holds none."""
+    """Return the layout of the bundle's packed checkpoint; None without one."""
     steps: list[tuple[str, Any]] = [pair for step in manifest.recipe.get("export", []) for pair in step.items()]
     stored = (options for name, options in steps if plugins.EXPORTERS.load(name).stores == "tensors")
     name = next((str((options or {}).get("layout", "pack-quantized")) for options in stored), "")
@@ -68,45 +68,45 @@ def layout(manifest: Manifest) -> Layout | None:
 
 
 def libraries(manifest: Manifest) -> list[str]:
-    """List packages required by transformers for the checkpoint, by their names for pip."""
+    """List the pip packages that transformers needs for the checkpoint."""
     stored = layout(manifest)
     return [name.replace("_", "-") for name in stored.libraries] if stored is not None else []
 
 
 def commands(manifest: Manifest) -> list[Code]:
-    """List the commands for the bundle, to be typed in its folder."""
+    """List the commands for the bundle, to run in its folder."""
     decodes = manifest.model.kind == "decoder"
-    made = [Code("Check every byte, and load it again", "quantkit verify .")]
+    listed = [Code("Check all files, and load the model again", "quantkit verify .")]
     if has(manifest, "model/"):
         auto, needs = auto_class(manifest), " ".join(["transformers", *libraries(manifest)])
         lines = [f"# pip install {needs}", f"from transformers import {auto}, AutoTokenizer", ""]
         lines.append(f'model = {auto}.from_pretrained("./model")')
         lines.append('tokenizer = AutoTokenizer.from_pretrained("./model")')
-        made.append(Code("transformers", "\n".join(lines), "python"))
+        listed.append(Code("transformers", "\n".join(lines), "python"))
     if has(manifest, "onnx/"):
         lines = ["# pip install 'quantkit[onnx]'", *([generate(".", "onnxruntime")] if decodes else [])]
-        made.append(Code("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
+        listed.append(Code("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
     if (runtime := file_runtime(manifest)) is not None:
         lines = ["# pip install 'quantkit[gguf]'", generate(".", runtime), _measured(manifest, ".", runtime)]
         lines += ["llama-cli -m gguf/model.gguf", "llama-server -m gguf/model.gguf"]
-        made.append(Code("llama.cpp", "\n".join(lines)))
+        listed.append(Code("llama.cpp", "\n".join(lines)))
     if has(manifest, "engine/"):
         lines = ["# pip install 'quantkit[tensorrt]'; on the GPU that it was built for"]
         lines += [generate(".", engine_runtime(manifest))] if decodes else _measure_engine(manifest, ".")
-        made.append(Code("TensorRT", "\n".join(lines)))
+        listed.append(Code("TensorRT", "\n".join(lines)))
     if has(manifest, "onnx/genai_config.json"):
-        made.append(Code("onnxruntime-genai", _GENAI, "python"))
+        listed.append(Code("onnxruntime-genai", _GENAI, "python"))
     stored = layout(manifest)
-    # where vLLM has a kernel for all of its layers in this layout
+    # if vLLM has a kernel for all layers in this layout
     schemes = [WeightScheme.model_validate(layer.scheme) for layer in manifest.layers]
     if decodes and stored is not None and all(map(stored.served, schemes)):
-        said = [f"# {stored.serving}"] if stored.serving else []
-        made.append(Code("vLLM", "\n".join([*said, "vllm serve ./model"])))
-    return made
+        remark = [f"# {stored.serving}"] if stored.serving else []
+        listed.append(Code("vLLM", "\n".join([*remark, "vllm serve ./model"])))
+    return listed
 
 
 def recommend(manifest: Manifest, files: Files = _AS_NAMED) -> str:
-    """Return the command to rank recipes for its model; "" for a graph or a GGUF file, whose sizes no plan reads."""
+    """Return the command to rank recipes for the model; "" for a graph or GGUF file, which `recommend` cannot read."""
     kind, _, name = manifest.model.source.ref.partition(":")
     target = (manifest.target or {}).get("name")
     if manifest.model.kind == "network" or kind == _MODULE or name.lower().endswith((".onnx", ".gguf")) or not target:
@@ -116,12 +116,13 @@ def recommend(manifest: Manifest, files: Files = _AS_NAMED) -> str:
 
 
 def measure(manifest: Manifest, place: str = ".", files: Files = _AS_NAMED) -> list[str]:
-    """Return the command to measure and judge its speed; `place`: the bundle, quoted for a shell.
+    """Return the commands to measure and judge the speed.
 
-    An engine is timed on its GPU: a decoder's by us, any other by its library's own tool.
+    An engine is timed on its GPU: a decoder's by quantkit, others by the library's own tool.
 
     Args:
-        files: where the model and the calibration set lie, for those that a bundle holds the name of alone.
+        place: the bundle, quoted for a shell.
+        files: places of the model and the calibration set; a bundle keeps only their names.
     """
     export = []
     if not has(manifest, "onnx/"):
@@ -130,13 +131,13 @@ def measure(manifest: Manifest, place: str = ".", files: Files = _AS_NAMED) -> l
         if (runtime := file_runtime(manifest)) is not None:
             return [_measured(manifest, place, runtime, files)]
         if experts(manifest):
-            return []  # no one graph is traced of experts, and so none is timed
+            return []  # experts have no ONNX graph, so there is nothing to time
         export = [f"quantkit export {place} --to onnx"]
     return [*export, _measured(manifest, place, "onnxruntime", files)]
 
 
 def experts(manifest: Manifest) -> list[str]:
-    """List the experts of a bundle: a token's way through it depends on the token."""
+    """List the expert layers of a bundle, which only some tokens pass through."""
     stacked = [decision.where for decision in manifest.decisions if decision.code in (EXPERTS, EXPERTS_KEPT)]
     return stacked + [layer.name for layer in manifest.layers if ".experts." in layer.name]
 
@@ -146,7 +147,7 @@ def _measured(manifest: Manifest, place: str, runtime: str, files: Files = _AS_N
 
 
 def against(manifest: Manifest, files: Files = _AS_NAMED) -> list[str]:
-    """Return the options of `measure` for a source without a known place: the model, a graph's scoring set."""
+    """Return the options of `measure` for files outside the bundle: the model, and the scoring set of a graph."""
     kind, _, name = manifest.model.source.ref.partition(":")
     baseline = [f"--baseline {shlex.quote(files.model or f'./{name}')}"] if kind == _PATH else []
     graph = manifest.model.kind == "network" or kind == _MODULE or name.lower().endswith(".onnx")
@@ -154,7 +155,7 @@ def against(manifest: Manifest, files: Files = _AS_NAMED) -> list[str]:
 
 
 def _calibration(manifest: Manifest, files: Files) -> list[str]:
-    """Return the option for a calibration set outside of the recipe, such as a user's own file."""
+    """Return the option for a calibration set in the user's own file."""
     kind, _, name = str((manifest.recipe.get("calibration") or {}).get("set", "")).partition(":")
     return [f"--calibration {shlex.quote(files.calibration or f'./{name}')}"] if kind == _PATH else []
 
@@ -171,7 +172,7 @@ def _measure_engine(manifest: Manifest, place: str, files: Files = _AS_NAMED) ->
 
 
 def engine_runtime(manifest: Manifest) -> str:
-    """Name the runtime of its engines."""
+    """Name the runtime of the bundle's engines."""
     steps: list[dict[str, Any]] = manifest.recipe.get("export", [])
     engines = (step[name] for name in plugins.exporters_that_store("engine") for step in steps if name in step)
     return str((next(engines, None) or {}).get("library", "tensorrt_rtx"))
@@ -180,7 +181,7 @@ def engine_runtime(manifest: Manifest) -> str:
 def file_runtime(manifest: Manifest) -> str | None:
     """Name the runtime of a single-file bundle; None for any other."""
     exporters = map(load_exporter, plugins.exporters_that_store("file"))
-    return next((each.runtimes[0] for each in exporters if has(manifest, f"{each.place}/")), None)
+    return next((exporter.runtimes[0] for exporter in exporters if has(manifest, f"{exporter.place}/")), None)
 
 
 def generate(place: str, runtime: str | None = None) -> str:
@@ -194,7 +195,7 @@ def auto_class(manifest: Manifest) -> str:
 
 
 def again(manifest: Manifest) -> Code:
-    """Return the command to make it again; files and folders keep only their names, modules their classes."""
+    """Return the command to compile the bundle again; files, folders and modules are named without their places."""
     kind, _, rest = manifest.model.source.ref.partition(":")
     files, code = _calibration(manifest, _AS_NAMED), bool(_files_of_code(manifest))
     if kind == _MODULE:
@@ -209,7 +210,7 @@ def again(manifest: Manifest) -> Code:
 
 
 def recipe(manifest: Manifest) -> str:
-    """Write the recipe as its file; above it, what of code has to lie beside it."""
+    """Write the recipe as a file, with comments on the code files that must be beside it."""
     beside = [f"# {entry.path} lies beside this file; its sha256: {entry.sha256}" for entry in _files_of_code(manifest)]
     return "\n".join([*beside, as_yaml({key: value for key, value in manifest.recipe.items() if key != "name"})])
 
@@ -219,6 +220,6 @@ def _files_of_code(manifest: Manifest) -> list[CodeEntry]:
 
 
 def as_yaml(data: Any) -> str:
-    """Write YAML in the order of the keys, without the last newline."""
+    """Write YAML in the order of the keys, without a final newline."""
     text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=1000)
     return text.rstrip("\n")

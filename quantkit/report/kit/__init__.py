@@ -1,1 +1,1 @@
-"""What all pages are made of: charts, axes, parts, words, templates; and progress on a terminal."""
+"""Building blocks of all reports: charts, tables, words, templates, and the progress of a command."""

@@ -1,7 +1,7 @@
-"""The figures of the report, as plain data in plotly's schema; nothing here needs plotly.
+"""Figures of the reports, as plain data in plotly's schema; nothing here needs plotly.
 
-Colours are names of CSS properties, `var(--quantized)`: the page resolves them when it draws, so one figure serves
-light, dark and paper. Text that others wrote is escaped, because plotly reads some HTML in it.
+Colours are names of CSS properties, such as `var(--quantized)`. The page resolves them when it draws, so one figure
+serves light theme, dark theme and paper. Foreign text is escaped, because plotly interprets some HTML.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ Figure = dict[str, Any]
 
 QUANTIZED, ORIGINAL = "quantized", "original"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 88, 14, 44
-# the height of a figure of lines where the page is as narrow as a telephone
+# height of a line chart on a telephone
 _NARROW = 230
-# characters of a label that fit there
+# characters of a label that fit on a telephone
 _ROOM = 52
-# lines of text further apart than this do not overlap
+# least distance between lines of text, in pixels
 _LINE = 15
-# and so are labels of marks that are this share of the axis apart
+# marks this far apart (share of the axis) have their labels side by side
 _APART = 0.6
-# of labels that lie on grid lines
+# look of labels on top of grid lines
 _OPAQUE = {"bgcolor": "var(--surface)", "borderpad": 1}
 _STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
-# a logarithmic axis never shows less than this, or noise would look like a result
+# least ratio of the ends of a logarithmic axis: on a shorter one noise would look like a result
 _LEAST_SPAN = 2.0
-# labels that the narrowest figure has room for side by side
+# labels that fit side by side in the narrowest figure
 _LABELS = 9.5
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: its title, labels (`texts` at `ticks`) and ends; `log` where equal ratios are equal lengths."""
+    """One axis: title, tick positions (`ticks`) with their labels (`texts`), ends, and whether it is logarithmic."""
 
     title: str
     ticks: Sequence[float]
@@ -47,17 +47,17 @@ class Axis:
     log: bool = True
 
     def place(self, value: float) -> float:
-        """Place an annotation: plotly wants the logarithm there, and nowhere else."""
+        """Return the position of an annotation: plotly expects the logarithm for annotations only."""
         return math.log10(value) if self.log else value
 
     def share(self, value: float) -> float:
-        """Tell how far along it a value lies, from 0 to 1."""
+        """Return the position of a value along the axis, from 0 to 1."""
         low, high = (self.place(end) for end in self.range)
         return (self.place(value) - low) / (high - low) if high != low else 0.5
 
 
 def log_axis(title: str, values: Sequence[float], *, form: Form = words.plain) -> Axis:
-    """Make a logarithmic axis for (positive) values, with three to eight round labels."""
+    """Make a logarithmic axis for positive values, with three to eight round labels."""
     low, high = min(values) / 1.12, max(values) * 1.12
     if high / low < _LEAST_SPAN:
         middle = math.sqrt(high * low)
@@ -80,13 +80,13 @@ def straight_axis(title: str, values: Sequence[float], *, form: Form = words.pla
     step = next(step * power for step in (0.2, 0.5, 1.0, 2.0) if span / (step * power) <= 5)
     first, last = math.ceil(low / step - 1e-9), math.floor((high + span * 0.06) / step)
     ticks = [round(step * i, 12) for i in range(first, last + 1)]
-    # room at the ends, but none beyond a natural zero
+    # room at both ends, but none below zero
     start = low if low == 0 else low - span * 0.06
     return Axis(title, ticks, [form(value) for value in ticks], (start, high + span * 0.06), log=False)
 
 
 def points_axis(title: str, values: Iterable[float]) -> Axis:
-    """Make a logarithmic axis with a label at each of the values, as batches have; none where the last is too near."""
+    """Make a logarithmic axis with a label at each value (a batch); labels too close to the last one are dropped."""
     known = sorted(set(values))
     apart, ticks = math.log(known[-1] / known[0]) / _LABELS, known[:1]
     for value in known[1:]:
@@ -96,7 +96,7 @@ def points_axis(title: str, values: Iterable[float]) -> Axis:
 
 
 def names_axis(title: str, names: Sequence[str]) -> Axis:
-    """Make an axis of places 0, 1, ... with names, ten of them at most."""
+    """Make an axis of the places 0, 1, ..., labelled with at most ten of the names."""
     shown = list(range(0, len(names), max(1, -(-len(names) // 10))))
     return Axis(title, shown, [names[i] for i in shown], (-0.5, len(names) - 0.5), log=False)
 
@@ -106,15 +106,15 @@ class Curve:
     """One line of a figure.
 
     Args:
-        label: stands at its end.
-        colour: of the page, `quantized`.
-        x: ascending.
-        hover: what to show at each point.
-        band: an interval at each point; empty for none.
-        bound: a limit, not a measurement: thin, dotted, without points.
-        hollow: a limit at points of its own, which are drawn as rings; with `bound`.
-        symbol: of its points; empty for a line without any.
-        texts: over its points; empty for none.
+        label: text at the end of the line.
+        colour: colour of the page, such as `quantized`.
+        x: ascending positions.
+        hover: text for each point.
+        band: interval at each point; empty for none.
+        bound: True for a limit: thin and dotted, without points.
+        hollow: True to draw the points of a bound as rings.
+        symbol: symbol of the points; empty for a line without points.
+        texts: labels over the points; empty for none.
     """
 
     label: str
@@ -132,7 +132,11 @@ class Curve:
 def curve(
     label: str, colour: str, x: Iterable[float], y: Iterable[float | None], form: Callable[[float], str], **look: Any
 ) -> list[Curve]:
-    """Make a curve of the points that have a value, `form` shows each; none of none."""
+    """Make a curve of the points with a value, in a list; an empty list without any.
+
+    Args:
+        form: format of a value, for the hover texts.
+    """
     known = [(at, value) for at, value in zip(x, y, strict=True) if value]
     xs, ys = [at for at, _ in known], [value for _, value in known]
     return [Curve(label, colour, xs, ys, [form(value) for value in ys], **look)] if known else []
@@ -140,7 +144,7 @@ def curve(
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line with its label."""
+    """Vertical line with a label."""
 
     x: float
     label: str
@@ -160,7 +164,7 @@ class ChartPoint:
 
 @dataclass(frozen=True)
 class BarPart:
-    """One part of stacked bars: a value for every bar; `shade` is one of the page's colours."""
+    """One part of stacked bars: a value for every bar; `shade` is a colour of the page."""
 
     label: str
     values: Sequence[float]
@@ -169,7 +173,7 @@ class BarPart:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure with its title, and what it shows for those who cannot see it."""
+    """Figure with a title and an alternative text for screen readers."""
 
     title: str
     alt: str
@@ -189,13 +193,13 @@ def over(
     wide: bool = False,
     **look: Any,
 ) -> Plot:
-    """Plot curves over batches or lengths, both axes logarithmic.
+    """Plot curves against batches or lengths, on two logarithmic axes.
 
     Args:
-        across: title of the axis of batches.
-        up: title of the other.
-        also: what that has to hold besides the curves.
-        look: as `lines` takes it.
+        across: title of the horizontal axis.
+        up: title of the vertical axis.
+        also: further values that the vertical axis has to include.
+        look: options for `lines`.
     """
     x = points_axis(across, [x for curve in curves for x in curve.x])
     y = log_axis(up, [*heights(curves), *also], form=form)
@@ -203,7 +207,7 @@ def over(
 
 
 def heights(curves: Iterable[Curve]) -> list[float]:
-    """List all values on the vertical axis, with the ends of intervals."""
+    """List all vertical values, with the ends of the intervals."""
     return [y for curve in curves for y in (*curve.y, *(end for band in curve.band if band for end in band))]
 
 
@@ -233,13 +237,13 @@ def lines(
     """Draw lines with their intervals, each labelled at its end.
 
     Args:
-        curves: lines without points are drawn first, then bounds, under the measurements.
-        height: in CSS pixels.
+        curves: the curves; measurements are drawn last, on top of the bounds.
+        height: height in CSS pixels.
         right: margin for the labels at the ends.
-        noise: the band of y within which two measurements of one thing lie.
-        even: y where neither side is better.
+        noise: band of y between two measurements of the same thing.
+        even: value of y without a difference between the sides.
         wins: ranges of x to shade.
-        hover: which points are told of at once, as plotly calls it.
+        hover: plotly's hover mode.
     """
     ordered = sorted(curves, key=lambda curve: (bool(curve.symbol), not curve.bound))
     shapes = [_rectangle(x0, x1, 0, 1, "win", yref="paper") for x0, x1 in wins]
@@ -251,7 +255,7 @@ def lines(
     across, over = _marks(marks, x)
     longest = max((len(curve.label) for curve in curves), default=0)
     right = max(right, 12 + 7 * longest) if right == _RIGHT else right
-    # apart even where the page is narrow and the figure low
+    # spread for the low figure of a narrow page too
     notes = [*_end_labels(ordered, y, min(height, _NARROW) - top - _BOTTOM), *over]
     layout = _layout(height, left=left, right=right, top=top) | {"xaxis": _axis(x), "yaxis": _axis(y)}
     layout |= {"shapes": [*shapes, *across], "annotations": notes, "hovermode": hover}
@@ -260,11 +264,11 @@ def lines(
 
 
 def forest(points: Sequence[ChartPoint], x: Axis, *, marks: Sequence[Mark] = ()) -> Figure:
-    """Draw values with their intervals, one under the other, on one axis."""
-    # labels of marks stand side by side where there is room, else one over the other
+    """Draw values with their intervals below each other, on one axis."""
+    # labels of marks: side by side if there is room, else stacked
     shares = [x.share(mark.x) for mark in marks]
     levels = len(marks) if shares and max(shares) - min(shares) < _APART else 1
-    # a label that a telephone has no room for takes two lines; so do all of them then
+    # if one label is too long for a telephone, all labels take two lines
     parted = any(len(point.label) + len(point.text) > _ROOM for point in points)
     places = list(range(len(points)))[::-1]
     ends = [point.interval or (point.value, point.value) for point in points]
@@ -276,7 +280,7 @@ def forest(points: Sequence[ChartPoint], x: Axis, *, marks: Sequence[Mark] = ())
     told = [f"{plain(point.label)}: {plain(point.text)}" for point in points]
     own = _points([point.value for point in points], places, told, QUANTIZED, size=9) | {"error_x": bar}
     beside = [(point, place) for point, place in zip(points, places, strict=True) if point.beside is not None]
-    told = [f"the original's: {plain(point.text)}" for point, _ in beside]
+    told = [f"original: {plain(point.text)}" for point, _ in beside]
     look = {"size": 11, "symbol": "line-ns-open", "line": {"width": 2}}
     others = _points([point.beside for point, _ in beside], [place for _, place in beside], told, ORIGINAL, **look)
     notes = []
@@ -299,12 +303,12 @@ def forest(points: Sequence[ChartPoint], x: Axis, *, marks: Sequence[Mark] = ())
 
 
 def heat(columns: Sequence[str], names: Sequence[str], values: Sequence[Sequence[float | None]]) -> Figure:
-    """Draw a table of numbers as colours: one row a name, one column a block.
+    """Draw a table of numbers as colours: one row for each name, one column for each block.
 
     Args:
-        columns: of the blocks.
-        names: of the rows, the first on top.
-        values: `[names][columns]`; None where there is none.
+        columns: names of the blocks.
+        names: names of the rows, from the top.
+        values: `[names][columns]`; None for an empty cell.
     """
     hover = [
         [
@@ -336,9 +340,11 @@ def stacked(
     form: Form | None = None,
     marks: Sequence[Mark] = (),
 ) -> Figure:
-    """Draw horizontal bars of several parts; each bar's name and total stand over it, the page names the shades.
+    """Draw horizontal stacked bars, each below its name and total; the page lists the colours.
 
-    Values are bytes, unless `form` says how to show them; `marks` are lines across all bars.
+    Args:
+        form: format of a value; None for bytes.
+        marks: vertical lines across all bars.
     """
     full = max((sum(part.values[i] for part in parts) for i in range(len(bars))), default=1.0) or 1.0
     full = max([full, *(mark.x for mark in marks)])
@@ -360,7 +366,7 @@ def stacked(
     rows = {"visible": False, "range": [-0.5, len(bars) - 0.3], "fixedrange": True}
     layout = _layout(62 + 58 * len(bars) + top, left=10, right=14, top=_TOP + top)
     shapes, over = _marks(marks, axis)
-    # a bar that reaches beyond a mark does not hide it
+    # marks are drawn over the bars
     layout |= {"shapes": [shape | {"layer": "above"} for shape in shapes], "annotations": [*notes, *over]}
     return {"data": data, "layout": layout | {"xaxis": _axis(axis), "barmode": "overlay", "yaxis": rows}}
 
@@ -387,7 +393,7 @@ def _curve(curve: Curve) -> list[dict[str, Any]]:
     if curve.symbol and (hollow or curve.symbol != "circle"):
         trace["marker"]["symbol"] = f"{curve.symbol}-open" if hollow else curve.symbol
     if any(curve.texts):
-        # over a point; beside the corner of a line that has none
+        # above a point; beside the corner of a line without points
         font, place = {"size": 11.5, "color": _colour(curve.colour)}, "top center" if curve.symbol else "top left"
         trace |= {"mode": f"{mode}+text", "text": [plain(text) for text in curve.texts]}
         trace |= {"textposition": place, "textfont": font}
@@ -395,7 +401,6 @@ def _curve(curve: Curve) -> list[dict[str, Any]]:
 
 
 def _marks(marks: Sequence[Mark], x: Axis) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Draw vertical lines, and their labels over the plot, where no line runs; one over the other."""
     shapes, notes = [], []
     for level, mark in enumerate(marks):
         shapes.append(_line({"yref": "paper", "x0": mark.x, "x1": mark.x, "y0": 0, "y1": 1}, "muted", 1, mark.dotted))
@@ -406,7 +411,6 @@ def _marks(marks: Sequence[Mark], x: Axis) -> tuple[list[dict[str, Any]], list[d
 
 
 def _end_labels(curves: Sequence[Curve], y: Axis, inner: int) -> list[dict[str, Any]]:
-    """Label the ends of the lines, moved apart where labels would overlap."""
     ends = sorted(((y.share(curve.y[-1]), curve) for curve in curves if curve.label), key=lambda end: end[0])
     places = spread([share for share, _ in ends], _LINE / inner)
     where = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "middle", "xshift": 4}
@@ -415,7 +419,7 @@ def _end_labels(curves: Sequence[Curve], y: Axis, inner: int) -> list[dict[str, 
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Move ascending places up as far as needed to lie `gap` apart, and back below 1 at the top.
+    """Move ascending places (0 to 1) at least `gap` apart, none above 1.
 
     >>> spread([0.5, 0.5, 0.9], 0.25)
     [0.5, 0.75, 1.0]

@@ -1,8 +1,8 @@
-"""The tree as a page: one template, one style sheet, one policy for what a page may do, one way to write it.
+"""HTML renderer: turns a tree into a page, with one template, one style sheet and one security policy.
 
-What comes from models and data is untrusted: Jinja escapes it in the text, JSON in a script element is escaped besides,
-and each page's own policy lets no other script run and no request leave. A report is one file: plotly is embedded once,
-gzipped. The pages of a site share their style and script, which lie beside them.
+Text of models and data is untrusted. Jinja escapes it in HTML, and JSON in script elements is escaped as well. The
+policy of each page allows no other script and no network request. A report is one file with plotly embedded (gzipped);
+the pages of a site share the style and the script beside them.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 _TEMPLATES = Path(__file__).with_name("templates")
-# plotly and the drawings of the site set styles on elements: hence one `unsafe-inline`; a browser takes `'self'` for a
-# web server's files, `file:` for those of a disk
+# plotly and the site's drawings set styles on elements, so styles need `unsafe-inline`
 _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src {styles}'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'"
 )
-_BESIDE = "'self' file:"
-# facts that are there to be looked up, not to be read
+_BESIDE = "'self' file:"  # files beside the page: of a web server, and on a disk
+# facts to look up, folded on a page
 _EXACT = {"versions", "seed", "A's content", "B's content"}
 
 
 def demand() -> None:
-    """Refuse to begin without a page's dependencies. Raises MissingDependency: plotly, extra `report`."""
+    """Raise MissingDependency without plotly, which a page needs (extra `report`)."""
     if not machine.has("plotly"):
         raise MissingDependency("plotly", extra="report", purpose="the page")
 
 
 def write(path: Path, text: str) -> None:
-    """Write a page, whole or not at all. Raises InputError: `file-unwritable`."""
+    """Write a page atomically. Raises InputError: `file-unwritable`."""
     try:
         write_atomic(path, text.encode())
     except OSError as error:
@@ -53,7 +52,7 @@ def write(path: Path, text: str) -> None:
 
 
 def page(document: Document) -> str:
-    """Render a tree as one file with its style, its script and plotly.
+    """Render a document as one file, with style, script and plotly inside.
 
     Raises:
         MissingDependency: plotly, extra `report`.
@@ -67,7 +66,7 @@ def page(document: Document) -> str:
     library, script = str(get_plotlyjs()), read("page.js")
     hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, library))
     policy = _POLICY.format(scripts=" ".join(f"'sha256-{digest}'" for digest in hashes), styles="")
-    # these three are this package's own and plotly's; everything else is escaped
+    # trusted text of quantkit and plotly; everything else is escaped
     own = {"style": read("page.css"), "script": script, "library": _packed(library)}
     exact = [fact for fact in document.facts if "sha256" in fact[0] or fact[0] in _EXACT]
     facts: list[Part] = [Facts([fact for fact in document.facts if fact not in exact])] if document.facts else []
@@ -78,18 +77,18 @@ def page(document: Document) -> str:
 
 
 def fragment(parts: Sequence[Part]) -> str:
-    """Render parts for somebody else's page, everything in them escaped."""
+    """Render parts for a foreign page (a notebook), with all text escaped."""
     template = _environment(_TEMPLATES).get_template("parts.html.j2")
     return str(template.module.all(only(parts, On.PAGE), 3))  # type: ignore[attr-defined]
 
 
 def page_of_site(folder: Path, template: str, **values: Any) -> str:
-    """Render a page with separate style and script, from a template in `folder` that extends the shell."""
+    """Render a page of a site from a template in `folder`; style and script lie beside the page."""
     return _filled(folder, template, _POLICY.format(scripts=_BESIDE, styles=f"{_BESIDE} "), **values)
 
 
 def read(name: str) -> str:
-    """Read a shared file of all pages: `page.css`, `page.js`."""
+    """Read a file that all pages share: `page.css`, `page.js`."""
     return (_TEMPLATES / name).read_text(encoding="utf-8")
 
 
@@ -103,35 +102,35 @@ def _environment(folder: Path) -> Environment:
 
     loader = FileSystemLoader([folder, _TEMPLATES])
     options: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
-    made = Environment(loader=loader, undefined=StrictUndefined, **options)  # noqa: S701
-    made.filters |= {"plural": words.plural, "sentence": words.sentence, "visible": words.visible, "line": _line}
-    made.filters |= {"kind": lambda part: type(part).__name__, "shown": functools.partial(only, on=On.PAGE)}
-    made.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return made
+    environment = Environment(loader=loader, undefined=StrictUndefined, **options)  # noqa: S701
+    environment.filters |= {"plural": words.plural, "sentence": words.sentence, "visible": words.visible, "line": _line}
+    environment.filters |= {"kind": lambda part: type(part).__name__, "shown": functools.partial(only, on=On.PAGE)}
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment
 
 
 def _line(line: Line) -> Markup:
-    """Escape a line; backticks become code, tones become classes, links become links."""
+    """Render a line: escape it, turn backticks into code, tones into classes, links into anchors."""
     from markupsafe import Markup
 
-    made = Markup("")
+    markup = Markup("")
     for text in spans(line):
         inner, tone, href = _coded(text), getattr(text, "tone", ""), getattr(text, "href", "")
         inner = Markup('<a href="{}">{}</a>').format(href, inner) if href else inner
-        made += Markup('<span class="{}">{}</span>').format(f"tone {tone}", inner) if tone else inner
-    return made
+        markup += Markup('<span class="{}">{}</span>').format(f"tone {tone}", inner) if tone else inner
+    return markup
 
 
 def _coded(text: str) -> Markup:
     from markupsafe import Markup, escape
 
     parts = str(text).split("`")
-    if len(parts) % 2 == 0:  # a backtick without its other one is a backtick
+    if len(parts) % 2 == 0:  # an unpaired backtick stays as it is
         return escape(str(text))
     return Markup("").join(Markup("<code>{}</code>").format(p) if i % 2 else escape(p) for i, p in enumerate(parts))
 
 
 @functools.cache
 def _packed(library: str) -> str:
-    # a third of its size; browsers unpack it themselves (DecompressionStream)
+    # a third of the size; browsers unpack it (DecompressionStream)
     return base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()

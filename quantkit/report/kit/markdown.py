@@ -1,4 +1,4 @@
-"""The tree as Markdown, for a model card: names come from files that others wrote, so every text is escaped."""
+"""Markdown renderer, for model cards. Foreign names may occur anywhere, so every text is escaped."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterable
 from quantkit.report.kit import tree
 from quantkit.report.kit.tree import Line, On, Part
 
-# what Markdown gives a meaning, `<` and `&` for the HTML in it, `|` for tables
+# characters with a meaning in Markdown; `&`, `<` and `>` are escaped as HTML
 _SPECIAL = re.compile(r"([\\`*_#\[\]|~])")
 _NOT_SHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
 
 
 def card(parts: Iterable[Part], depth: int = 2) -> str:
-    """Render parts, an empty line between any two; `depth` is the level of the next heading."""
+    """Render parts with an empty line between them; `depth` is the level of the next heading."""
     return "\n\n".join(text for part in tree.only(parts, On.CARD) if (text := _part(part, depth)))
 
 
 def document(whole: tree.Document) -> str:
-    """Render a tree, its title on top."""
+    """Render a document, with its title on top."""
     about = [_line(line) for line in whole.about]
     return "\n\n".join([f"# {_line(whole.title, ())}", *about, card(whole.head), card(whole.parts)])
 
@@ -73,11 +73,11 @@ def _part(part: Part, depth: int) -> str:
             body = [[*row, *[""] * (names - len(row))] for row in body]
             return _rows([escape(head.replace("\n", " ")) for head in part.head], rules, body)
         case tree.Exhibit():
-            return card([tree.Remark(" ".join(part.said)), part.table], depth)
+            return card([tree.Remark(" ".join(part.sentences)), part.table], depth)
         case tree.Code(label, text, language):
             return "\n\n".join([*([f"**{escape(label)}**"] if label else []), fenced(text, language)])
         case tree.Tiles(tiles):
-            return "\n".join(f"- {escape(each.label)}: {escape(each.value)}, {escape(each.detail)}" for each in tiles)
+            return "\n".join(f"- {escape(tile.label)}: {escape(tile.value)}, {escape(tile.detail)}" for tile in tiles)
         case tree.Conclusion():
             label = f"**{escape(part.label).capitalize()}:** " if part.label else ""
             because = [f"- {escape(reason)}" for reason in part.because]
@@ -89,8 +89,8 @@ def _part(part: Part, depth: int) -> str:
 
 
 def _cell(value: tree.Cell) -> str:
-    bold = ("bad",)  # a column of bold figures is no emphasis
-    return "; ".join(_line(each, bold) for each in value) if isinstance(value, list) else _line(value, bold)
+    bold = ("bad",)  # not `strong`: a column of bold figures emphasizes nothing
+    return "; ".join(_line(line, bold) for line in value) if isinstance(value, list) else _line(value, bold)
 
 
 def _rows(head: list[str], rules: list[str], body: list[list[str]]) -> str:

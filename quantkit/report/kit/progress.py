@@ -1,10 +1,10 @@
-"""How far a long command is, on stderr: a bar on a terminal or in a notebook, lines elsewhere.
+"""Progress of a long command on stderr: a bar on a terminal or in a notebook, lines elsewhere.
 
-    shown     = the share of the stages that is over, by the number of parts that each has; it never runs backwards
-    time left = of the present stage: seconds of a part that is over, times the parts to come, once one is over
+    share     = parts of the finished stages, and of the current one, over all parts; it never decreases
+    time left = of the current stage: seconds for a finished part times the parts to come, once one is finished
 
-No time is foretold. On a terminal it is one bar over the whole command; elsewhere a line at the start, at every new
-stage and every ten seconds.
+No total time is predicted. A terminal shows one bar for the whole command. Elsewhere there is a line at the start, at
+every new stage, and every ten seconds.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from quantkit.errors import in_line
 from quantkit.report.kit import words
 from quantkit.report.kit.screen import readable
 
-# what is not over has not passed as a whole; of a part that takes longer than those before it, how much more it will
+# largest share before the end; extra time (share of the wait) for a part that takes longer than the previous ones
 _MOST, _MORE = 0.99, 0.25
 _EVERY = 10.0
-# of a notebook's cell, in which a bar stands still between
+# seconds between two drawings in a notebook's cell
 _REDRAWN = 0.5
 
 
 class Passed:
-    """How much of the stages has passed, and what is left of the present one, by a clock of rising seconds."""
+    """Share of the stages that is finished, and the time left for the current one; `clock` returns rising seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Start the clock."""
@@ -44,12 +44,12 @@ class Passed:
         self.stage = self.detail = ""
 
     def plan(self, stages: Mapping[str, float]) -> None:
-        """Take the stages in order, with the number of parts that each has."""
+        """Set the stages in order, with the number of parts of each."""
         self._stages = dict(stages)
         self.share = self.share or 0.0
 
     def at(self, stage: str, done: float, detail: str = "") -> bool:
-        """Record a stage as `done` (0..1); return True for a new stage."""
+        """Record the share `done` (0 to 1) of a stage; return True for a new stage."""
         now, new = self._clock(), stage != self.stage
         if new:
             self._entered = self._last = (now, done)
@@ -64,11 +64,11 @@ class Passed:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return self._clock() - self._start
 
     def left(self) -> float | None:
-        """Estimate the seconds to go of the present stage; None before a part of it is over."""
+        """Estimate the seconds left for the current stage; None before its first finished part."""
         (entered, first), (last, done) = self._entered, self._last
         if done <= first or last <= entered:
             return None
@@ -76,7 +76,7 @@ class Passed:
         return max((last - entered) / (done - first) * (1.0 - done) - waited, _MORE * waited)
 
     def line(self, what: str) -> str:
-        """Say how far a command that does `what` is."""
+        """Describe the progress of a command that does `what`."""
         left = self.left()
         ending = f"{words.duration(self.elapsed)} so far"
         ending = f"{words.about(left)} left of {self.stage}" if left is not None and self.stage else ending
@@ -85,27 +85,27 @@ class Passed:
 
 
 class _Patient(Console):
-    """A console whose reader may go away: rich would leave the process and close its stdout."""
+    """Console that survives a closed pipe; rich would end the process and close its stdout."""
 
     def on_broken_pipe(self) -> None:
-        """Say nothing more."""
+        """Print nothing more."""
         self.quiet = True
 
 
 class _Line(ProgressColumn):
-    """The display's line, beside the bar."""
+    """Column with the display's text, beside the bar."""
 
     def __init__(self, line: Callable[[], str]) -> None:
         super().__init__(Column(no_wrap=True, overflow="ellipsis"))
         self._of = line
 
     def render(self, task: Task) -> Text:
-        """Render it as it is now."""
+        """Render the current text."""
         return Text(self._of())
 
 
 class NotebookBar:
-    """A bar in a notebook's cell, which redraws itself: what `rich` shows there needs a package of widgets.
+    """Bar in a notebook's cell that redraws itself; rich's own bar needs a package of widgets.
 
     Args:
         shell: IPython's `display` module.
@@ -116,7 +116,7 @@ class NotebookBar:
         self._handle: Any = None
 
     def draw(self, share: float | None, text: str) -> None:
-        """Draw the bar at a share of the whole (None: unknown), and a text beside it."""
+        """Draw the bar at a share of the whole (None: unknown), with a text beside it."""
         value = "" if share is None else f' value="{share:.3f}"'
         shown = f'<progress max="1"{value}></progress> <span>{html.escape(text)}</span>'
         if self._handle is None:
@@ -125,15 +125,15 @@ class NotebookBar:
             self._handle.update(self._shell.HTML(shown))
 
     def clear(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._handle is not None:
             self._handle.update(self._shell.HTML(""))
 
 
 def notebook() -> NotebookBar | None:
-    """Find the notebook cell of this run; None elsewhere."""
+    """Return a bar for the notebook cell of this run; None outside of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if getattr(shell, "kernel", None) is None:  # none, or IPython's own terminal
+    if getattr(shell, "kernel", None) is None:  # no IPython, or its terminal
         return None
     import IPython.display
 
@@ -141,14 +141,14 @@ def notebook() -> NotebookBar | None:
 
 
 class Display:
-    """Shows how far a command is while it runs; a context manager.
+    """Context manager that shows the progress of a command while it runs.
 
     Args:
-        file: where to; stderr.
-        live: a bar that redraws itself, for terminals; else lines.
+        file: output stream, such as stderr.
+        live: True for a bar that redraws itself (terminals), else lines.
         every: seconds between lines.
-        cell: of a notebook, which gets the bar instead; notes are lines of `file`.
-        clock: seconds, rising.
+        cell: notebook cell for the bar; notes are still lines of `file`.
+        clock: function that returns rising seconds.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Display:
         self._task = self._bar.add_task("", total=None)
 
     def __enter__(self) -> Self:
-        """Show itself."""
+        """Start to show progress."""
         if self._live:
             self._bar.start()
         else:
@@ -180,7 +180,7 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the bar; the summary has its content."""
+        """Remove the bar."""
         self._over.set()
         if self._live:
             self._bar.stop()
@@ -190,19 +190,19 @@ class Display:
             self._cell.clear()
 
     def begin(self, what: str) -> None:
-        """Show the current work, on the first line."""
+        """Show the current work; lines start with it."""
         with self._lock:
             self._what = in_line(what)
         if not self._live and self._cell is None:
             self.note(what)
 
     def plan(self, stages: Mapping[str, float]) -> None:
-        """Take the stages to come, in order, with the number of parts that each has."""
+        """Set the coming stages in order, with the number of parts of each."""
         with self._lock:
             self._passed.plan(stages)
 
     def at(self, stage: str, done: float, detail: str = "") -> None:
-        """Show a stage as `done` (0..1)."""
+        """Show the share `done` (0 to 1) of a stage."""
         with self._lock:
             new = self._passed.at(stage, done, in_line(detail))
             share = self._passed.share
@@ -217,7 +217,7 @@ class Display:
         try:
             self._bar.console.print(Text(in_line(line)))
         except OSError:
-            # nobody reads: that is no reason to stop working
+            # a closed pipe does not stop the work
             self._over.set()
 
     def _tick(self) -> None:

@@ -1,4 +1,4 @@
-"""The tree on a terminal, and what screens are made of. Text from outside never passes through rich's markup."""
+"""Terminal renderer: turns a tree into lines and tables. Foreign text is never parsed as rich's markup."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from quantkit.report.kit.tree import Line, On, Part
 # columns
 _NARROWEST = 20
 DIM, WARNING = "dim", "bold yellow"
-# of what is good, bad or open
+# styles of tones
 STYLES = {"good": "green", "bad": "bold red", "inconclusive": "yellow"}
 _TONES = {**STYLES, "open": "bold", "dim": DIM, "strong": "bold", "name": "cyan", "warning": WARNING}
 _KINDS = {"note": ("!", WARNING), "caution": ("!", WARNING), "reason": ("·", DIM)}
 
 
 def write(renderables: Iterable[RenderableType | Part], file: IO[str]) -> None:
-    """Print a tree or renderables: in colour on a terminal, plain elsewhere."""
+    """Print parts or renderables: in colour on a terminal, plain elsewhere."""
     console = readable(Console(file=file, highlight=False, markup=False, emoji=False))
     with console.capture() as captured:
         for renderable in map(_in_line, shown(renderables)):
-            # text that must not be wrapped is to be copied: it may run over the edge
+            # text to copy is never wrapped: it may exceed the width
             soft = isinstance(renderable, Text) and bool(renderable.no_wrap)
             options = console.options.update(no_wrap=True, overflow="ignore") if soft else console.options
             segments = (
@@ -37,22 +37,22 @@ def write(renderables: Iterable[RenderableType | Part], file: IO[str]) -> None:
                 for part in console.render(renderable, options)
             )
             console.print(Segments(segments), soft_wrap=soft, end="")
-    # tables fill their lines up with spaces
+    # tables pad their lines with spaces
     file.write("".join(f"{line.rstrip(' ')}\n" for line in captured.get().split("\n")[:-1]))
 
 
 def shown(parts: Iterable[RenderableType | Part], by: int = 0) -> list[RenderableType]:
-    """Render a tree `by` columns from the left; what is a renderable already stays as it is."""
-    made: list[RenderableType] = []
+    """Render parts, indented by `by` columns; rich renderables stay as they are."""
+    rendered: list[RenderableType] = []
     for part in parts:
         if isinstance(part, tree.Document):
-            made += [Text(), styled(part.title), *(styled(line) for line in part.about)]
-            made += shown([*part.head, *part.parts], by + 2)
+            rendered += [Text(), styled(part.title), *(styled(line) for line in part.about)]
+            rendered += shown([*part.head, *part.parts], by + 2)
         elif not isinstance(part, Part):
-            made.append(part)
+            rendered.append(part)
         elif tree.only([part], On.SCREEN):
-            made += _part(part, by)
-    return made
+            rendered += _part(part, by)
+    return rendered
 
 
 def styled(line: Line, style: str = "") -> Text:
@@ -71,15 +71,15 @@ def _part(part: Part, by: int) -> list[RenderableType]:
             head = [Text(), *indented(Text(title, "bold"), by=by)] if title else []
             return [*head, *indented(pairs((styled(label), _cell(value)) for label, value in rows), by=by)]
         case tree.Sheet():
-            # labels are wrapped, numbers are not; columns close up where there are many
+            # labels are wrapped, numbers are not; many columns have less space between them
             gap, whole = (1, False) if len(part.head) > 6 else (2, True)
             numbers = max(len(part.head) - part.words - part.remarks, 0)
             cells = (map(_cell, row) for row in part.rows)
-            made = table(part.head, cells, left=part.words, gap=gap, numbers=numbers, whole=whole, fold=True)
-            return indented(made, by=by)
+            sheet = table(part.head, cells, left=part.words, gap=gap, numbers=numbers, whole=whole, fold=True)
+            return indented(sheet, by=by)
         case tree.Exhibit():
             cautions = (tree.Remark(text, "caution") for text in part.cautions)
-            parts = [tree.Remark(" ".join(part.said)), part.table, *cautions]
+            parts = [tree.Remark(" ".join(part.sentences)), part.table, *cautions]
             return shown([tree.Section(part.title, parts)] if part.title else parts, by)
         case tree.Code(label, text):
             head = indented(Text(label, DIM), by=by) if label else []
@@ -103,14 +103,14 @@ def _cell(value: tree.Cell) -> RenderableType:
 
 
 def readable(console: Console) -> Console:
-    """Widen a console until it can be read, whatever `COLUMNS` says; 0 says nothing."""
+    """Set a console's least width, whatever `COLUMNS` is; 80 if it is 0."""
     if console.width < _NARROWEST:
         console.width = _NARROWEST if console.width > 0 else 80
     return console
 
 
 def _in_line(shown: Any) -> Any:
-    """Put texts and cells in one line each, whatever somebody's name or note holds."""
+    """Replace line breaks in texts and cells, which may come from foreign names."""
     if isinstance(shown, Text) and "\n" in shown.plain:
         shown.plain = in_line(shown.plain)
     if isinstance(shown, Padding):
@@ -131,44 +131,44 @@ def table(
     """Make a table without lines.
 
     Args:
-        left: so many first columns are words.
+        left: number of leading columns with words.
         gap: spaces between columns.
-        numbers: so many columns after those are numbers; None: all of them.
-        whole: whether numbers are never broken.
-        fold: what is too long goes on in the next line; else it is cut.
+        numbers: number of columns with numbers after those; None for all others.
+        whole: True to never break a number.
+        fold: True to continue a long text in the next line; else it is cut.
     """
-    made = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style=DIM)
+    result = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style=DIM)
     for i, name in enumerate(head):
         number = i >= left and (numbers is None or i < left + numbers)
-        made.add_column(name, justify="right" if number else "left", no_wrap=number and whole)
-        made.columns[-1].overflow = "fold" if fold else "ellipsis"
+        result.add_column(name, justify="right" if number else "left", no_wrap=number and whole)
+        result.columns[-1].overflow = "fold" if fold else "ellipsis"
     for row in rows:
-        made.add_row(*map(_in_line, row))
-    return made
+        result.add_row(*map(_in_line, row))
+    return result
 
 
 def pairs(rows: Iterable[tuple[RenderableType, RenderableType]] = ()) -> Table:
-    """Lay out names beside their values."""
-    made = Table.grid(padding=(0, 2, 0, 0))
-    made.add_column(style=DIM, no_wrap=True)
+    """Lay out labels beside their values."""
+    result = Table.grid(padding=(0, 2, 0, 0))
+    result.add_column(style=DIM, no_wrap=True)
     for row in rows:
-        made.add_row(*map(_in_line, row))
-    return made
+        result.add_row(*map(_in_line, row))
+    return result
 
 
 def grid(rows: Iterable[Sequence[RenderableType]], gap: int = 2) -> Table:
-    """Lay out cells without a head, or with `gap` 0 just lines."""
-    made = Table.grid(padding=(0, gap, 0, 0))
+    """Lay out cells without a head."""
+    result = Table.grid(padding=(0, gap, 0, 0))
     for row in rows:
-        made.add_row(*map(_in_line, row))
-    return made
+        result.add_row(*map(_in_line, row))
+    return result
 
 
 def indented(*shown: RenderableType, by: int = 2) -> list[RenderableType]:
     """Indent parts below their heading."""
-    return [Padding(each, (0, 0, 0, by)) for each in shown]
+    return [Padding(renderable, (0, 0, 0, by)) for renderable in shown]
 
 
 def copied(text: object) -> Text:
-    """Mark text as there to be copied: it is never broken."""
+    """Mark text to copy, which is never wrapped."""
     return Text(str(text), no_wrap=True)

@@ -1,7 +1,7 @@
-"""What people read, as a tree of plain data: made once from a result, shown by `screen`, `html` and `markdown`.
+"""Tree of a report, as plain data: built once from a result, rendered by `screen`, `html` and `markdown`.
 
-A text may have a tone and a link. What only some of the renderers show says so with `on`: a telephone has no room for
-seventeen columns, and a page needs no command that opens it.
+A text may have a tone and a link. A part may be limited to some renderers with `on`: a telephone has no room for
+seventeen columns, and a page needs no command to open it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quantkit.report.kit.charts import Plot
 
 
 class On(Flag):
-    """The renderers that show a part."""
+    """Renderers that show a part."""
 
     SCREEN = auto()
     PAGE = auto()
@@ -31,33 +31,33 @@ class Styled(str):
 
     def __new__(cls, text: object, tone: str = "", href: str = "") -> Styled:
         """Style a text."""
-        made = super().__new__(cls, text)
-        made.tone, made.href = tone, href
-        return made
+        styled = super().__new__(cls, text)
+        styled.tone, styled.href = tone, href
+        return styled
 
 
-# a tuple is read as one line, a list as several
+# a tuple is one line, a list is several lines
 Line = str | tuple[str, ...]
 Cell = Line | list[Line] | list[str]
 Kind = Literal["text", "note", "caution", "caption", "reason"]
-# of what holds, what does not, and what was not judged
+# marks for passed, failed and not judged
 MARK = {True: Styled("✓", "good"), False: Styled("✗", "bad"), None: Styled("–", "inconclusive")}
 
 
 def spans(line: Line) -> tuple[str, ...]:
-    """Split a line into its texts."""
+    """Return the texts of a line."""
     return (line,) if isinstance(line, str) else line
 
 
 class Part:
-    """Part of a tree; `on` are the renderers that show it."""
+    """Part of a report; `on` names the renderers that show it."""
 
     on: On
 
 
 @dataclass(frozen=True)
 class Remark(Part):
-    """A line; of kind `note` what a reader must know, `caution` what to know before trusting a figure."""
+    """Line of text; a `note` is important for the reader, a `caution` limits the trust in a figure."""
 
     text: Line
     kind: Kind = "text"
@@ -66,7 +66,7 @@ class Remark(Part):
 
 @dataclass(frozen=True)
 class Facts(Part):
-    """Labels, and what is known of each: one line or several."""
+    """Labels with their values, of one line or several."""
 
     rows: Sequence[tuple[Line, Cell]]
     title: str = ""
@@ -75,15 +75,15 @@ class Facts(Part):
 
 @dataclass(frozen=True)
 class Sheet(Part):
-    """Rows of text.
+    """Table of texts.
 
     Args:
         head: names of the columns; a screen breaks them at newlines.
-        remarks: how many of the last columns are words.
-        words: how many of the first columns are; the others are numbers.
-        title: for those who cannot see it; summary of a folded table.
-        folded: whether a page shows it only when it is asked for.
-        stacked: whether a narrow page shows each row as lines.
+        remarks: number of trailing columns with words.
+        words: number of leading columns with words; the others are numbers.
+        title: title for screen readers, and summary of a folded table.
+        folded: True if a page hides the table until it is opened.
+        stacked: True if a narrow page shows each row as lines.
     """
 
     head: Sequence[str]
@@ -98,18 +98,18 @@ class Sheet(Part):
 
 @dataclass(frozen=True)
 class Exhibit(Part):
-    """Charts that belong together.
+    """Charts that belong together, with their data.
 
     Args:
-        said: what they show, a sentence each.
-        captions: how it was measured, a sentence each; folded, with the data.
+        sentences: results, one sentence each.
+        captions: method of measurement, one sentence each; a page folds them together with the data.
         table: the data.
-        cautions: what to know before trusting them.
-        keys: (colour of the page, what it stands for).
-        folded: whether the figures are shown only when they are asked for.
+        cautions: limits to the trust in the figures.
+        keys: (colour of the page, its meaning).
+        folded: True if a page hides the charts until they are opened.
     """
 
-    said: Sequence[str]
+    sentences: Sequence[str]
     charts: Sequence[Plot]
     captions: Sequence[str]
     table: Sheet
@@ -122,7 +122,7 @@ class Exhibit(Part):
 
 @dataclass(frozen=True)
 class Code(Part):
-    """What is there to be copied; a label without a text is a line over what follows."""
+    """Text to copy; a label without a text is a line above the next part."""
 
     label: str
     text: str
@@ -133,9 +133,9 @@ class Code(Part):
 
 @dataclass(frozen=True)
 class FigureTile:
-    """A number that a reader remembers, what it is, and how sure it is; `tone` is `bad` for a loss.
+    """Large number with its label and detail; `tone` is `bad` for a loss.
 
-    What was not decided has the tone `inconclusive` and no number for a value: a large one would be remembered.
+    An undecided result has the tone `inconclusive` and words for a value: a large number would be remembered.
     """
 
     value: str
@@ -146,7 +146,7 @@ class FigureTile:
 
 @dataclass(frozen=True)
 class Tiles(Part):
-    """Numbers to remember, side by side."""
+    """Large numbers, side by side."""
 
     tiles: Sequence[FigureTile]
     on: On = On.PAGE
@@ -154,12 +154,12 @@ class Tiles(Part):
 
 @dataclass(frozen=True)
 class Conclusion(Part):
-    """What follows from it all: the answer, without a period, in a tone, and its reasons.
+    """Answer of a report, without a final period, with a tone and reasons.
 
     Args:
-        label: in front of the answer on a screen and a card.
-        aside: behind the answer.
-        commands: what would confirm or decide it.
+        label: label before the answer, on a screen and a card.
+        aside: text after the answer.
+        commands: commands that would confirm or decide it.
     """
 
     answer: str
@@ -176,9 +176,9 @@ class Section(Part):
     """Parts under a title.
 
     Args:
-        place: name of a chapter of a page, which its head links to; empty for a part of a chapter.
-        folded: whether a page shows it only when it is asked for.
-        tab: whether it is one of several of which a page shows one at a time.
+        place: anchor of a chapter, for the links at the head of the page; empty inside a chapter.
+        folded: True if a page hides the section until it is opened.
+        tab: True for one of several tabs.
     """
 
     title: str
@@ -191,15 +191,15 @@ class Section(Part):
 
 @dataclass(frozen=True)
 class Document(Part):
-    """All that a command has to say of one result.
+    """Whole report of one result.
 
     Args:
-        about: what it is about, a line each.
-        head: the answer and what a reader must know, over everything else.
-        parts: the chapters.
-        facts: where it is from.
-        made: by what it was made, for the foot of a page.
-        provenance: what stands below the facts.
+        about: description of the subject, a line each.
+        head: answer and important notes, on top.
+        parts: chapters.
+        facts: origin of the result.
+        footer: text at the foot of a page.
+        provenance: parts below the facts.
     """
 
     title: Line
@@ -207,12 +207,12 @@ class Document(Part):
     head: Sequence[Part]
     parts: Sequence[Part]
     facts: Sequence[tuple[str, str]] = ()
-    made: str = ""
+    footer: str = ""
     provenance: Sequence[Part] = ()
     on: On = On.ALL
 
 
 def only(parts: Iterable[Part], on: On) -> list[Part]:
-    """Drop parts of other renderers, and empty sections."""
+    """Keep the parts for a renderer; drop sections without any."""
     kept = (part for part in parts if part.on & on)
     return [part for part in kept if not isinstance(part, Section) or only(part.parts, on)]

@@ -1,4 +1,4 @@
-"""Numbers as people read them: sizes, times, counts, paths. Decimal units, never more digits than mean something."""
+"""Numbers in readable form: sizes, times, counts, shares. Units are decimal, digits no more than are significant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZES = ("B", "kB", "MB", "GB", "TB")
 
 
 def size(count: float) -> str:
-    """Bytes in decimal units.
+    """Format bytes in decimal units.
 
     >>> size(538_090_408)
     '538 MB'
@@ -100,7 +100,7 @@ def figure(value: float, digits: int = 4) -> str:
 
 
 def percent(share: float, places: int = 1) -> str:
-    """`percent(0.8214)` is `82.1 %`."""
+    """Format a share: `percent(0.8214)` is `82.1 %`."""
     return f"{100 * share:.{places}f} %"
 
 
@@ -134,7 +134,7 @@ def chance(p: float) -> str:
 
 
 def visible(text: str) -> str:
-    """Text out of a model, to be seen and to do nothing: what does not print is escaped, spaces at the ends are dots.
+    """Make model text visible and harmless: escape unprintable characters, show spaces at the ends as dots.
 
     >>> visible(" the\\n"), visible("\\x1b[2J")
     ('·the⏎', '\\\\x1b[2J')
@@ -147,17 +147,17 @@ def visible(text: str) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    """`plural(1, "layer")` is `1 layer`, `plural(210, "layer")` is `210 layers`."""
+    """Format a count: `plural(1, "layer")` is `1 layer`, `plural(210, "layer")` is `210 layers`."""
     return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
 def article(noun: str) -> str:
-    """`article("encoder")` is `an encoder`, `article("decoder")` is `a decoder`."""
+    """Prefix the article: `article("encoder")` is `an encoder`."""
     return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
 
 
 def times(ratio: float) -> str:
-    """`times(2.66)` is `2.66×`."""
+    """Format a ratio: `times(2.66)` is `2.66×`."""
     return f"{figure(ratio, 3)}×"
 
 
@@ -167,18 +167,18 @@ def between(interval: Interval | None, form: Form) -> str:
 
 
 def sentence(text: str) -> str:
-    """`sentence("ship it")` is `Ship it`; what follows stays as it is."""
+    """Capitalize the first letter only: `sentence("ship it")` is `Ship it`."""
     return text[:1].upper() + text[1:]
 
 
 def listed(values: Sequence[int | str]) -> str:
-    """`listed([1, 2, 1024])` is `1, 2 and 1,024`."""
+    """Join values: `listed([1, 2, 1024])` is `1, 2 and 1,024`."""
     texts = [value if isinstance(value, str) else f"{value:,}" for value in values]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
 def plain(value: float) -> str:
-    """`plain(1024.0)` is `1,024`."""
+    """Format an axis label: `plain(1024.0)` is `1,024`."""
     return f"{value:,g}"
 
 
@@ -188,22 +188,22 @@ def short(value: float) -> str:
 
 
 def ratio(value: float) -> str:
-    """`ratio(2.0)` is `2×`, for an axis."""
+    """Format an axis label: `ratio(2.0)` is `2×`."""
     return f"{value:g}×"
 
 
 def thousands(value: float) -> str:
-    """`thousands(20_000)` is `20k`, for an axis."""
+    """Format an axis label: `thousands(20_000)` is `20k`."""
     return f"{value:g}" if value < 1e4 else f"{value / 1e3:g}k"
 
 
 def whole(share: float) -> str:
-    """`whole(0.82)` is `82 %`."""
+    """Format a share without decimals: `whole(0.82)` is `82 %`."""
     return percent(share, 0)
 
 
 def whole_tick(share: float) -> str:
-    """`whole_tick(0.825)` is `82.5 %`, for an axis."""
+    """Format an axis label: `whole_tick(0.825)` is `82.5 %`."""
     return f"{100 * share:g} %"
 
 
@@ -213,7 +213,7 @@ def joined(*parts: str, by: str = ", ") -> str:
 
 
 def bracketed(text: str) -> str:
-    """` (text)`; empty for nothing."""
+    """Format ` (text)`; "" for an empty text."""
     return f" ({text})" if text else ""
 
 

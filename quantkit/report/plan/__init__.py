@@ -1,1 +1,1 @@
-"""A plan: on a screen, as a page, as JSON."""
+"""Report of a plan: screen, page and JSON."""

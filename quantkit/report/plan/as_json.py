@@ -1,4 +1,4 @@
-"""A plan as JSON: units stand in the names, what is not known is null."""
+"""Plan as JSON: names include the unit, unknown values are null."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quantkit.report.plan import words as say
 def as_dict(outlook: Outlook) -> dict[str, Any]:
     """Return `result` of the JSON envelope."""
     model, target, work = outlook.architecture, outlook.target, outlook.workload
-    found = {
+    plan = {
         "model": {
             **_named(model, "name", "kind", "model_type", "dtype", "parameters", "active_parameters"),
             "layers": len(model.layers),
@@ -40,30 +40,30 @@ def as_dict(outlook: Outlook) -> dict[str, Any]:
             "requests_per_s": work.rate,
             "assumed": work.assumed,
         },
-        "candidates": [_candidate(each, work.output) for each in outlook.candidates],
-        # only a measurement decides
+        "candidates": [_candidate(candidate, work.output) for candidate in outlook.candidates],
+        # a forecast: only a measurement decides
         "recommendation": {**dataclasses.asdict(outlook.recommendation), "forecast": True},
         "notes": outlook.notes,
     }
-    result: dict[str, Any] = _plain(found)
+    result: dict[str, Any] = _plain(plan)
     return result
 
 
 def ranked_as_dict(outlook: Outlook, ranked: Sequence[Ranked]) -> dict[str, Any]:
-    """Return the `result` of `quantkit recommend`: recipes in their order, and those that cannot run."""
+    """Return `result` of `quantkit recommend`: the ranked recipes, and those that cannot run."""
     plan, losses = as_dict(outlook), Losses.shipped()
     rows = []
-    for place, each in enumerate(ranked, 1):
-        one = each.candidate
+    for place, entry in enumerate(ranked, 1):
+        one = entry.candidate
         row = {"rank": place, **_named(one, "recipe", "runtime"), "bits_per_weight": one.bits}
-        row |= {"state": say.state(one), "weights_bytes": one.bytes, "fits": each.row.fits}
-        row["memory_bytes"] = sum(each.row.parts.values())
+        row |= {"state": say.state(one), "weights_bytes": one.bytes, "fits": entry.row.fits}
+        row["memory_bytes"] = sum(entry.row.parts.values())
         row["devices"] = None if one.memory is None else one.memory.devices
-        step, loss = each.row.step, None
+        step, loss = entry.row.step, None
         row["step"] = {"bound_s": step.least, "forecast_s": step.forecast, "forecast_interval_s": step.interval}
-        if each.loss is not None:
-            loss = {**_named(each.loss, "kl", "half", "record"), "class": each.loss.name}
-        rows.append({**row, "loss": loss, "because": each.because})
+        if entry.loss is not None:
+            loss = {**_named(entry.loss, "kl", "half", "record"), "class": entry.loss.name}
+        rows.append({**row, "loss": loss, "because": entry.because})
     refused = [_named(one, "recipe", "problem") for one in outlook.candidates if one.problem is not None]
     kept = {key: plan[key] for key in ("model", "target", "workload", "recommendation", "notes")}
     result: dict[str, Any] = _plain({**kept, "recipes": rows, "refused": refused, "losses_measured_on": losses.model})
@@ -71,20 +71,20 @@ def ranked_as_dict(outlook: Outlook, ranked: Sequence[Ranked]) -> dict[str, Any]
 
 
 def _named(thing: object, *names: str) -> dict[str, Any]:
-    """Return attributes with equal names in JSON and Python."""
+    """Return attributes that have the same name in JSON."""
     return {name: getattr(thing, name) for name in names}
 
 
-def _candidate(each: PlannedRecipe, output: int) -> dict[str, Any]:
+def _candidate(candidate: PlannedRecipe, output: int) -> dict[str, Any]:
     return {
-        **_named(each, "label", "recipe"),
-        "runtime": each.runtime or None,
-        "cells": each.cells,
-        "bits_per_weight": each.bits,
-        "weights_bytes": each.bytes if each.problem is None else None,
-        "memory": _memory(each.memory) if each.memory is not None else None,
-        "rows": [_row(row, output) for row in each.rows],
-        **_named(each, "forecast", "load", "cost", "compiling", "problem", "notes"),
+        **_named(candidate, "label", "recipe"),
+        "runtime": candidate.runtime or None,
+        "cells": candidate.cells,
+        "bits_per_weight": candidate.bits,
+        "weights_bytes": candidate.bytes if candidate.problem is None else None,
+        "memory": _memory(candidate.memory) if candidate.memory is not None else None,
+        "rows": [_row(row, output) for row in candidate.rows],
+        **_named(candidate, "forecast", "load", "cost", "compiling", "problem", "notes"),
     }
 
 
@@ -134,13 +134,13 @@ def _timed(timed: TimedStep) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON values: no NaN, no tuple, no dataclass."""
+    """Convert to JSON values: NaN becomes null, tuples lists, dataclasses dictionaries."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if hasattr(value, "as_dict"):
         return _plain(value.as_dict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,4 +1,4 @@
-"""A plan as a tree: which recipe and why, does it fit, how long it takes, what it gives and costs, under the roofs."""
+"""Plan as a tree: recommendation, memory, times, rates and costs, load, roofline."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from quantkit.report.kit.tree import MARK, Cell, Exhibit, Line, On, Part, Remark
 from quantkit.report.plan import figures
 from quantkit.report.plan import words as say
 
-_RINGS = "Rings on dotted lines are bounds, which no runtime beats; full points are forecasts with their intervals."
+_RINGS = "Rings on dotted lines are bounds: no runtime is faster. Full points are forecasts with their intervals."
 _TONES = {"native": "good", "emulated": "open", "absent": "bad", "cannot run": "bad"}
 
 
 def document(outlook: Outlook, version: str = "") -> tree.Document:
-    """Build the tree of a plan."""
+    """Build the report of a plan."""
     assumed, notes = say.notes(outlook)
     several = len(outlook.candidates) > 1
     cautions = [
         Remark((Styled(f"{', '.join(labels)}: ", "strong"), text) if several else text, "note")
         for text, labels in say.cautions(outlook).items()
     ]
-    runs = [each for each in outlook.candidates if each.problem is None]
+    runs = [candidate for candidate in outlook.candidates if candidate.problem is None]
     chapters: list[tuple[str, str, list[Part]]] = [
         ("fit", "Does it fit", _fit(outlook, runs)),
         ("time", "How long it takes", _times(outlook, runs)),
-        ("rate", "What it gives and costs" if say.currency(outlook) else "What it gives", _rates(outlook, runs)),
-        ("load", "Under the load", _load(outlook)),
+        ("rate", "Output and cost" if say.currency(outlook) else "Output", _rates(outlook, runs)),
+        ("load", "Under load", _load(outlook)),
         ("compile", "The compile itself", _compiling(outlook)),
-        ("roofline", "Under the roofs", _roofline(outlook)),
+        ("roofline", "Roofline", _roofline(outlook)),
         ("operations", "Operation by operation", _operations(outlook)),
-        ("stands", "What times stand on", _stands(outlook, runs)),
+        ("stands", "Where the times come from", _stands(outlook, runs)),
     ]
     return tree.Document(
         (Styled(outlook.architecture.name, "strong"), " on ", Styled(outlook.target.name, "strong"), ": a plan"),
@@ -46,36 +46,36 @@ def document(outlook: Outlook, version: str = "") -> tree.Document:
             *cautions,
         ],
         [Section(title, parts, place) for place, title, parts in chapters if parts],
-        made=f"Made by quantkit {version} from sizes and figures; nothing was run.",
+        footer=f"Made by quantkit {version} from sizes and figures; nothing was run.",
         provenance=_provenance(outlook),
     )
 
 
 def ranking(outlook: Outlook, ranked: Sequence[Ranked], version: str = "") -> tree.Document:
-    """Build the tree of a ranking: which recipe and why, and a line for each recipe."""
+    """Build the report of a ranking: the recommendation, and a line for each recipe."""
     batch, step = outlook.workload.batches[0], say.step(outlook)
     head = ["recipe", "runtime", "stored", "weights", "takes", f"{step},\nbatch {batch:,}", "KL"]
     rows: list[list[Line]] = []
-    for each in ranked:
-        one, loss, fits, state = each.candidate, each.loss, each.row.fits, say.state(each.candidate)
+    for entry in ranked:
+        one, loss, fits, state = entry.candidate, entry.loss, entry.row.fits, say.state(entry.candidate)
         devices = f"{one.memory.devices} × " if one.memory is not None and one.memory.devices > 1 else ""
-        takes = f"{devices}{words.size(sum(each.row.parts.values()))}"
+        takes = f"{devices}{words.size(sum(entry.row.parts.values()))}"
         cells: list[Line] = [Styled(one.label, "name"), one.runtime, Styled(state, _TONES.get(state, ""))]
         cells += [words.size(one.bytes), (MARK[fits] if fits is not None else " ", " ", takes)]
-        cells += [say.NONE if fits is False else say.at(each.row)]
+        cells += [say.NONE if fits is False else say.at(entry.row)]
         rows.append([*cells, say.NONE if loss is None else f"{loss.kl:.3f}, {loss.name}"])
     losses, notes = Losses.shipped(), [Remark(note, "note") for note in say.notes(outlook)[1]]
     label = say.standing(outlook) if say.timed(outlook) else "by size"
-    about = [f"KL in nats a token, measured on {losses.model}: it orders recipes, another model loses more or less."]
+    about = [f"KL in nats a token, measured on {losses.model}. It orders the recipes; other models lose more or less."]
     about = about if say.decodes(outlook) else []
-    refused = [each for each in outlook.candidates if each.problem is not None]
-    about += [f"{each.label}: {each.problem}" for each in refused]
+    refused = [candidate for candidate in outlook.candidates if candidate.problem is not None]
+    about += [f"{candidate.label}: {candidate.problem}" for candidate in refused]
     return tree.Document(
         (Styled(outlook.architecture.name, "strong"), " on ", Styled(outlook.target.name, "strong"), ": which recipe"),
         [say.model(outlook.architecture), say.target(outlook), say.workload(outlook.workload, outlook.architecture)],
         [replace(_answer(outlook), because=outlook.recommendation.because, label=label), *notes],
         [Sheet(head, rows, 0, 3), *(Remark(line, "caption") for line in [*about, say.legend(outlook)] if line)],
-        made=f"Made by quantkit {version} from sizes and figures; nothing was run.",
+        footer=f"Made by quantkit {version} from sizes and figures; nothing was run.",
     )
 
 
@@ -87,7 +87,7 @@ def _stands(outlook: Outlook, runs: Sequence[PlannedRecipe]) -> list[Part]:
 
 def _answer(outlook: Outlook) -> tree.Conclusion:
     commands, standing = "\n".join(say.confirm(outlook)), say.standing(outlook)
-    about = f"only a measurement decides; on {outlook.target.name} this would confirm it:"
+    about = f"only a measurement decides; to confirm it on {outlook.target.name}:"
     tone = "good" if outlook.recommendation.label is not None else "bad"
     confirm = [tree.Code(about, commands)] if commands else []
     aside = f" {words.sentence(standing)}: only a measurement decides."
@@ -99,43 +99,44 @@ def _fit(outlook: Outlook, runs: Sequence[PlannedRecipe]) -> list[Part]:
     tokens = f", {outlook.workload.context:,} tokens each" if decodes else ""
     head = ("recipe", "runtime", "stored", "bits", "weights", "batch", "takes", "of", "largest\nbatch")
     rows: list[list[Line]] = []
-    for each in outlook.candidates:
-        state, memory = say.state(each), each.memory
-        cells: list[Line] = [Styled(each.label, "name"), each.runtime or say.NONE]
+    for candidate in outlook.candidates:
+        state, memory = say.state(candidate), candidate.memory
+        cells: list[Line] = [Styled(candidate.label, "name"), candidate.runtime or say.NONE]
         cells.append(Styled(state, _TONES.get(state, "")))
         if memory is not None:
             fits = say.fits(memory)
-            cells += [words.or_dash(each.bits, words.short), words.size(each.bytes), f"{memory.batch:,}"]
+            cells += [words.or_dash(candidate.bits, words.short), words.size(candidate.bytes), f"{memory.batch:,}"]
             cells += [(MARK[fits] if fits is not None else " ", " ", say.takes(memory))]
             cells += [words.or_dash(memory.capacity, words.size), say.largest(memory.largest_batch, memory)]
         rows.append([*cells, *[say.NONE] * (len(head) - len(cells))])
-    about = f"At the largest batch asked for that does{tokens}."
+    about = f"At the largest requested batch that fits{tokens}."
     parts: list[Part] = [Remark(about, "caption"), Sheet(head, rows, words=3)]
     if len(runs) == 1 and (memory := runs[0].memory) is not None:
         known: list[tuple[Line, Cell]] = [(name, words.size(size)) for name, size in memory.parts.items() if size]
         if decodes:
-            known.append(("a token of cache", words.size(memory.cache_per_token)))
+            known.append(("cache for a token", words.size(memory.cache_per_token)))
             known.append(("largest context", say.largest(memory.largest_context, memory)))
         parts.append(tree.Facts(known, on=On.SCREEN))
     charts = [chart for chart in (figures.memory_bars(outlook), figures.memory_lines(outlook)) if chart is not None]
     if charts:
         shades = figures.parts(outlook.candidates)
-        said = ["What one device holds, against what a runtime uses of it."]
+        sentences = ["Memory of one device, against the capacity that a runtime uses."]
         keys = [(shade, name) for name, shade in shades.items()]
-        parts.append(Exhibit(said, charts, [], _memory(outlook, list(shades)), keys=keys))
+        parts.append(Exhibit(sentences, charts, [], _memory(outlook, list(shades)), keys=keys))
     return parts
 
 
 def _memory(outlook: Outlook, names: Sequence[str]) -> Sheet:
     decodes = say.decodes(outlook)
     head = ["recipe", "batch", *names, "in all", "capacity", "fits", "largest batch"]
-    head += ["a token of cache", "largest context"] if decodes else []
+    head += ["cache for a token", "largest context"] if decodes else []
     body = []
-    for each in outlook.candidates:
-        for row in each.rows if each.memory is not None else ():
-            memory, whole = each.memory, sum(row.parts.values())
+    for candidate in outlook.candidates:
+        for row in candidate.rows if candidate.memory is not None else ():
+            memory, whole = candidate.memory, sum(row.parts.values())
             assert memory is not None
-            line = [each.label, f"{row.batch:,}", *(words.or_dash(row.parts.get(name), words.size) for name in names)]
+            sizes = (words.or_dash(row.parts.get(name), words.size) for name in names)
+            line = [candidate.label, f"{row.batch:,}", *sizes]
             line += [words.size(whole), words.or_dash(memory.capacity, words.size), say.FITS[row.fits]]
             line.append(say.largest(memory.largest_batch, memory))
             cache = [words.size(memory.cache_per_token), say.largest(memory.largest_context, memory)]
@@ -149,32 +150,32 @@ def _times(outlook: Outlook, runs: Sequence[PlannedRecipe]) -> list[Part]:
     step, decodes, work = say.step(outlook), say.decodes(outlook), outlook.workload
     lengths = f"Sequences of {work.prompt:,}" if outlook.architecture.kind == "encoder" else "A whole image"
     if decodes:
-        lengths = f"Prompts of {work.prompt:,}, a token more halfway through {work.output:,}"
+        lengths = f"Prompts of {work.prompt:,} tokens; a step halfway through {work.output:,} output tokens"
     brief = _batches(outlook, runs[0])
     if len(runs) > 1:
         batches = list(dict.fromkeys((work.batches[0], work.batches[-1])))
-        prompts = any(row.prefill for each in runs for row in each.rows)
+        prompts = any(row.prefill for candidate in runs for row in candidate.rows)
         body: list[list[Line]] = []
-        for each in runs:
-            rows = {row.batch: row for row in each.rows}
-            devices = each.memory.devices if each.memory is not None else 1
-            name = (Styled(each.label, "name"), Styled(f" ({devices}×)" if devices > 1 else "", "dim"))
+        for candidate in runs:
+            rows = {row.batch: row for row in candidate.rows}
+            devices = candidate.memory.devices if candidate.memory is not None else 1
+            name = (Styled(candidate.label, "name"), Styled(f" ({devices}×)" if devices > 1 else "", "dim"))
             first = [_time(rows.get(batches[0]), prefill=True)] if prompts else []
             body.append([name, *first, *(_time(rows.get(batch)) for batch in batches)])
         head = ["recipe", *([f"first token,\nbatch {batches[0]:,}"] if prompts else [])]
         brief = Sheet([*head, *(f"{step},\nbatch {batch:,}" for batch in batches)], body)
     head = ["recipe", "batch", *(["prompts, at best", "prompts, forecast"] if decodes else [])]
     head += [f"{step}, at best", f"{step}, forecast", "limit", "fits"]
-    full, every = [], [(each, row) for each in outlook.candidates for row in each.rows]
-    for each, row in every:
+    full, every = [], [(candidate, row) for candidate in outlook.candidates for row in candidate.rows]
+    for candidate, row in every:
         before = [say.bound(row.prefill), say.forecast(row.prefill)] if decodes else []
         own = [say.bound(row.step), say.forecast(row.step), say.limit(row.step), say.FITS[row.fits]]
-        full.append([each.label, f"{row.batch:,}", *before, *own])
+        full.append([candidate.label, f"{row.batch:,}", *before, *own])
     charts = figures.times(outlook)
-    fits = any(say.fitting(each) for each in outlook.candidates)
+    fits = any(say.fitting(candidate) for candidate in outlook.candidates)
     captions = [_RINGS] if charts else [] if fits else ["No batch fits."]
     if charts and any(row.fits is False for _, row in every):
-        captions.append("Batches that do not fit are in the table alone.")
+        captions.append("Batches that do not fit are in the table only.")
     exhibit = Exhibit([], charts, captions, Sheet(head, full, 1), keys=figures.keys(outlook))
     return [Remark(f"{lengths}.", "caption"), brief, exhibit]
 
@@ -184,7 +185,6 @@ def _time(row: PlannedBatch | None, *, prefill: bool = False) -> str:
 
 
 def _batches(outlook: Outlook, candidate: PlannedRecipe) -> Sheet:
-    """Build a line a batch; columns that nothing is in are left out."""
     step, rows = say.step(outlook), candidate.rows
     columns: dict[str, list[str]] = {"batch": [f"{row.batch:,}" for row in rows]}
     for name, of in (("prefill", [row.prefill for row in rows]), (step, [row.step for row in rows])):
@@ -201,7 +201,7 @@ def _batches(outlook: Outlook, candidate: PlannedRecipe) -> Sheet:
 
 
 def _rates(outlook: Outlook, runs: Sequence[PlannedRecipe]) -> list[Part]:
-    if not runs or not any(say.fitting(each) for each in outlook.candidates):
+    if not runs or not any(say.fitting(candidate) for candidate in outlook.candidates):
         return []
     names, per_second = say.amounts_head(outlook), say.per_second(outlook)
     parts: list[Part] = []
@@ -210,34 +210,34 @@ def _rates(outlook: Outlook, runs: Sequence[PlannedRecipe]) -> list[Part]:
         rows = [[f"{row.batch:,}", *say.amounts(outlook, row)] for row in say.fitting(runs[0])]
         parts += [Sheet(["batch", *names], rows)] if names else []
     elif say.timed(outlook):
-        for each in runs:
+        for candidate in runs:
             cells = [say.NONE, "", *[say.NONE] * len(names)]
-            if (best := say.best(each, outlook.workload)) is not None:
+            if (best := say.best(candidate, outlook.workload)) is not None:
                 row, rate = best
                 shown = say.expected(rate) if rate.forecast is not None else say.most(rate)
                 cells = [shown, f"{row.batch:,}", *say.amounts(outlook, row)]
-            rows.append([Styled(each.label, "name"), *cells])
-        parts.append(Remark("At the batch that gives the most of those that fit.", "caption"))
+            rows.append([Styled(candidate.label, "name"), *cells])
+        parts.append(Remark("At the fitting batch with the most output.", "caption"))
         parts.append(Sheet(["recipe", per_second, "at batch", *names], rows))
     parts += [Remark(f"by {basis}", "caption", On.SCREEN) for basis in say.bases(outlook)]
     cost = figures.costs(outlook)
     charts = [chart for chart in (figures.rates(outlook, wide=cost is None), cost) if chart is not None]
     body = []
-    for each in outlook.candidates:
-        for row in say.fitting(each):
-            rate = say.rate(each, row, outlook.workload)
-            line = [each.label, f"{row.batch:,}", words.or_dash(rate.most, words.short), say.expected(rate)]
+    for candidate in outlook.candidates:
+        for row in say.fitting(candidate):
+            rate = say.rate(candidate, row, outlook.workload)
+            line = [candidate.label, f"{row.batch:,}", words.or_dash(rate.most, words.short), say.expected(rate)]
             body.append([*line, *say.amounts(outlook, row)])
-    said = ["Requests that all begin together: their prompts first, then every token."]
+    sentences = ["All requests start together: first their prompts, then every token."]
     captions = [_RINGS] if charts else []
     if say.currency(outlook):
-        amounts = f"Amounts are for a million {say.unit(outlook)} on a machine that always works"
-        captions.append(f"{amounts}, paid for in the cheapest way.")
+        amounts = f"Amounts are for a million {say.unit(outlook)} on a machine without idle time"
+        captions.append(f"{amounts}, at the cheapest price.")
     if any(name.startswith("J ") for name in names):
-        captions.append("Energy is for boards that draw all they may, without the machine around them.")
+        captions.append("Energy is for the boards at full power, without the rest of the machine.")
     table = Sheet(["recipe", "batch", f"{per_second}, at most", "forecast", *names], body)
-    said = said if say.decodes(outlook) else []
-    return [*parts, Exhibit(said, charts, captions, table, keys=figures.keys(outlook))]
+    sentences = sentences if say.decodes(outlook) else []
+    return [*parts, Exhibit(sentences, charts, captions, table, keys=figures.keys(outlook))]
 
 
 def _load(outlook: Outlook) -> list[Part]:
@@ -260,21 +260,21 @@ def _roofline(outlook: Outlook) -> list[Part]:
     if chart is None:
         return []
     read, body = outlook.target.memory.read_bandwidth, []
-    for each in outlook.candidates:
-        for row in say.fitting(each):
+    for candidate in outlook.candidates:
+        for row in say.fitting(candidate):
             for name, timed in (("prompts", row.prefill), (say.step(outlook), row.step)):
                 if timed is not None:
-                    body.append([each.label, name, f"{row.batch:,}", *_lies(timed)])
+                    body.append([candidate.label, name, f"{row.batch:,}", *_lies(timed)])
     head = ["recipe", "what", "batch", "bytes", "operations", "operations/byte", "operations/s, at most", "forecast"]
-    symbols = "The first and the last batch stand beside their points."
+    symbols = "Labels name the first and the last batch."
     if say.decodes(outlook):
-        symbols = "Circles are steps, with the first and the last batch beside them; diamonds are prompts."
-    said = [
-        f"Left of a roof's corner reading at {words.rate(read.number or 0, read.unit)} is what limits, right of it "
+        symbols = "Circles are steps, labelled with the first and the last batch; diamonds are prompts."
+    sentences = [
+        f"Left of a roof's corner, reading at {words.rate(read.number or 0, read.unit)} is the limit; right of it, "
         f"computing. {symbols}",
-        "Each is many operations, some under each roof, one after the other: so its own bound lies below the roofs.",
+        "Every point is a sequence of many operations with different limits, so its bound is below the roofs.",
     ]
-    return [Exhibit(said, [chart], [_RINGS], Sheet(head, body), keys=figures.keys(outlook))]
+    return [Exhibit(sentences, [chart], [_RINGS], Sheet(head, body), keys=figures.keys(outlook))]
 
 
 def _lies(timed: TimedStep) -> list[str]:
@@ -284,12 +284,11 @@ def _lies(timed: TimedStep) -> list[str]:
 
 
 def _operations(outlook: Outlook) -> list[Part]:
-    """Build a folded table a candidate: every operation of the smallest and the largest batch."""
-    head = ["of", "operation", "format", "times", "bytes", "operations", "at best", "all, at best", "in", "limit"]
+    head = ["phase", "operation", "format", "times", "bytes", "operations", "at best", "all, at best", "in", "limit"]
     parts: list[Part] = []
-    for each in (each for each in outlook.candidates if each.rows):
+    for candidate in (candidate for candidate in outlook.candidates if candidate.rows):
         body = []
-        for row in {row.batch: row for row in (each.rows[0], each.rows[-1])}.values():
+        for row in {row.batch: row for row in (candidate.rows[0], candidate.rows[-1])}.values():
             for name, timed in (("prompts", row.prefill), ("step", row.step)):
                 for op in timed.bound.ops if timed is not None else ():
                     whole = op.seconds * op.times if op.seconds is not None else None
@@ -297,39 +296,38 @@ def _operations(outlook: Outlook) -> list[Part]:
                     cells += [words.rate(op.operations, "op")]
                     cells += [words.or_dash(seconds, words.moment) for seconds in (op.seconds, whole)]
                     body.append([*cells, op.compute, op.limit or say.NONE])
-        parts.append(Sheet(head, body, 2, title=each.label, folded=True, on=On.PAGE))
+        parts.append(Sheet(head, body, 2, title=candidate.label, folded=True, on=On.PAGE))
     about = (
-        "Operations that are alike are one line. What stands at “at best” is the larger of reading its bytes and "
-        "computing, on the target's own figures."
+        "Equal operations share a line. “At best” is the larger of two times, reading the bytes and computing, by the "
+        "target's own figures."
     )
     return [Remark(about, "caption", On.PAGE), *parts] if parts else []
 
 
 def _provenance(outlook: Outlook) -> list[Part]:
-    """Build the target's figures, every way to pay, and how runtimes take what is stored, with their sources."""
     targeted = [
         [place, say.NONE if f.number is None else words.rate(f.number, f.unit), f.state, f.source]
         for place, f in outlook.target.figures().items()
     ]
     money = say.currency(outlook)
-    ways = [line for each in outlook.candidates for line in say.ways(each)]
-    cells = [(each, cell) for each in outlook.candidates for cell in each.cells]
-    taken = [[each.label, cell.what, each.runtime, cell.state, cell.source] for each, cell in cells]
+    ways = [line for candidate in outlook.candidates for line in say.ways(candidate)]
+    cells = [(candidate, cell) for candidate in outlook.candidates for cell in candidate.cells]
+    taken = [[candidate.label, cell.what, candidate.runtime, cell.state, cell.source] for candidate, cell in cells]
     paid = ["recipe", "price", "an hour", f"{money} a million", f"{money} a request", "used", "source"]
     stored = ["recipe", "what", "runtime", "state", "source"]
     tables = {
-        "Every figure of the target, with its source": Sheet(["figure", "value", "state", "source"], targeted, 2),
-        "Every way to pay, at the batch where a request takes least": Sheet(paid, ways, 1),
-        "What is stored, and how the runtime takes it": Sheet(stored, taken, 4),
+        "All figures of the target, with sources": Sheet(["figure", "value", "state", "source"], targeted, 2),
+        "All prices, at the batch with the cheapest request": Sheet(paid, ways, 1),
+        "Stored formats, and the runtime's support": Sheet(stored, taken, 4),
     }
     known = {title: replace(table, title=title) for title, table in tables.items() if table.rows}
     return [Section(title, [table], folded=True, on=On.PAGE) for title, table in known.items()]
 
 
 def rehearsed(block: str, seconds: float, findings: Sequence[tuple[str, bool]]) -> list[Part]:
-    """Build a rehearsal's findings: (line, True if it would end the compile)."""
-    what = f"rehearsed on {block} in {words.duration(seconds)}" if block else "rehearsed; no block was run"
+    """Build the result of a rehearsal; a finding is (line, True if it would end the compile)."""
+    what = f"rehearsed on {block} in {words.duration(seconds)}" if block else "rehearsed without running a block"
     if not findings:
-        return [Remark(f"{what}: nothing that would fail was found")]
+        return [Remark(f"{what}: no failure to expect")]
     marks = {True: Styled("✗ ", "bad"), False: Styled("! ", "open")}
     return [Remark(f"{what}:"), *(Remark(("  ", marks[fails], line)) for line, fails in findings)]

@@ -1,11 +1,11 @@
-"""The figures of a plan: the roofline, memory against the card, time and output against the batch.
+"""Charts of a plan: roofline, memory, times and output.
 
     roofline    operations a second against operations a byte of memory traffic, both logarithmic
                 the roof of a compute type    min(π, β · intensity)      β: read bandwidth, π: rate
                 a step                        at its operations / its bytes, operations / seconds
 
-A bound is dotted with rings, a forecast is a full line with its interval. Every candidate keeps its colour throughout.
-Batches that do not fit are in the figures of memory alone.
+A bound is dotted with rings, a forecast is a full line with its interval. Every candidate keeps its colour in all
+charts. Batches that do not fit are in the memory charts only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quantkit.report.kit.charts import BarPart, Curve, Mark, Plot, heights, line
 from quantkit.report.kit.words import Form, Interval
 from quantkit.report.plan import words as say
 
-# the page has so many colours for series; more candidates than these are alike, and told apart by their labels
+# number of series colours; further candidates share the last one, and differ by their labels
 _SERIES = 6
 _PARTS = ("quantized", "quantized-soft", "original", "good", "muted", "bad", "rest")
 _ROOM = 1.6
@@ -29,19 +29,20 @@ Times = Callable[[PlannedBatch], TimedStep | None]
 
 
 def colours(outlook: Outlook) -> dict[str, str]:
-    """Assign page colours to all candidates that run, by their labels."""
-    runs = [each.label for each in outlook.candidates if each.problem is None]
+    """Assign a colour to the label of each candidate that runs."""
+    runs = [candidate.label for candidate in outlook.candidates if candidate.problem is None]
     return {label: f"series-{min(i + 1, _SERIES)}" for i, label in enumerate(runs)}
 
 
 def keys(outlook: Outlook) -> list[tuple[str, str]]:
-    """List (colour, label) for under a figure."""
+    """List (colour, label), for the key below a chart."""
     return [(colour, label) for label, colour in colours(outlook).items()]
 
 
 def parts(candidates: Iterable[PlannedRecipe]) -> dict[str, str]:
-    """Give the parts of memory a colour, of all candidates, in their order."""
-    named = dict.fromkeys(name for each in candidates for row in each.rows for name, size in row.parts.items() if size)
+    """Assign a colour to each part of memory, in the order of the candidates' parts."""
+    rows = (row for candidate in candidates for row in candidate.rows)
+    named = dict.fromkeys(name for row in rows for name, size in row.parts.items() if size)
     return {name: _PARTS[min(i, len(_PARTS) - 1)] for i, name in enumerate(named)}
 
 
@@ -49,10 +50,10 @@ def parts(candidates: Iterable[PlannedRecipe]) -> dict[str, str]:
 
 
 def roofline(outlook: Outlook) -> Plot | None:
-    """Plot all candidates under the target's roofs; None where the target lacks the figures for them."""
+    """Plot all candidates below the target's roofs; None if the target lacks the figures."""
     phases, beta = _phases(outlook), outlook.target.memory.read_bandwidth.number
-    known = [(each, phase) for each in outlook.candidates for phase in phases]
-    drawn = [curve for each, phase in known for curve in _points(outlook, each, *phase)]
+    known = [(candidate, phase) for candidate in outlook.candidates for phase in phases]
+    drawn = [curve for candidate, phase in known for curve in _points(outlook, candidate, *phase)]
     if not drawn or beta is None:
         return None
     rates = _rates(outlook)
@@ -68,7 +69,7 @@ def roofline(outlook: Outlook) -> Plot | None:
     y = log_axis("operations per second", [*values, _ROOM * max(values)], form=_round_rate)
     figure = lines([*roofs, *drawn], x, y, height=460, right=14, hover="closest")
     alt = "Operations per second against operations per byte for each recipe and batch, under the target's roofs"
-    title = f"The roofs of {outlook.target.name}, and where each recipe and batch lies under them"
+    title = f"Recipes and batches under the roofs of {outlook.target.name}"
     return Plot(title, alt, figure, wide=True)
 
 
@@ -79,21 +80,20 @@ def _rates(outlook: Outlook) -> dict[float, str]:
         if kind in say.computed(outlook) and figure.number is not None:
             kinds.setdefault(figure.number, []).append(kind)
             units.setdefault(figure.number, set()).add(figure.unit)
-    # floats and integers at one rate: operations
+    # floats and integers with the same rate share the unit op/s
     named = {rate: min(own) if len(own) == 1 else "op/s" for rate, own in units.items()}
     return {rate: f"{', '.join(own)} {words.rate(rate, named[rate])}" for rate, own in kinds.items()}
 
 
 def _phases(outlook: Outlook) -> list[tuple[str, str, Times]]:
-    """List (phase, symbol, value of a row): decoding and prompts, or the passes of another model."""
+    """List (phase, symbol, function to read its time): steps and prompts, or passes."""
     phases: list[tuple[str, str, Times]] = [(say.step(outlook), "circle", lambda row: row.step)]
     return [*phases, *([("prompts", "diamond", lambda row: row.prefill)] if say.decodes(outlook) else [])]
 
 
 def _points(outlook: Outlook, candidate: PlannedRecipe, name: str, symbol: str, of: Times) -> list[Curve]:
-    """Draw the bounds of all batches, and the forecasts of those that have one."""
     known = [(row.batch, timed) for row in say.fitting(candidate) if (timed := of(row)) and timed.bound.bytes]
-    # rising intensity: bands are drawn along it
+    # by intensity, the order of the bands
     known.sort(key=lambda point: point[1].bound.operations / point[1].bound.bytes)
     drawn = []
     for forecast in (False, True):
@@ -127,8 +127,8 @@ def _round_rate(value: float) -> str:
 
 
 def memory_bars(outlook: Outlook) -> Plot | None:
-    """Plot the parts of memory at the largest fitting batch, a bar a candidate, against the capacity."""
-    known = [(each.label, each.memory) for each in outlook.candidates if each.memory is not None]
+    """Plot the parts of memory at the largest fitting batch, one bar for each candidate, against the capacity."""
+    known = [(candidate.label, candidate.memory) for candidate in outlook.candidates if candidate.memory is not None]
     if not known:
         return None
     shades = parts(outlook.candidates)
@@ -139,17 +139,18 @@ def memory_bars(outlook: Outlook) -> Plot | None:
     labels = [f"{say.short(label, 24)}, batch {memory.batch:,}" for label, memory in known]
     figure = stacked(labels, bars, totals, "memory of one device", marks=_capacity(outlook))
     alt = f"Parts of memory of each recipe, against what a runtime uses of {outlook.target.name}"
-    return Plot("At the largest batch asked for that fits, else at the smallest", alt, figure)
+    return Plot("At the largest requested batch that fits, else at the smallest", alt, figure)
 
 
 def memory_lines(outlook: Outlook) -> Plot | None:
-    """Plot the memory of one device over the batch."""
+    """Plot the memory of one device against the batch."""
     drawn = []
-    for each in outlook.candidates:
-        if each.memory is not None and len(each.rows) > 1:
-            held = [sum(row.parts.values()) for row in each.rows]
-            hover, batches = [f"{each.label}: {words.size(size)}" for size in held], [row.batch for row in each.rows]
-            drawn.append(Curve(say.short(each.label), colours(outlook).get(each.label, "muted"), batches, held, hover))
+    for candidate in outlook.candidates:
+        if candidate.memory is not None and len(candidate.rows) > 1:
+            held = [sum(row.parts.values()) for row in candidate.rows]
+            label, batches = candidate.label, [row.batch for row in candidate.rows]
+            hover = [f"{label}: {words.size(size)}" for size in held]
+            drawn.append(Curve(say.short(label), colours(outlook).get(label, "muted"), batches, held, hover))
     if not drawn:
         return None
     across = [x for curve in drawn for x in curve.x]
@@ -160,11 +161,10 @@ def memory_lines(outlook: Outlook) -> Plot | None:
 
 
 def _capacity(outlook: Outlook) -> list[Mark]:
-    """Mark the usable memory of each runtime, with names if there are several."""
     sizes: dict[float, dict[str, None]] = {}
-    for each in outlook.candidates:
-        if each.memory is not None and each.memory.capacity:
-            sizes.setdefault(each.memory.capacity, {})[each.runtime] = None
+    for candidate in outlook.candidates:
+        if candidate.memory is not None and candidate.memory.capacity:
+            sizes.setdefault(candidate.memory.capacity, {})[candidate.runtime] = None
     named = {
         size: ", ".join(runtimes) if len(sizes) > 1 else say.short(outlook.target.name)
         for size, runtimes in sizes.items()
@@ -176,8 +176,6 @@ def _capacity(outlook: Outlook) -> list[Mark]:
 
 
 class _At(NamedTuple):
-    """A figure at a batch, as bound and as forecast, and what to show at either."""
-
     batch: int
     bound: float | None
     forecast: float | None
@@ -186,14 +184,14 @@ class _At(NamedTuple):
 
 
 def times(outlook: Outlook) -> list[Plot]:
-    """Plot the time of a step, and of the prompts, by batch."""
+    """Plot the time of a step, and of the prompts, against the batch."""
     titles = {"step": "A step: one more token of each sequence", "pass": "A pass", "prompts": "The prompts of a batch"}
     phases = _phases(outlook)
     plots = []
     for name, _, of in phases:
 
-        def points(each: PlannedRecipe, of: Times = of) -> list[_At]:
-            known = [(row.batch, timed) for row in say.fitting(each) if (timed := of(row)) is not None]
+        def points(candidate: PlannedRecipe, of: Times = of) -> list[_At]:
+            known = [(row.batch, timed) for row in say.fitting(candidate) if (timed := of(row)) is not None]
             return [_At(batch, t.least, t.forecast, t.interval, (say.bound(t), say.forecast(t))) for batch, t in known]
 
         alt, wide = f"Time of each recipe, {name}", len(phases) < 2
@@ -202,11 +200,11 @@ def times(outlook: Outlook) -> list[Plot]:
 
 
 def rates(outlook: Outlook, *, wide: bool = False) -> Plot | None:
-    """Plot output a second, by batch."""
+    """Plot the output a second against the batch."""
     unit = say.per_second(outlook)
 
-    def points(each: PlannedRecipe) -> list[_At]:
-        known = [(row.batch, say.rate(each, row, outlook.workload)) for row in say.fitting(each)]
+    def points(candidate: PlannedRecipe) -> list[_At]:
+        known = [(row.batch, say.rate(candidate, row, outlook.workload)) for row in say.fitting(candidate)]
         return [
             _At(batch, r.most, r.forecast, r.interval, (f"{say.most(r)} {unit}", f"{say.expected(r)} {unit}"))
             for batch, r in known
@@ -217,11 +215,11 @@ def rates(outlook: Outlook, *, wide: bool = False) -> Plot | None:
 
 
 def costs(outlook: Outlook) -> Plot | None:
-    """Plot the cheapest price of the traffic's tokens, by batch; None without prices."""
+    """Plot the cheapest price of the traffic's tokens against the batch; None without prices."""
     money, unit = say.currency(outlook), say.unit(outlook)
 
-    def points(each: PlannedRecipe) -> list[_At]:
-        known = say.cost_curve(outlook, each)
+    def points(candidate: PlannedRecipe) -> list[_At]:
+        known = say.cost_curve(outlook, candidate)
         return [
             _At(batch, cost.least, cost.forecast, cost.interval, (f"{cost.bound} {money}", f"{cost} {money}"))
             for batch, cost in known
@@ -242,27 +240,27 @@ def _over_batches(
     form: Form = words.plain,
     wide: bool = False,
 ) -> Plot | None:
-    """Plot bounds, and forecasts; labels stand at the forecasts, where there are any, else with the sign of a bound."""
+    """Plot bounds and forecasts; a bound is labelled, with its sign, only if there is no forecast."""
     drawn: list[Curve] = []
-    for each in outlook.candidates:
-        points = points_of(each)
-        colour, name = colours(outlook).get(each.label, "muted"), say.short(each.label)
-        least = [(at.batch, at.bound, f"{each.label}, bound: {at.shown[0]}") for at in points if at.bound is not None]
+    for candidate in outlook.candidates:
+        points = points_of(candidate)
+        colour, name = colours(outlook).get(candidate.label, "muted"), say.short(candidate.label)
+        bounds = [at for at in points if at.bound is not None]
+        least = [(at.batch, at.bound, f"{candidate.label}, bound: {at.shown[0]}") for at in bounds]
         known = [at for at in points if at.forecast is not None]
         if least:
             x, y, hover = zip(*least, strict=True)
             drawn.append(Curve("" if known else f"{sign} {name}", colour, x, y, hover, bound=True, hollow=True))
         if known:
-            hover = tuple(f"{each.label}, forecast: {at.shown[1]}" for at in known)
+            hover = tuple(f"{candidate.label}, forecast: {at.shown[1]}" for at in known)
             ys, bands = [at.forecast or 0.0 for at in known], [at.interval for at in known]
             drawn.append(Curve(name, colour, [at.batch for at in known], ys, hover, bands))
-    if len({x for curve in drawn for x in curve.x}) < 2:  # one batch is no curve: its table says it
+    if len({x for curve in drawn for x in curve.x}) < 2:  # a single batch needs no chart
         return None
     return over(title, f"{alt} by batch", drawn, "batch", unit, form=form, wide=wide, height=360)
 
 
 def _round_size(value: float) -> str:
-    """Label an axis: round anyway."""
     number, _, unit = words.size(value).partition(" ")
     return f"{float(number):g} {unit}"
 
