@@ -1,16 +1,15 @@
-"""Two versions of one model, A and B, held against each other: what was decided of each thing, and the verdict.
+"""Decide which of two versions of one model is better, A (the baseline) or B.
 
-A is what B is set against; effects above zero are for the worse of B. Of all that was compared
+Every compared quantity (KL, size, a time, ...) has an effect with a 95 % interval; above zero, B is worse. The verdict:
 
-    mixed           B is worse in one thing and better in another
-    A better        B is worse in something, and nowhere can it be better by more than the margin
-    B better        B is better in something, and nowhere can it be worse by more than the margin
+    mixed           B is worse in one quantity and better in another
+    A better        B is worse in a quantity, and no interval allows B to be better by more than the margin
+    B better        B is better in a quantity, and no interval allows B to be worse by more than the margin
     same            every difference lies within its margin
-    inconclusive    anything else: what is not known could turn the answer
+    inconclusive    anything else: more data could change the answer
 
-*Can* is the 95 % interval. Exchange A and B, and the verdict is exchanged. What a gate has to know is another question,
-with an answer more often: 0, B is no worse in anything than the margin or than the gates of its recipe allow; 1, it is
-worse in something; 3, neither is shown.
+Exchanging A and B exchanges the verdict. The exit code answers a simpler question for a gate: 0, B is nowhere worse
+than the margin or the gates of its recipe allow; 1, B is worse in a quantity; 3, neither is shown.
 """
 
 from __future__ import annotations
@@ -26,21 +25,25 @@ from quantkit.stats.evidence import EACH_WAY, Doubt, Evidence, Interval
 
 What = Literal["accuracy", "latency", "size"]
 Verdict = Literal["A better", "same", "B better", "mixed", "inconclusive"]
-# how sides were set against each other: item by item, in one run of alternating steps, each by the interval of its own
-# row, each by its ratio to one baseline in a run of its own, or by counting
+# the way of comparing: paired = item by item; interleaved = alternating steps in one run; apart = by both rows'
+# intervals; ratio of ratios = each by its ratio to one baseline in its own run; counted = exact numbers
 How = Literal["paired", "interleaved", "apart", "ratio of ratios", "counted"]
 
 
 @dataclass(frozen=True)
-class _Thing:
-    """One thing that is compared.
+class _ComparedQuantity:
+    """One compared quantity.
 
     Args:
-        name: of the rows that it is about: `accuracy.kl`, `latency.decode_step`, `size.bytes`.
-        a, b: values of both, in `unit`; None where only the difference is known.
-        n: items or timed steps that it rests on.
-        batch, shape, device: of times; `{"new_tokens": 1, "context": 128}`, the device's name.
-        output: of a graph's output, its name.
+        what: kind of quantity.
+        name: name of its rows: `accuracy.kl`, `latency.decode_step`, `size.bytes`.
+        a, b: values of both sides in `unit`; None if only the difference is known.
+        unit: unit of the values.
+        how: way of comparing.
+        n: number of items or timed steps.
+        runtime: runtime of the measurements.
+        batch, shape, device: batch, sizes (`{"new_tokens": 1, "context": 128}`) and device of a time.
+        output: name of a graph's output.
     """
 
     what: What
@@ -59,25 +62,24 @@ class _Thing:
 
 
 @dataclass(frozen=True)
-class Quantity(_Thing):
-    """One thing before it is decided; `evidence` is what is known of the difference."""
+class Quantity(_ComparedQuantity):
+    """A compared quantity before the decision, with the evidence on its difference."""
 
     evidence: Evidence
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecidedCell(_Thing):
-    """What was decided of one thing; see `_Thing`, and `CellDecision` for what is not named here.
+class DecidedCell(_ComparedQuantity):
+    """A decided quantity; other attributes are those of `_ComparedQuantity` and `CellDecision`.
 
     Args:
-        answer: of B.
-        effect: how much worse B is: a share (0.05: 5 % slower or larger, 0.01: one item in a hundred lost), or nats.
-        no_worse, no_better: B is shown to be no worse than the margin; nor better.
-        confirmed: whether a second run said the same of a time; None where there was none.
-        allowed: how much worse the gates of B's recipe allow it to be, in the unit of `effect`; None where they do not
-            say, or the margin was asked for.
-        shipped: why a loss of time is none to B's own verdict; empty where it is one.
-        doubt: why neither side is called better, whatever the interval says.
+        answer: answer for B.
+        effect: loss of B: a share (0.05: 5 % slower or larger; 0.01: one item in a hundred lost), or nats.
+        no_worse, no_better: True if B is shown to be worse (better) by no more than the margin.
+        confirmed: True if a second run gave the same answer for a time; None without a second run.
+        allowed: largest `effect` that the gates of B's recipe allow; None without a gate or with a margin of the user.
+        shipped: reason for which B's own verdict accepts a loss of time; "" if it does not.
+        doubt: reason to call neither side better in spite of the interval.
     """
 
     answer: Answer
@@ -96,11 +98,11 @@ class DecidedCell(_Thing):
 
     @property
     def is_allowed(self) -> bool:
-        """Tell if B's loss is within its gates, or accepted by its verdict."""
+        """Return True if B's gates or B's verdict accept its loss."""
         return bool(self.shipped) or (self.allowed is not None and self.effect <= self.allowed)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return its JSON form; an infinite limit becomes null, and `is_allowed` tells."""
+        """Return its JSON form, with null for an infinite limit."""
         limit = self.allowed if self.allowed is not None and isfinite(self.allowed) else None
         return {**asdict(self), "allowed": limit, "is_allowed": self.is_allowed}
 
@@ -131,7 +133,7 @@ class DecidedCell(_Thing):
 
 
 def decided(asked: Sequence[Quantity]) -> list[CellDecision]:
-    """Decide every comparison, in order: measured ones as one family, counted ones, which are certain, alone."""
+    """Decide all quantities, in order: measured ones as one family of tests, counted ones exactly."""
     counted = [one.how == "counted" for one in asked]
     measured = iter(decide([one.evidence for one, exact in zip(asked, counted, strict=True) if not exact]))
     return [decide([one.evidence])[0] if exact else next(measured) for one, exact in zip(asked, counted, strict=True)]
@@ -159,14 +161,16 @@ def exit_code(cells: Sequence[DecidedCell]) -> int:
 
 @dataclass(frozen=True)
 class WordFlip:
-    """A position at which one side's next word is right and the other's is wrong.
+    """A position at which only one side's next word is right.
 
     Args:
-        rise: of the negative log-likelihood of what follows, from A to B, nats.
-        before: the text that ends there; None where it is not at hand.
-        follows: what really comes next.
-        a, b: what each holds most likely to come next; a token's number where no tokenizer is at hand.
-        a_chance, b_chance: how likely each holds that.
+        sequence, position: place in the text, counted from 0.
+        right: the side that is right.
+        rise: rise of the true word's negative log-likelihood from A to B, nats.
+        before: text before the position; None if unavailable.
+        follows: true next word.
+        a, b: most likely next word of each side; a token id without a tokenizer.
+        a_chance, b_chance: probability of that word.
     """
 
     sequence: int
@@ -183,13 +187,14 @@ class WordFlip:
 
 @dataclass(frozen=True)
 class WordFlips:
-    """What flipped among n next words.
+    """Counts of next words that only one side gets right.
 
     Args:
-        lost, gained: A alone has them right; B alone.
-        p: McNemar's test, two-sided; sequences as clusters.
-        agree: share of the positions at which both hold the same word most likely.
-        examples: those that moved most, the lost ones first.
+        lost, gained: number of words that only A gets right, and only B.
+        n: number of scored words.
+        p: p-value of McNemar's two-sided test with sequences as clusters.
+        agree: share of positions at which both have the same most likely word.
+        examples: flips with the largest change, lost ones first.
     """
 
     lost: int
@@ -202,10 +207,12 @@ class WordFlips:
 
 @dataclass(frozen=True)
 class LayerPair:
-    """A layer that A or B has quantized; None of the side where it is in floats.
+    """A layer that A or B quantizes.
 
     Args:
-        outputs: relative output errors of both, as `accuracy.harm` measured them; None where one is not known.
+        name: name of the layer.
+        a, b: entry of the layer on each side; None if it is in floats there.
+        outputs: relative output errors of both from `accuracy.harm`; None if one is unknown.
     """
 
     name: str
@@ -221,7 +228,7 @@ class LayerPair:
 
     @property
     def differs(self) -> bool:
-        """Tell if its weights or inputs are stored differently."""
+        """Return True if the sides store its weights or inputs differently."""
         if self.a is None or self.b is None:
             return True
         return (self.a.scheme, self.a.activations) != (self.b.scheme, self.b.activations)
@@ -241,9 +248,9 @@ def layer_pairs(
     b: Sequence[LayerEntry],
     outputs: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
 ) -> list[LayerPair]:
-    """Pair every layer quantized on either side, in A's order, then B's other layers.
+    """Pair the layers that either side quantizes, in A's order, then B's other layers.
 
-    `outputs`: layer -> relative output error, of A and of B.
+    `outputs` holds the relative output error by layer, for A and for B.
     """
     ours, theirs = ({layer.name: layer for layer in side} for side in (a, b))
     pairs = []
@@ -258,14 +265,15 @@ def layer_pairs(
 
 @dataclass(frozen=True)
 class NamedSide:
-    """One of the two, as people know it.
+    """The name and figures of one side.
 
     Args:
-        content_sha256: of the bundle; of a float model, the model's own hash.
-        recipe: `float` of a float model.
-        bytes: of the weights that the runtime loads.
-        bits: a weight of the quantized layers.
-        runtime: that it was scored in.
+        name: name for people.
+        content_sha256: hash of the bundle, or of a float model.
+        recipe: name of the recipe; `float` for a float model.
+        bytes: bytes of the weights that the runtime loads.
+        bits: bits per weight of the quantized layers.
+        runtime: runtime of the scores.
     """
 
     name: str
@@ -278,17 +286,19 @@ class NamedSide:
 
 @dataclass(frozen=True)
 class Compared:
-    """A comparison as it is reported.
+    """A finished comparison.
 
     Args:
+        model: name of the model.
         kind: `decoder`, `encoder` or `network`.
-        a, b: what B is set against, and B.
-        verdict, exit: see the module.
-        because: its reasons, a sentence each.
-        data: what was scored: `prose-en (eval), 6,132 positions`.
-        flips: next words; None of models that have none.
-        layers: every layer that is quantized in one of the two.
-        notes: what a reader must know: what was not compared, and what does it.
+        a, b: both sides.
+        verdict, exit: verdict and exit code, see the module.
+        because: reasons for the verdict, a sentence each.
+        cells: decided quantities.
+        data: scoring data: `prose-en (eval), 6,132 positions`.
+        flips: flipped next words; None for a model without next words.
+        layers: layers that either side quantizes.
+        notes: quantities that were not compared, with the command that compares them.
     """
 
     model: str

@@ -1,10 +1,9 @@
-"""What `quantkit doctor` says: the machine at hand, its measured ceilings, and how they stand to a target's figures.
+"""Describe this machine for `quantkit doctor`: hardware, measured ceilings, and the figures of a target.
 
-Of a GPU target the card's own ceilings are measured where one of its architecture is at hand, and stand beside what the
-target states, which they do not replace.
-
-With `write`, the figures that the target calls `auto` go to the user's cache, where `Target.load` finds them. Works
-without torch; what needs it (the int8 rate) is then null, with the reason.
+A processor's target may leave figures to measurement (`auto`). With `write`, the measured ones are saved in the user's
+cache, where `Target.load` finds them. A GPU target states all its figures; the ceilings of a card of its architecture
+are reported beside them. The doctor works without torch; a figure that needs it (the int8 rate) is then null, with the
+reason.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from quantkit.measurement.operators import ceilings
 from quantkit.runtimes.tensorrt.library import NAMES, load
 from quantkit.target import Target, read_measured, write_measured
 
-# of A B B A that each of a GPU's ceilings is taken in
+# number of A B B A rounds for each ceiling of a GPU
 _BLOCKS = 4
-# share by which the memory of one card differs from another's, and not only by what its driver keeps
+# relative difference in memory that means another card; the driver's own memory is less
 _OTHER = 0.15
 
 
@@ -30,16 +29,15 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
     """Describe this machine and measure its ceilings: the processor's, or the GPU's for a GPU target.
 
     Args:
-        target: target whose `auto` figures are wanted. A GPU target states all of its figures.
+        target: target whose `auto` figures to measure.
         write: True to save the measured figures in the user's cache.
         runs: repetitions of each measurement on a processor.
         size: side of the square matrices to multiply on a processor.
 
     Returns:
-        `machine` (as `machine.describe`), `tensorrt` (see there), `measurements` (rows), `figures` (place -> value
-        of every measured `auto` figure), `stated` (place -> share of the target's figure that a GPU reached),
-        `unmeasured`
-        (missing places), `written` (path or None), `warnings` (reasons to doubt the figures).
+        `machine` (as `machine.describe`), `tensorrt` (see there), `measurements` (rows), `figures` (measured `auto`
+        figures by place in the target), `stated` (share of each stated figure that a GPU reached, by place),
+        `unmeasured` (places without a measurement), `written` (path or None), `warnings` (doubts about the figures).
 
     Raises InputError: `wrong-machine` for a target of another architecture; `cache-unwritable`.
     """
@@ -84,7 +82,7 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
 
 
 def _of_gpu(target: Target, gpus: Sequence[Mapping[str, Any]], absent: str) -> tuple[list[dict[str, Any]], str]:
-    """Return (rows `ceiling.*` of the first GPU in torch, reason for having none or "")."""
+    """Return (rows `ceiling.*` of torch's first GPU, reason for having none or "")."""
     if not gpus:
         return [], absent or "no NVIDIA GPU"
     if not machine.has("triton"):
@@ -102,7 +100,7 @@ def _of_gpu(target: Target, gpus: Sequence[Mapping[str, Any]], absent: str) -> t
         return [], f"{name} is SM {sm}, the target {f'SM {target.arch.sm}' if target.arch.sm else 'states none'}"
     try:
         return cuda.measured(GpuDevice("cuda", dry=False), _BLOCKS, np.random.default_rng(0)), ""
-    except RuntimeError as problem:  # too little free memory, a card that is too old for a kernel
+    except RuntimeError as problem:  # too little free memory, or a card too old for a kernel
         return [], f"{name}: {str(problem).splitlines()[0]}"
 
 
@@ -118,29 +116,28 @@ def _doubts(target: Target, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _noisy(row: Mapping[str, Any]) -> str:
-    return f"{row['name']} ({row['unit']}): two halves of the runs differ by {row['aa_spread']:.0%}"
+    return f"{row['name']} ({row['unit']}): the halves of its runs differ by {row['aa_spread']:.0%}"
 
 
 def shares(target: Target, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the shares of a target's stated figures that a GPU reached: place -> share; `rows`: `ceiling.*` of the
-    GPU."""
+    """Return the share of each stated figure that a GPU reached, by place; `rows` are its `ceiling.*` rows."""
     stated = {place: figure.value for place, figure in target.figures().items() if figure.value}
     reached = {place_of(row): row["value"] for row in rows if row["value"] is not None}
     return {place: float(value) / float(stated[place]) for place, value in reached.items() if place in stated}
 
 
 def place_of(row: Mapping[str, Any]) -> str:
-    """Return the target's figure for a row `ceiling.*`; "" without one."""
+    """Return the place of a `ceiling.*` row's figure in a target; "" without one."""
     kind = row["settings"].get("compute_type")
     return f"compute.{kind}" if kind else "memory.read_bandwidth" if row["name"] == "ceiling.read" else ""
 
 
 def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, Any]]:
-    """Report the capabilities of the two libraries on `machine.gpus()`, and obstacles.
+    """Report the capabilities of both TensorRT libraries on `gpus`, and obstacles.
 
     Returns:
-        for each: `library`, `version` (None if not installed), `builds_for` (compute capabilities, ahead of time; those
-        present for one that builds on the GPU) and `missing`, a sentence for each obstacle to building or running.
+        for each library: `library`, `version` (None if not installed), `builds_for` (compute capabilities; those of
+        this machine if the library builds on the GPU) and `missing`, a sentence for each obstacle to a build or a run.
     """
     reports: list[dict[str, Any]] = []
     for name in NAMES:
@@ -164,7 +161,7 @@ def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, A
 
 
 def _torch_blind() -> str:
-    """Return the reason for torch seeing no GPU: without it nothing is timed, and engines lack input memory."""
+    """Return the reason that torch sees no GPU, or "": timing and engine inputs need torch's GPU memory."""
     try:
         import torch
     except ImportError:
@@ -175,7 +172,7 @@ def _torch_blind() -> str:
 def _busy(cores: int) -> str:
     try:
         load = os.getloadavg()[0]
-    except (AttributeError, OSError):  # not on every system
+    except (AttributeError, OSError):  # not available on every system
         return ""
     return f"the machine is busy: load {load:.1f} on {cores} cores; measure again when idle" if load > cores / 2 else ""
 
@@ -185,11 +182,12 @@ def _auto(target: Target) -> list[str]:
 
 
 def figures(target: Target, measured: Sequence[ceilings.Ceiling], about: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a target that it does not state: place -> value.
+    """Return the value of each `auto` figure of a target, by place.
 
     Args:
+        target: the target.
         measured: ceilings `read`, `copy` and `compute`, in this order.
-        about: `memory_limit` and `last_level_cache` of the machine.
+        about: description of the machine, with `memory_limit` and `last_level_cache`.
     """
     values = {
         "memory.capacity": about["memory_limit"],
@@ -204,13 +202,16 @@ def demand_architecture(target: Target, isa: list[str]) -> None:
     """Refuse to measure a target of another architecture here. Raises InputError `wrong-machine`."""
     arm = any(name.startswith(("neon", "sve")) for name in isa)
     fits = {"x86": not arm, "intel": not arm, "amd": not arm, "arm": arm, "apple": arm}
-    remedy = f"use {'cpu-arm' if arm else 'cpu-x86'}, or run the doctor there"
+    remedy = f"use --target {'cpu-arm' if arm else 'cpu-x86'}, or run the doctor on such a machine"
     if not fits.get(target.arch.vendor, True):
-        value, rule = f"the machine has {isa[0]}", f"figures are measured on their target ({target.arch.vendor})"
+        value, rule = (
+            f"the machine has {isa[0]}",
+            f"a target's figures are measured on its hardware ({target.arch.vendor})",
+        )
         raise InputError("wrong-machine", where=target.name, value=value, rule=rule, remedy=remedy)
-    # what the file names, and not what an earlier measurement found here
+    # the instructions of the file, not those of an earlier measurement here
     named = target.arch.isa if target.arch.isa != read_measured(target.name).get("isa") else []
     missing = [name for name in named or [] if name not in isa]
     if missing and named != "auto":
-        value, rule = f"the machine has no {', '.join(missing)}", "figures are measured on what the target names"
+        value, rule = f"the machine has no {', '.join(missing)}", "a target's figures are measured on its hardware"
         raise InputError("wrong-machine", where=target.name, value=value, rule=rule, remedy=remedy)

@@ -1,12 +1,12 @@
-"""What an engine really does: its inspector's layers mapped back to the model's.
+"""Map the layers of a TensorRT engine back to the model's, to check the types in which it multiplies.
 
-The inspector gives layers after fusion, each with the ONNX nodes that went into it (`Metadata`: `[ONNX Layer: NAME]`,
-parted by U+001F) and the types of what goes in and out: `Format/Datatype` in TensorRT 10, `Datatype` beside `Format`
-in 11 and TensorRT-RTX. Nodes of our networks are called after what they make: `LINEAR/output` is a product,
-`LINEAR.values` its weight, dequantized, `LINEAR/input.codes` and `.values` the pair before it. So of each product
+The engine inspector lists layers after fusion. Each has its ONNX nodes (`Metadata`: `[ONNX Layer: NAME]`, separated by
+U+001F) and the types of its inputs and outputs: `Format/Datatype` in TensorRT 10, `Datatype` beside `Format` in 11 and
+TensorRT-RTX. The names of our nodes tell their roles: `LINEAR/output` is a product, `LINEAR.values` its dequantized
+weight, `LINEAR/input.codes` and `LINEAR/input.values` the Q/DQ pair of its input. So a product
 
-    codes are read      the layer of the product holds its DequantizeLinear too, or has an input of that type
-    16 bit              the weight is expanded by another layer, or was folded into floats when the engine was built
+    reads codes         if its layer includes the weight's DequantizeLinear, or has an input of the codes' type
+    reads 16 bits       if another layer dequantizes the weight, or the build folded it into floats
 
 Sources: NVIDIA, "Engine Inspector" (TensorRT 10.16) and "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x".
 """
@@ -35,7 +35,7 @@ SUFFIX = ".layers.json"
 FALLBACK = "precision-fallback"
 _NODE = re.compile(r"\[ONNX Layer: ([^\]\x1f]+?)\s*(?:\||\])")
 _PROFILE = re.compile(r"\s*\[profile (\d+)\]\s*$")
-# the library's words for a type, in the order in which they are looked for
+# the library's words for types, in the order of the search
 _TYPES = (
     (r"BF16|BFloat16", "bfloat16"),
     (r"FP16|Half", "float16"),
@@ -49,7 +49,7 @@ _TYPES = (
     (r"BOOL", "bool"),
 )
 _FLOATS = ("float32", "bfloat16", "float16")
-# a format of ours -> the library's type of its codes
+# the library's type of a format's codes
 STORED = {
     **{"int4": "int4", "nf4": "int4", "int7": "int8", "int8": "int8"},
     **{"fp8_e4m3": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"},
@@ -57,7 +57,7 @@ STORED = {
 
 
 class Tensor(NamedTuple):
-    """What goes into a layer, or comes out."""
+    """An input or output of a layer."""
 
     name: str
     type: str
@@ -68,11 +68,12 @@ class EngineLayer:
     """One layer of an engine.
 
     Args:
-        name: as the profiler reports it.
+        name: name in the profiler.
         kind: `gemm`, `kgen`, `Reformat`, ...
-        tactic: kernel, where it is said.
-        nodes: of the network, that went into it.
-        profile: that it belongs to.
+        tactic: kernel; "" if the engine does not name it.
+        nodes: ONNX nodes of the layer.
+        inputs, outputs: tensors of the layer.
+        profile: index of its optimization profile.
     """
 
     name: str
@@ -85,7 +86,7 @@ class EngineLayer:
 
     @property
     def reformats(self) -> bool:
-        """Tell if it only changes a tensor's layout or type."""
+        """Return True if it only changes a tensor's layout or type."""
         return self.kind.lower() == "reformat" or self.name.startswith(("Reformatting CopyNode", "Reformatted"))
 
 
@@ -93,11 +94,11 @@ class EngineProduct(Closed):
     """A quantized layer of the model, in the engine.
 
     Args:
-        linear: its name in the model.
-        asked, inputs_asked: formats of its weights, and of its inputs; None: floats.
-        got, inputs_got: types that they are read and multiplied in; None where the engine does not name it.
-        layer: of the engine.
-        why: it is otherwise than asked.
+        linear: name in the model.
+        asked, inputs_asked: requested formats of its weights and inputs; None for floats.
+        got, inputs_got: types in which the engine reads them; None if the engine does not name the layer.
+        layer, tactic: layer of the engine, and its kernel.
+        why: reason for another type than requested; "" without one.
     """
 
     linear: str
@@ -111,20 +112,22 @@ class EngineProduct(Closed):
 
     @property
     def fell_back(self) -> bool:
-        """Tell if weights or inputs are multiplied in more bits than requested."""
+        """Return True if weights or inputs are multiplied in more bits than requested."""
         weights = self.got is not None and self.got != STORED.get(self.asked, self.asked)
         asked = None if self.inputs_asked is None else STORED.get(self.inputs_asked, self.inputs_asked)
         return weights or (asked is not None and self.inputs_got is not None and self.inputs_got != asked)
 
 
 class Costly(Closed):
-    """A layer that takes long.
+    """One of the slowest layers of an engine.
 
     Args:
-        linears: of the model, that it computes.
-        seconds: median of its runs; `low`, `high`: the shortest and the longest of them.
-        share: of the sum of all layers.
-        tried: kernels that the build timed, with their seconds, the fastest first; empty where none was.
+        layer, kind, tactic: see `EngineLayer`.
+        linears: the model's linears that it computes.
+        seconds: median of its runs.
+        low, high: shortest and longest run in seconds.
+        share: share of the sum of all layers' times.
+        tried: kernels that the build timed, with seconds, fastest first; empty without timings.
     """
 
     layer: str
@@ -139,15 +142,19 @@ class Costly(Closed):
 
 
 class Inspected(Closed):
-    """What is known of one engine: `engine/NAME.layers.json`.
+    """The report on one engine: `engine/NAME.layers.json`.
 
     Args:
-        engine: its file in the bundle.
-        library, gpu: that opened it, and where.
-        layers: how many; `fused`: those that do more than one node's work, `nodes`: all nodes that they name.
-        reformats: layers that only change layout or type, by name.
-        pairs: DequantizeLinear nodes of inputs that stand in no product's layer.
-        costliest: by time, where it was profiled.
+        engine: file of the engine in the bundle.
+        library: library that opened it.
+        gpu: name of the GPU.
+        layers: number of layers.
+        fused: number of layers that combine several nodes.
+        nodes: number of nodes that the layers name.
+        reformats: names of layers that only change layout or type.
+        pairs: DequantizeLinear nodes of inputs that no product's layer includes.
+        products: quantized layers of the model.
+        costliest: slowest layers; empty without a profile.
     """
 
     engine: str
@@ -176,7 +183,7 @@ class Inspected(Closed):
         ]
         unknown = [product.linear for product in self.products if product.got is None]
         if unknown:
-            words = f"{len(unknown)} layers are not named by the engine: what it reads their weights in is not known"
+            words = f"{len(unknown)} layers are not named by the engine, so the type of their weights there is unknown"
             decisions.append(decision("tensorrt", NOTE, unknown[0], words))
         return decisions
 
@@ -184,11 +191,11 @@ class Inspected(Closed):
 def parse(information: Mapping[str, Any]) -> list[EngineLayer]:
     """Read the layers of `EngineInspector.get_engine_information(JSON)`.
 
-    Raises InputError `engine-opaque`: it was built without names of layers, or without details.
+    Raises InputError `engine-opaque` for an engine that was built without names of layers or details.
     """
     raw = information.get("Layers")
     if not isinstance(raw, Sequence) or not raw or any(not isinstance(layer, Mapping) for layer in raw):
-        value, rule = "no details of its layers", "an engine is built with ProfilingVerbosity.DETAILED"
+        value, rule = "no details of its layers", "an engine must be built with ProfilingVerbosity.DETAILED"
         remedy = "build it anew: quantkit export BUNDLE --to tensorrt"
         raise InputError("engine-opaque", where="engine", value=value, rule=rule, remedy=remedy)
     return [_layer(layer) for layer in raw]
@@ -215,7 +222,7 @@ def _layer(raw: Mapping[str, Any]) -> EngineLayer:
 def _tensors(raw: Any) -> Iterable[Tensor]:
     for tensor in raw if isinstance(raw, Sequence) and not isinstance(raw, str) else ():
         if isinstance(tensor, Mapping):
-            # before version 11 the type stands among the words for the layout
+            # before version 11 the type is part of the words for the layout
             words = str(tensor.get("Datatype") or tensor.get("Format/Datatype") or "")
             yield Tensor(str(tensor.get("Name", "")), type_of(words))
         else:
@@ -223,7 +230,7 @@ def _tensors(raw: Any) -> Iterable[Tensor]:
 
 
 def type_of(words: str) -> str:
-    """Map `Row major linear FP16 format (kLINEAR)` -> `float16`; "" without a type.
+    """Return the type in the library's words: `float16` for `Row major linear FP16 format (kLINEAR)`; "" without one.
 
     >>> type_of("Thirty-two wide channel vectorized row major Int8 format.")
     'int8'
@@ -232,8 +239,8 @@ def type_of(words: str) -> str:
 
 
 def products(layers: Sequence[EngineLayer], linears: Sequence[LayerEntry]) -> list[EngineProduct]:
-    """Map each quantized layer of the model to its place in the engine, the worst one of several."""
-    # linear -> layers that hold its product, and that expand its weight
+    """Map each quantized layer of the model to its layer in the engine; of several, the one in most bits."""
+    # layers of each linear that hold its product, and that dequantize its weight
     multiply: dict[str, list[EngineLayer]] = {entry.name: [] for entry in linears}
     expand: dict[str, list[EngineLayer]] = {entry.name: [] for entry in linears}
     for layer in layers:
@@ -266,7 +273,7 @@ def _read(
     if layer not in expanders and wanted not in types:
         apart = [expander for expander in expanders if expander.profile == layer.profile]
         got = widest or (apart[0].outputs[0].type if apart and apart[0].outputs else "")
-        how = f"the layer {apart[0].name} expands it" if apart else "it was folded into floats as the engine was built"
+        how = f"the layer {apart[0].name} dequantizes it" if apart else "it was folded into floats in the build"
         why = f"the product {layer.name} reads its weight in {got or 'another type'}: {how}"
     reads = None
     if inputs_asked is not None:
@@ -274,7 +281,7 @@ def _read(
         taken = f"{entry.name}/input.values" in layer.nodes
         reads = stored if stored in types or taken else widest
         if reads != stored:
-            reason = f"its input is multiplied in {reads}: the pair before it is not consumed"
+            reason = f"its input is multiplied in {reads}: no kernel uses the Q/DQ pair before it"
             why = f"{why}; {reason}" if why else f"the product {layer.name}: {reason}"
     return EngineProduct(
         linear=entry.name,
@@ -303,8 +310,10 @@ def costliest(
     """Rank the slowest layers.
 
     Args:
-        times: layer -> seconds of each run, from the profiler.
-        tried: layer -> kernels timed by the build.
+        layers: all layers.
+        times: seconds of each run by layer, from the profiler.
+        tried: kernels that the build timed, by layer.
+        count: number of layers to return.
     """
     known = {layer.name: layer for layer in layers}
     medians = {name: median(taken) for name, taken in times.items() if taken}

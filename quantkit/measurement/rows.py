@@ -1,10 +1,10 @@
-"""One measurement, one row: the contract of `measurements.jsonl`.
+"""Define the rows of `measurements.jsonl`, one measurement each.
 
-A number never travels without its unit, its spread, what it was measured on and with. What is absent is null; NaN and
-infinity are refused, on the way in and on the way out.
+A row holds a value with its unit, its spread, the device and the data. An absent field is null. NaN and infinity are
+refused on reading and writing.
 
-`baseline.ratio` says how many times better the subject is than its baseline: baseline/value where lower is better,
-value/baseline where higher is. Above 1 the subject wins, whatever the quantity.
+`baseline.ratio` is the gain of the subject over its baseline: baseline/value if lower is better, value/baseline if
+higher is. Above 1 the subject wins, for every quantity.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMES = (
     *("accuracy.relative_error", "accuracy.same"),
     *(f"size.{x}" for x in ("bytes", "bytes_read", "bits_per_weight")),
     *(f"latency.{x}" for x in ("prefill", "decode_step", "op")),
-    # the same against another runtime: `settings` name it as `baseline_runtime`
+    # the same against another runtime, which `settings.baseline_runtime` names
     *(f"across.{x}" for x in ("prefill", "decode_step")),
     *(f"throughput.{x}" for x in ("prefill", "decode")),
     *(f"bandwidth.{x}" for x in ("effective", "saved")),
@@ -53,7 +53,7 @@ class _Part(Closed):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-# a field that rows of other kinds go without -> that without which it is left out: readers of schema 1 know no such key
+# a later field -> the field without which it is not written: readers of schema 1 do not know it
 _LEFT_OUT = {
     **dict.fromkeys(("difference", "difference_ci95", "p_value"), "difference"),
     **{name: name for name in ("shares", "hp_shares", "begins", "on", "machine", "isa")},
@@ -69,10 +69,10 @@ class _Sparse(_Part):
 
 
 class Baseline(_Sparse):
-    """What the value is set against; `ratio` above 1: the subject is better.
+    """The baseline of a value; the subject is better if `ratio` is above 1.
 
-    Of shares of the same items (top-1, recall) also `difference`, value − baseline's value, its paired interval, and
-    the p-value of McNemar's test; other rows go without these keys.
+    A share of the same items (top-1, recall) also has `difference`, value − baseline's value, its paired interval, and
+    the p-value of McNemar's test. Other rows do not have these keys.
     """
 
     subject: str
@@ -87,8 +87,8 @@ class Baseline(_Sparse):
 class Operation(_Sparse):
     """One matrix product of a tax row: activation [M, K] by weight [N, K], in seconds.
 
-    Of whole steps also `shares` and `hp_shares`: what -> seconds of reading and of computing at the ceilings, of the
-    subject and of its baseline (`planning.bound.steps`); other rows go without these keys.
+    A row of whole steps also has `shares` and `hp_shares`: the seconds of reading and of computing at the ceilings by
+    component, for the subject and its baseline (`planning.bound.steps`). Other rows do not have these keys.
     """
 
     layer: str | None = None
@@ -105,10 +105,10 @@ class Operation(_Sparse):
 
 
 class Device(_Sparse):
-    """What it was measured on; `id` tells two machines of one name apart.
+    """The device of a measurement; `id` distinguishes machines with the same name.
 
-    Of a device that was reached from another machine also `on`, what it is called there, its `machine` (`aarch64`) and
-    its instruction set; other rows go without these keys.
+    A remote device also has `on`, its name in the user's list of devices, `machine` (`aarch64`) and `isa`, its
+    instruction set. Other rows do not have these keys.
     """
 
     id: str
@@ -120,9 +120,9 @@ class Device(_Sparse):
 
 
 class Data(_Sparse):
-    """What it was measured with. `sha256` is of the token ids, `items` what was scored: positions, pairs, sequences.
+    """The data of a measurement: `sha256` hashes the token ids, `items` counts scored positions, pairs or sequences.
 
-    `begins`: the special tokens that every sequence begins with, as text; rows whose sequences have none go without.
+    `begins` is the special tokens at the start of every sequence, as text; it is absent without any.
     """
 
     set: str
@@ -137,21 +137,21 @@ class Row(_Part):
 
     Args:
         name: one of `NAMES`.
-        value: null where it is not defined, and `flags` says why.
+        value: measured value; null if undefined, with the reason in `flags`.
         unit: SI or `B`, `bit`, `nat`; `1` for a plain number.
-        stat: what the value is of its n observations: `mean`, `median`, `total`, ...
-        better: which way is better; null where neither is.
+        stat: statistic of the n observations: `mean`, `median`, `total`, ...
+        better: `lower` or `higher`; null if neither is better.
         quantiles: `p50`, `p90`, `p99` of the n observations.
-        aa_spread: what two measurements of one thing differ by, as a share.
-        subject: `content_sha256` of the bundle measured.
-        batch: sequences at once.
-        shape: other sizes, e.g. `{"new_tokens": 1, "context": 256}`.
-        op: of rows about one operation.
-        runtime, settings: that executed it.
-        resident_bytes: what the weights take in memory there.
-        device: that it ran on; null where nothing ran (sizes).
-        data: of accuracy rows.
-        flags: what a reader must know before trusting it.
+        aa_spread: relative difference of two measurements of the same side.
+        subject: `content_sha256` of the measured bundle.
+        batch: number of sequences at one time.
+        shape: other sizes, such as `{"new_tokens": 1, "context": 256}`.
+        op: operation of a row about one operation.
+        runtime, settings: runtime and its settings.
+        resident_bytes: bytes of the weights in the runtime's memory.
+        device: device of the run; null if nothing ran (sizes).
+        data: data of an accuracy row.
+        flags: reasons to doubt the value, or the reason for null.
     """
 
     schema_: Annotated[Literal[1], Field(alias="schema")] = 1
@@ -179,7 +179,7 @@ class Row(_Part):
 
     @classmethod
     def seconds(cls, name: str, value: float | None, **others: Any) -> Row:
-        """Return a row of a time, by default the median of several; less is better."""
+        """Return a row of a time in seconds, by default a median; lower is better."""
         return cls(name=name, value=value, **{"unit": "s", "stat": "median", "better": "lower", **others})
 
     @field_validator("name")
@@ -194,7 +194,7 @@ class Row(_Part):
         base = self.baseline
         for interval in (self.ci95, *((base.ratio_ci95, base.difference_ci95) if base else ())):
             if interval is not None and interval[0] > interval[1]:
-                raise ValueError(f"an interval runs from low to high, got {list(interval)}")
+                raise ValueError(f"an interval must run from low to high, got {list(interval)}")
         return self
 
     @property
@@ -232,7 +232,7 @@ def read_rows(path: Path) -> list[Row]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        where, rule = f"{path}:{number}", "one JSON object a line"
+        where, rule = f"{path}:{number}", "every line is one JSON object"
         try:
             rows.append(Row.model_validate(json.loads(line, parse_constant=_refuse)))
         except ValidationError as error:
@@ -253,4 +253,4 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no JSON number; what is absent is null")
+    raise ValueError(f"{constant} is not a JSON number; an absent value is null")

@@ -1,34 +1,33 @@
-"""Was it worth it? A pure function of measured rows, checks and the batches that matter.
+"""Give the verdict on a format from measured rows, checks and batches: ship it, or do not quantize here.
 
-In this order:
+The first line that applies:
 
-    a check failed             use FORMAT instead, if another measured one passes and wins, else do not quantize here
+    a check failed             use another measured format that passes and wins, else do not quantize here
     every batch wins           ship it
     the first batches win      ship it up to batch B
-    no batch wins              do not quantize here; inconclusive, where noise hides whether some batch does
-    any other pattern          the intervals of batches that win; inconclusive, where noise alone makes the gaps
-    with traffic               inconclusive, where noise hides more of it than wins
+    no batch wins              do not quantize here; inconclusive if noise may hide a batch that wins
+    any other pattern          the intervals of batches that win; inconclusive if only noise makes the gaps
+    with traffic               inconclusive if more of the traffic is open than wins
 
-A batch wins if it wins at every context measured there: the whole interval of the p50 ratio lies above 1, and p99 is
-no worse. The interval is the one that is believed (`stats.evidence`): with the A/A spread, so that a spread as
-large as the gain leaves 1 inside. **p99 is worse** if the whole interval of its ratio lies below 1, from at least 100
-steps a side; with fewer steps p99 is about the slowest one seen, whose interval is too narrow (equal sides differ in 5
-to 9 of 100 runs instead of 2), so it does not veto, and the reason says so. A batch is **open** if noise hides which it
-is: the interval holds 1 and a gain of more than 5 % as well; or if the speed-up is larger than bytes and operations
-allow, so that a time or a ceiling is wrong. A batch that was not measured, or did not fit, has not won.
+A batch **wins** if it wins at every measured context: the whole interval of the p50 ratio lies above 1, and p99 is no
+worse. The interval includes the A/A spread (`stats.evidence`), so a gain within that spread does not win. **p99 is
+worse** if the whole interval of its ratio lies below 1, with at least 100 steps a side. With fewer steps p99 is about
+the slowest step, and its interval is too narrow (equal sides differ in 5 to 9 of 100 runs instead of 2), so it is not
+judged, and the reason says so. A batch is **open** if its interval includes both 1 and a gain of more than 5 %, or if
+its speed-up is larger than bytes and operations allow: then a time or a ceiling is wrong. A batch that was not measured
+or did not fit has not won.
 
-**Prompts beside a verdict** (`with_prompts`): a decoder's verdict rests on its steps, and a prompt multiplies many rows
-at a time. A length is faster or slower if the whole believed interval of its ratio lies on one side of 1; of several
-batches the slowest decides. Else it is open. There are ten prompts a side, so no 99th percentile has a say.
+**Prompts** (`with_prompts`): a decoder's verdict is about decode steps, but prefill multiplies many rows at a time. A
+prompt length is faster or slower if the whole interval of its ratio lies on one side of 1, else open; of several
+batches the slowest decides. Ten prompts a side are too few to judge p99.
 
-**Which of several formats to ship** (`advise`), a pure function of their rows and of the traffic. Each format has its
-own verdict. Of those that win, at every batch or up to one, the best is the one whose steps take least time over the
-traffic; without traffic the one that wins at most batches, and of equals the one with the largest mean gain. Swap two
-formats' times, and the advice swaps.
+**Advice among formats** (`advise`): each format has its own verdict. The best of the formats that win (at every batch,
+or up to one) has the least mean step time over the traffic. Without traffic it is the one that wins at most batches,
+and among equals the one with the largest mean gain.
 
     the subject is the best         its own verdict
-    another one is                  use that instead, up to the batch to which it wins
-    none wins, some are undecided   inconclusive: noise hides whether one does
+    another format is the best      use that instead, up to the last batch at which it wins
+    none wins, some are open        inconclusive
     none wins                       do not quantize here
 """
 
@@ -50,7 +49,7 @@ PREDICTED = "predicted"
 _WORTH = 1.05
 _NAMES = {"latency.decode_step": "a step", "latency.prefill": "a prefill", "latency.op": ""}
 _REASONS = 3
-# what to do where nothing is decided
+# advice after an inconclusive verdict
 AGAIN = "measure again with nothing else running, and for longer (`--seconds` of `quantkit measure` and `quantkit tax`)"
 
 State = Literal["wins", "loses", "open", "missing"]
@@ -58,10 +57,11 @@ State = Literal["wins", "loses", "open", "missing"]
 
 @dataclass(frozen=True)
 class MeasuredFormat:
-    """What is known of one format on the target.
+    """The measurements of one format on the target.
 
     Args:
-        rows: of its bundle, in the runtime in question, against one baseline.
+        format: name of the format.
+        rows: rows of its bundle in one runtime, against one baseline.
         checks: gates and reload checks.
     """
 
@@ -77,18 +77,20 @@ def verdict(
     others: Sequence[MeasuredFormat] = (),
     traffic: Mapping[int, float] | None = None,
 ) -> Verdict:
-    """Judge a format, with up to three reasons, one sentence a row, and advice if inconclusive.
+    """Judge a format; give up to three reasons, each a sentence on one row, and advice if inconclusive.
 
-    It uses `latency.decode_step` rows; without them `latency.prefill` (a model that does not decode); without both
-    `latency.op`: of a sum over linears, or of single shapes, which all have to win. Rows flagged `predicted` count only
+    The verdict is about `latency.decode_step` rows; without them `latency.prefill` (a model that does not decode); else
+    `latency.op`: the sum over linears, or single shapes, which must all win. Rows flagged `predicted` are used only
     if nothing was measured: the verdict is then a forecast.
 
     Args:
+        subject: the judged format.
+        batches: batches that matter.
         others: other formats measured on this target; used only if a check of the subject failed.
-        traffic: batch -> share of the steps; if given, only its batches matter.
+        traffic: share of the steps by batch; if present, only its batches matter.
 
-    Raises InputError: `not-measured`, neither a failed check nor a latency at any of the batches; `no-batches`;
-    `traffic-invalid`, a share below zero, or none above.
+    Raises InputError: `not-measured` without a failed check and without a latency at any of the batches; `no-batches`;
+    `traffic-invalid` for a share below zero, or none above.
     """
     wanted = _wanted(batches, traffic)
     failed = [check for check in subject.checks if not check.ok]
@@ -96,14 +98,14 @@ def verdict(
         return _instead(subject, failed, wanted, others)
     judged = _judged(subject.rows, wanted, traffic)
     if judged is None:
-        value, rule = f"no latency at batch {listed(wanted)}", "a verdict rests on measured rows"
-        remedy = "quantkit measure, or other batches"
+        value, rule = f"no latency at batch {listed(wanted)}", "a verdict needs measured rows"
+        remedy = "run quantkit measure, or use batches that were measured"
         raise InputError("not-measured", where=subject.format, value=value, rule=rule, remedy=remedy)
     return judged
 
 
 def state(row: Row) -> State:
-    """Tell if one latency row wins, loses, or is hidden in noise."""
+    """Return the state of one latency row: it wins, loses, or is open."""
     speed = speed_up(row)
     if speed is None:
         return "missing"
@@ -132,11 +134,14 @@ def _wanted(batches: Iterable[int], traffic: Mapping[int, float] | None) -> list
     else:
         if any(share < 0 or not math.isfinite(share) for share in traffic.values()) or not any(traffic.values()):
             raise InputError(
-                "traffic-invalid", where="traffic", value=str(dict(traffic)), rule="shares are at least 0, one above"
+                "traffic-invalid",
+                where="traffic",
+                value=str(dict(traffic)),
+                rule="shares are at least 0, and one is above 0",
             )
         wanted = sorted(batch for batch, share in traffic.items() if share > 0)
     if not wanted:
-        raise InputError("no-batches", value="no batch", rule="a verdict is about the batches of a target")
+        raise InputError("no-batches", value="no batch", rule="a verdict needs at least one batch")
     return wanted
 
 
@@ -165,7 +170,7 @@ def _answer(states: Mapping[int, State], traffic: Mapping[int, float] | None) ->
         return ("inconclusive" if "open" in states.values() else "do_not_quantize"), None
     if all(wins[:count]):
         return "ship_up_to", list(states)[count - 1]
-    # gaps that only noise makes are no pattern
+    # gaps between winning batches that only noise makes are inconclusive
     gaps = {one for one in states.values() if one != "wins"}
     return ("inconclusive" if gaps == {"open"} else "intervals"), None
 
@@ -182,7 +187,7 @@ def _judged(rows: Sequence[Row], wanted: Sequence[int], traffic: Mapping[int, fl
         shape = row.shape or {}
         return row.batch or 0, shape.get("context") or shape.get("new_tokens") or 0
 
-    # what decides is chosen by its weight and told in the order of the batches
+    # reasons are chosen by importance and listed by batch
     deciding = sorted(_deciding(answer, limit, worst, states, timed), key=order)
     because = [sentence(row) for row in deciding]
     because[-1] += _few_steps(deciding)
@@ -217,15 +222,14 @@ def _instead(
     ]
     if not winning:
         return Verdict(answer="do_not_quantize", because=reasons[:_REASONS])
-    # the one that wins furthest; of equals, the one that was named first
+    # the format that wins up to the largest batch; among equals, the first
     name, best = max(winning, key=lambda pair: pair[1].batch or math.inf)
     because = [reasons[0], *(f"{name}: {reason}" for reason in best.because)]
     return Verdict(answer="use_instead", batch=best.batch, format=name, because=because[:_REASONS])
 
 
 def _worst(rows: Sequence[Row]) -> Row | None:
-    """Return the deciding row of a batch: one that loses before one that is missing, open or wins; then the lowest
-    ratio."""
+    """Return the deciding row of a batch: first a loss, then missing, open, a win; among equals, the lowest ratio."""
     order: tuple[State, ...] = ("loses", "missing", "open", "wins")
     return min(rows, key=lambda row: (order.index(state(row)), _ratios(row)[0]), default=None)
 
@@ -278,7 +282,7 @@ def sentence(row: Row) -> str:
         f" {speed.ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
     )
     if speed.doubt == "ceiling":
-        return f"{text}, where bytes and operations allow {speed.most:.2f}: a time or a ceiling is wrong"
+        return f"{text}, but bytes and operations allow {speed.most:.2f} at most: a time or a ceiling is wrong"
     standing, tail = state(row), _p99(row)
     noise = f"two measurements of one side differ by {100 * speed.spread:.1f} %" if speed.doubt == "noise" else ""
     noise = "the machine was busy" if speed.noisy else noise
@@ -287,7 +291,7 @@ def sentence(row: Row) -> str:
     if low <= 1:
         return text
     if speed.interval[0] <= 1:
-        return f"{text}, the gain is within noise: {noise or 'with the A/A spread its interval holds 1'}"
+        return f"{text}, the gain is within noise: {noise or 'with the A/A spread its interval includes 1'}"
     if standing == "loses" and tail is not None:
         return f"{text}, but p99 is worse: {tail[1]:.2f} times as fast ({tail[0]:.2f} to {tail[2]:.2f})"
     if (row.n or 0) >= P99_FROM and tail is not None and tail[0] <= 1:
@@ -296,7 +300,7 @@ def sentence(row: Row) -> str:
 
 
 def _few_steps(rows: Sequence[Row]) -> str:
-    """Return `; p99 from 30 to 96 steps is not judged`, once for all rows that win by their p50; or ""."""
+    """Return `; p99 from 30 to 96 steps is not judged` for the rows that win by p50 from few steps, or ""."""
     few = sorted(row.n or 0 for row in rows if state(row) == "wins" and (row.n or 0) < P99_FROM)
     return f"; p99 from {few[0]}{f' to {few[-1]}' if few[0] != few[-1] else ''} steps is not judged" if few else ""
 
@@ -307,7 +311,7 @@ def _what(row: Row) -> str:
     time_ = _time(row.value or 0.0)
     if row.name == "latency.op" and op is not None:
         return f"{op.layer or f'{op.K}x{op.N}'}: {time_}"
-    if row.name == "latency.prefill" and shape.get("new_tokens") == 1:  # a graph takes whole samples
+    if row.name == "latency.prefill" and shape.get("new_tokens") == 1:  # a graph's input is a whole sample
         return f"{time_} a pass"
     sizes = f"context {shape['context']}" if shape.get("context") else f"{shape.get('new_tokens', 1)} tokens"
     return f"{sizes}: {time_} {_NAMES[row.name]}"
@@ -326,9 +330,9 @@ def _over_traffic(rows: Sequence[Row], traffic: Mapping[int, float]) -> str:
 
 
 def over_traffic(rows: Sequence[Row], traffic: Mapping[int, float]) -> tuple[float, float] | None:
-    """Return (seconds of the subject, of the baseline), with each batch weighted by the traffic.
+    """Return mean seconds (of the subject, of the baseline), weighted by the traffic.
 
-    None if one is missing, or its speed-up is not credible.
+    None if a batch is missing or its speed-up is not credible.
     """
     ours = theirs = 0.0
     for batch, share in traffic.items():
@@ -361,7 +365,7 @@ def _figure(value: float | None) -> str:
 
 
 Standing = Literal["slower", "open", "faster"]
-# what decides a length that was measured at several batches comes first
+# the first of these decides a length that was measured at several batches
 _GRAVEST: tuple[Standing, ...] = ("slower", "open", "faster")
 
 
@@ -369,8 +373,9 @@ def with_prompts(judged: Verdict, rows: Sequence[Row], *, setting: str = "") -> 
     """Extend a verdict on decode steps by its effect on prompts, and name an alternative where it gains nothing.
 
     Args:
+        judged: verdict on decode steps.
         rows: rows of the verdict, prefills included.
-        setting: recipe setting that makes many rows at once faster: `onnx.prefill=int8`.
+        setting: recipe setting that makes prefill faster, such as `onnx.prefill=int8`; "" without one.
     """
     worst = _by_length(rows)
     by = {standing: [length for length, (_, state) in worst.items() if state == standing] for standing in _GRAVEST}
@@ -381,7 +386,7 @@ def with_prompts(judged: Verdict, rows: Sequence[Row], *, setting: str = "") -> 
     slower = judged.answer == "ship_up_to" and max(steps, default=math.inf) > (judged.batch or 0)
     lost = [f"batches above {judged.batch}"] if slower else []
     lost += ["the other batches"] if judged.answer == "intervals" else []
-    # where there is a setting, what gains nothing is told of it too
+    # with a setting, lengths that gain nothing are listed too
     behind = sorted([*by["slower"], *(by["open"] if setting else [])])
     lost += [f"prompts of {listed(behind)} tokens"] if behind else []
     if not lost:
@@ -392,7 +397,7 @@ def with_prompts(judged: Verdict, rows: Sequence[Row], *, setting: str = "") -> 
 
 
 def _by_length(rows: Sequence[Row]) -> dict[int, tuple[Row, Standing]]:
-    """Return tokens -> deciding row, ascending."""
+    """Return the deciding row of each prompt length, ascending."""
     by_length: dict[int, tuple[Row, Standing]] = {}
     for row in rows:
         if row.name != "latency.prefill" or (speed := speed_up(row)) is None:
@@ -412,7 +417,7 @@ _WINNING = ("ship_it", "ship_up_to")
 def verdicts(
     measured: Sequence[MeasuredFormat], batches: Iterable[int], traffic: Mapping[int, float] | None = None
 ) -> list[Verdict]:
-    """Judge each format, named in its `format`; `not_measured` without a timed batch."""
+    """Judge each format; the verdict is `not_measured` without a timed batch."""
     wanted = sorted(set(batches))
     judged = []
     for one in measured:
@@ -435,16 +440,16 @@ def advise(
     traffic: Mapping[int, float] | None = None,
     subject: str = "",
 ) -> Verdict:
-    """Advise, with up to three reasons.
+    """Advise which format to ship, with up to three reasons.
 
     Args:
-        measured: formats, all against one baseline.
+        measured: formats, all measured against one baseline.
         batches: batches that matter, without traffic.
-        traffic: batch -> share of the steps.
-        subject: format in question; "": whichever is best.
+        traffic: share of the steps by batch.
+        subject: format that the advice is about; "" for the best one.
 
     Returns:
-        `format` is the subject of the answer: the one to ship, or to use instead.
+        the advice; its `format` is the one to ship, or to use instead.
 
     Raises InputError: `no-batches`, `traffic-invalid`; `not-measured` without any format.
     """

@@ -85,7 +85,7 @@ def test_a_weight_that_another_layer_expands_is_16_bit(version: int) -> None:
     found = look(layers, [entry("a.q", INT4)])
     (product,) = found.products
     assert product.fell_back and product.got == "float16"
-    assert "the layer expand expands it" in product.why
+    assert "the layer expand dequantizes it" in product.why
     assert not found.check.ok and found.check.value == 1 and found.check.where == "a.q"
     (taken,) = found.decisions()
     assert (taken.code, taken.where, taken.from_, taken.to) == ("precision-fallback", "a.q", "int4", "float16")
@@ -124,7 +124,7 @@ def test_pairs_that_no_product_consumes() -> None:
     assert found.pairs == ("a.q/input.values",)
     assert found.products[0].inputs_got == "float16" and found.products[0].got == "int8"
     assert not found.check.ok
-    assert "the pair before it is not consumed" in found.decisions()[0].reason
+    assert "no kernel uses the Q/DQ pair before it" in found.decisions()[0].reason
 
 
 def test_what_the_engine_does_not_name_is_said_to_be_unknown() -> None:

@@ -155,7 +155,7 @@ def test_faster_than_bytes_and_operations_allow_is_not_believed():
     assert found.answer != "ship_it"
     found = verdict(MeasuredFormat("int4", [fast]), [1])
     assert found.answer == "inconclusive"
-    assert "bytes and operations allow 8.18: a time or a ceiling is wrong" in found.because[0]
+    assert "bytes and operations allow 8.18 at most: a time or a ceiling is wrong" in found.because[0]
     # what is allowed is believed, though its interval reaches beyond
     near = row(1, 8.0, width=0.1)
     near = near.model_copy(update={"settings": near.settings | limits.promise(1.0, 7.42)})

@@ -23,7 +23,7 @@ FALLEN = EngineProduct(
     asked="int4",
     got="float16",
     layer="gemm_3",
-    why="the product gemm_3 reads its weight in float16: the layer <expand> expands it",
+    why="the product gemm_3 reads its weight in float16: the layer <expand> dequantizes it",
 )
 KEPT = [
     EngineProduct(linear=f"model.layers.{block}.self_attn.q_proj", asked="int4", got="int4", layer=f"gemm_{block}")

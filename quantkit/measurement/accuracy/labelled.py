@@ -1,31 +1,28 @@
-"""What rows of one run share, and what both sides have to be.
+"""Score classifiers and embeddings against their original on the same items.
 
-**The share of items that a model gets right** (`share_row`), and what it has lost against its original on the same
-items: k/n with Wilson's interval; k/n − k₀/n with a bootstrap interval over items, both sides of an item drawn
-together; McNemar's exact test, on the items that one side alone gets right. Items that come with cluster labels (crops
-of one photograph) have all three over the clusters; `shape.clusters` says how many there are: 480 crops of five
-photographs are five draws, and the intervals are as wide as that. Where no item tells the sides apart, resampling would
-give an interval without width; it is then ± the upper end of Wilson's interval for 0 of n: 3.8/n.
+**Share of right answers** (`share_row`): k/n with Wilson's interval; the loss k/n − k₀/n against the original with a
+paired bootstrap interval over items; and McNemar's exact test on the items that only one side gets right. If items have
+cluster labels (crops of one photograph), all three are computed over clusters: 480 crops of five photographs are five
+independent draws. `shape.clusters` is the number of clusters. If both sides are right on the same items, a bootstrap
+interval would have no width; it is then ± the upper end of Wilson's interval for 0 of n: 3.8/n.
 
-How a classifier answers, beside its original, on the same items.
+**Classification** (`classification`): with o, c the logits [C] of the original and of the candidate for one item,
+p = softmax(o), q = softmax(c), and y the label:
 
-With o, c the logits [C] of the original and of the candidate for one item, p = softmax(o), q = softmax(c), y its label:
-
-    top-1           argmax c = y; of equal logits the first class, as argmax takes it
-    top-5           fewer than five classes lie before y; of equal logits the earlier class lies before
-    agreement       argmax o = argmax c, and the same among items where max p > 0.3: what the original merely guesses,
-                    rounding may turn over, and nobody has lost by it
+    top-1           argmax c = y; the first class wins a tie
+    top-5           fewer than five classes rank before y; the earlier class wins a tie
+    agreement       argmax o = argmax c, over all items and over those with max p > 0.3; below that the original only
+                    guesses, and a changed guess is no loss
     KL(p ‖ q)       Σ p (log p − log q), nats
 
-Some graphs end in a softmax. Where every row of the original is a distribution, both sides are taken for chances, held
-above 1e-8 (rounded to 8 bits, most of them are 0) and scaled to add up to 1.
+Some graphs end in a softmax. If every row of the original is a distribution, both sides' values are probabilities. They
+are limited to at least 1e-8 (rounded to 8 bits, most are 0) and scaled to sum to 1.
 
-**Retrieval** (`retrieval`): whether an embedding finds its partner among all of the other side. With unit vectors l_i,
-r_j of n pairs: pair i is found among the first k if fewer than k of the r_j, j ≠ i, have l_i · r_j ≥ l_i · r_i − 1e-6,
-what float32 leaves of the equality of two equal texts. Ties count as misses: a model that gives one vector to every
-text would find all otherwise. The cosine is that of each embedding to the original's of the same text, both sides of
-every pair; its interval takes the pair for the unit that was drawn. A vector of length 0 has no direction: it finds
-nothing, is found by nothing, and its cosine counts as 0.
+**Retrieval** (`retrieval`): the share of embeddings that find their partner among all embeddings of the other side.
+With unit vectors l_i, r_j of n pairs, pair i is found among the first k if fewer than k of the r_j, j ≠ i, have
+l_i · r_j ≥ l_i · r_i − 1e-6 (the float32 rounding error of equal texts). Ties count as misses: otherwise a model that
+gives one vector to every text would find all. The cosine compares each embedding with the original's of the same text;
+its interval is over pairs. A vector of length 0 finds nothing, is not found, and has cosine 0.
 """
 
 from __future__ import annotations
@@ -51,9 +48,11 @@ class About:
     """Subject, baseline and data of rows of accuracy.
 
     Args:
-        subject, baseline: `content_sha256` of the candidate, and that or another hash of the original.
+        subject: `content_sha256` of the candidate.
+        baseline: `content_sha256` or another hash of the original.
         runtime, settings: runtime and settings of the candidate.
         data: scored data.
+        device, versions: machine and package versions of the run.
     """
 
     subject: str
@@ -78,11 +77,11 @@ class About:
         settings: Mapping[str, str | float] | None = None,
         **others: Any,
     ) -> Row:
-        """Return a row of accuracy, by default a mean where more is better.
+        """Return a row of accuracy, by default a mean for which higher is better.
 
         Args:
-            drawn: items behind it; None: nothing was scored.
-            held: limits of the interval.
+            drawn: scored items; None if nothing was scored.
+            held: limits to which the interval is clipped.
             against: baseline, or the original's value.
             settings: settings of the row, besides those of the run.
         """
@@ -112,11 +111,12 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """Sampling of the items.
+    """The number of items and how they were sampled.
 
     Args:
-        unit: kind of item, `image`.
-        clusters: `[n]` label of each item; items with one label were drawn together; None: each was drawn alone.
+        n: number of items.
+        unit: kind of item, such as `image`.
+        clusters: cluster label `[n]` of each item (items drawn together share one); None if each was drawn alone.
     """
 
     n: int
@@ -130,7 +130,7 @@ class Drawn:
 
     @property
     def labels(self) -> Array:
-        """Labels [n] of the independent draws."""
+        """Label [n] of each item's independent draw."""
         return np.arange(self.n) if self.clusters is None else np.asarray(self.clusters)
 
     @property
@@ -144,15 +144,15 @@ class Drawn:
 
 
 def demand_alike(original: Array, candidate: Array, where: str, what: str) -> None:
-    """Refuse sides without items, or with numbers that are not finite.
+    """Refuse two sides without items or with non-finite values.
 
     Raises ValueError: different shapes; InputError: `nothing-scored`; `outputs-not-finite`, of the original; GateError:
     `outputs-not-finite`, of the candidate.
     """
     if original.shape != candidate.shape:
-        raise ValueError(f"both sides have one shape, got {original.shape} and {candidate.shape}")
+        raise ValueError(f"both sides must have the same shape, got {original.shape} and {candidate.shape}")
     if original.size == 0:
-        raise InputError("nothing-scored", where=where, value=f"no {what}", rule="at least one item is scored")
+        raise InputError("nothing-scored", where=where, value=f"no {what}", rule="scoring needs at least one item")
     for side, values in (("the original", original), ("the candidate", candidate)):
         demand_finite(values, where, what, side)
 
@@ -163,9 +163,9 @@ def demand_finite(values: Array, where: str, what: str, side: str) -> None:
     if wrong.any():
         own = side == "the candidate"
         kind = GateError if own else InputError
-        value = f"{side} gives NaN or infinity for {int(wrong.sum())} items, first item {int(wrong.argmax())}"
+        value = f"{side} returns NaN or infinity for {int(wrong.sum())} items, first item {int(wrong.argmax())}"
         remedy = "look for NaN or infinite weights and scales" if own else "check the model and the items"
-        raise kind("outputs-not-finite", where=where, value=value, rule=f"{what} are finite", remedy=remedy)
+        raise kind("outputs-not-finite", where=where, value=value, rule=f"{what} must be finite", remedy=remedy)
 
 
 def share_row(
@@ -174,7 +174,9 @@ def share_row(
     """Return a row of the share of `right` [n] bool.
 
     Args:
-        before: right answers of the original; None if right means "as the original", whose own share is 1.
+        right: True [n] for each right answer of the candidate.
+        before: right answers of the original; None if right means "equal to the original's".
+        drawn: number and sampling of the items.
         others: see `About.row`.
     """
     value, against = float(np.mean(right)), Baseline(subject=about.baseline, value=1.0)
@@ -192,7 +194,7 @@ def share_row(
 
 
 def cosine_row(values: Array, drawn: Drawn, about: About, flags: Sequence[str] = (), **settings: str | float) -> Row:
-    """Return `accuracy.cosine`: mean of cosines [n] with its interval, median, and the least as `p0`."""
+    """Return `accuracy.cosine`: the mean of cosines [n] with its interval, the median, and the minimum as `p0`."""
     mean = clustered_mean(values, drawn.labels)
     quantiles = {"p0": float(values.min()), "p50": float(np.median(values))}
     how: dict[str, Any] = {"flags": flags, "settings": settings, "held": (-1.0, 1.0), "against": 1.0}
@@ -228,13 +230,13 @@ def difference_interval(
 SURE = 0.3
 _TOP = 5
 _LEAST_CHANCE = 1e-8
-# logits worked on at a time, in float64
+# logits per chunk, in float64
 _ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class _Answers:
-    """Of n items: the most likely class of each side, how likely the original's is, the divergence."""
+    """Most likely class of each side, probability of the original's, and KL divergence, for n items."""
 
     best_original: Array
     best: Array
@@ -254,24 +256,24 @@ def classification(
 ) -> list[Row]:
     """Return `accuracy.top1`, `.top5` (of more than five classes), `.top1_agreement`, `.kl`; the first two need labels.
 
-    Agreement is over all items, and (`settings.surer_than`) over those where the original is confident.
+    One row of agreement is over all items; one with `settings.surer_than` is over items with a confident original.
 
     Args:
-        float_logits, logits: `[n, C]` of the original and of the candidate.
-        labels: `[n]`, 0 to C − 1; None without labels.
-        clusters: `[n]` label of each item; items with one label were drawn together; None: each was drawn alone.
+        float_logits, logits: logits `[n, C]` of the original and of the candidate.
+        labels: label `[n]` of each item, 0 to C − 1; None without labels.
+        unit, clusters: see `Drawn`.
 
     Raises ValueError: shapes; InputError: `nothing-scored`, `one-class`, `label-out-of-range`; `outputs-not-finite` of
     the original; GateError: `outputs-not-finite` of the candidate.
     """
     original, candidate = np.asarray(float_logits), np.asarray(logits)
     if original.ndim != 2:
-        raise ValueError(f"logits [n, C], got {original.shape}")
+        raise ValueError(f"logits must have shape [n, C], got {original.shape}")
     demand_alike(original, candidate, about.data.set, "logits")
     count, classes = original.shape
     if classes < 2:
-        value, rule = "one logit an item", "a class is chosen among two or more"
-        remedy = "it is no classifier: its outputs are compared as they are"
+        value, rule = "one logit an item", "a classifier has at least two classes"
+        remedy = "score a model with one output by its outputs, not as a classifier"
         raise InputError("one-class", where=about.data.set, value=value, rule=rule, remedy=remedy)
     chances = _are_chances(original)
     flags, drawn = ["outputs-are-chances"] if chances else [], Drawn(count, unit, clusters)
@@ -302,7 +304,7 @@ def classification(
 
 
 def by_item(float_logits: Array, logits: Array, labels: Array | None, where: str = "") -> tuple[Array | None, Array]:
-    """Return whether each item's class is right [n], None without labels; and its KL(p ‖ q) [n], nats.
+    """Return right answers [n] (None without labels), and KL(p ‖ q) [n] in nats.
 
     Arguments and errors: see `classification`.
     """
@@ -316,13 +318,13 @@ def by_item(float_logits: Array, logits: Array, labels: Array | None, where: str
 
 def _checked(labels: Array, count: int, classes: int, where: str) -> Array:
     if labels.shape != (count,) or labels.dtype.kind not in "iu":
-        raise ValueError(f"{count} whole numbers as labels, got {labels.dtype} {labels.shape}")
+        raise ValueError(f"expected {count} integer labels, got {labels.dtype} {labels.shape}")
     wrong = (labels < 0) | (labels >= classes)
     if wrong.any():
         first = int(wrong.argmax())
         value = f"label {int(labels[first])} of item {first}"
-        rule = f"the model tells {classes} classes apart, 0 to {classes - 1}"
-        remedy = "score it on samples with labels of its own classes"
+        rule = f"labels of a model with {classes} classes are 0 to {classes - 1}"
+        remedy = "use samples whose labels are the model's own classes"
         raise InputError("label-out-of-range", where=where, value=value, rule=rule, remedy=remedy)
     return labels.astype(np.int64)
 
@@ -366,7 +368,7 @@ def _log_chances(values: Array, chances: bool) -> Array:
     return result
 
 
-# recall at k, with the rows' names
+# k of recall at k, and the name of its row
 NAMES = {1: "accuracy.recall_at_1", 5: "accuracy.recall_at_5", 10: "accuracy.recall_at_10"}
 _TIE = 1e-6
 _ROWS = 512
@@ -378,20 +380,20 @@ def retrieval(
     """Return `accuracy.recall_at_1`, `_5` and `_10` (k < n), and `accuracy.cosine` to the original.
 
     Args:
-        float_left, float_right: `[n, D]` embeddings of the original, of any length; row i of both is one pair.
-        left, right: `[n, D]` embeddings of the candidate.
+        float_left, float_right: embeddings `[n, D]` of the original, not normalized; row i of both is one pair.
+        left, right: embeddings `[n, D]` of the candidate.
 
     Raises ValueError: shapes; InputError: `nothing-scored`; `one-pair`; `outputs-not-finite` of the original;
     GateError: `outputs-not-finite` of the candidate.
     """
     before, after = ([np.asarray(side) for side in sides] for sides in ((float_left, float_right), (left, right)))
     if len({side.shape for side in (*before, *after)}) != 1 or before[0].ndim != 2:
-        raise ValueError(f"embeddings [n, D], got {[side.shape for side in (*before, *after)]}")
+        raise ValueError(f"embeddings must have shape [n, D], got {[side.shape for side in (*before, *after)]}")
     for original, candidate in zip(before, after, strict=True):
         demand_alike(original, candidate, about.data.set, "embeddings")
     count = before[0].shape[0]
     if count < 2:
-        rule = "a partner is found among others, so there are at least two pairs"
+        rule = "retrieval needs at least two pairs"
         raise InputError("one-pair", where=about.data.set, value="one pair", rule=rule)
     units_before, units = ([_unit(side) for side in sides] for sides in (before, after))
     (rank_before, tied_before), (rank, tied) = (_partners(*sides) for sides in (units_before, units))
@@ -409,7 +411,7 @@ def retrieval(
 
 
 class _Pairs(Drawn):
-    """Both sides of pairs: the pair is what was drawn."""
+    """Items that are both sides of pairs; a pair is one independent draw."""
 
     @property
     def by(self) -> str:
@@ -423,7 +425,7 @@ class _Pairs(Drawn):
 
 
 def found_first(left: Array, right: Array) -> Array:
-    """Tell for each pair, [n], if it is found at first rank, by embeddings `[n, D]` of any length."""
+    """Return True [n] for each pair that is found at rank 1, from embeddings `[n, D]`."""
     ranks, _ = _partners(_unit(np.asarray(left)), _unit(np.asarray(right)))
     first: Array = ranks < 1
     return first
@@ -437,7 +439,7 @@ def _unit(vectors: Array) -> Array:
 
 
 def _partners(left: Array, right: Array) -> tuple[Array, bool]:
-    """Return (number of `right` ahead of the partner [n], True if any of them by a tie)."""
+    """Return (number of `right` that rank before the partner [n], True if there is a tie)."""
     rank = np.empty(left.shape[0], np.int64)
     tied = False
     own = (left * right).sum(axis=1)

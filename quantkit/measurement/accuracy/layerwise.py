@@ -1,11 +1,11 @@
-"""Two networks of one model, layer by layer: the quantized one beside the float one, run and compared by Polygraphy.
+"""Compare a quantized network with the float network of the same model, layer by layer, with Polygraphy.
 
     max error   max |q - f| / max |f|        mean error   mean |q - f| / mean |f|        cosine, SNR in dB
 
-of what comes out of each product (with its bias), attention and norm that both networks call alike. Inputs run through
-each network by themselves, so an error is what has added up to there. ONNX Runtime computes both without its own
-optimizations: pairs as they are written. An engine is built of the same network with the same tensors as outputs, which
-keeps TensorRT from fusing across them: numbers are those of its kernels, speed is not.
+The compared tensors are the outputs of each product (with its bias), attention and norm that has the same name in both
+networks. Each network runs on its own intermediate values, so an error includes those of all earlier layers. ONNX
+Runtime runs both without graph optimizations, so Q/DQ pairs are computed as written. An engine is built with the same
+tensors as outputs. TensorRT cannot fuse across outputs, so the values are those of its kernels but the speed is not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
-# makes the runner of an engine: of the network, the tensors that are to come out, and what will be fed
+# makes an engine's runner from the network, the names of its outputs, and the feed
 MakeRunner = Callable[[Path, list[str], Feed], Any]
 _LAYERS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Attention", "RMSNormalization", "LayerNormalization")
 _FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
@@ -43,7 +43,7 @@ class LayerError:
         layer: name in the networks: a linear, a convolution, `attention.3`, a norm, an output of the network.
         kind: ONNX operator.
         max_error, mean_error, cosine, snr: see the module; cosine and SNR (dB) are None for outputs of zeros.
-        engine: cosine of an engine to the float network, if there was one.
+        engine: cosine of the engine's output to the float network's; None without an engine.
     """
 
     layer: str
@@ -65,7 +65,7 @@ def with_engine(floats: Path, network: Path, feed: Feed, library: Library) -> li
 
     Args:
         floats, network, feed: see `compared`.
-        library: library to build the engine with, for the present GPU.
+        library: TensorRT library that builds the engine for this machine's GPU.
 
     Raises InputError: as `compared`; `cache-in-place`; `network-unrunnable`, if the child dies; MissingDependency:
     polygraphy.
@@ -76,7 +76,7 @@ def with_engine(floats: Path, network: Path, feed: Feed, library: Library) -> li
         rows = child.run(
             _with_engine,
             job,
-            remedy="without --runtime both networks are compared on the CPU",
+            remedy="to compare both networks on the CPU, leave out `--runtime`",
             died="network-unrunnable",
             where=str(network),
             environment=library.environment(),
@@ -102,13 +102,14 @@ def compared(floats: Path, network: Path, feed: Feed, engine: MakeRunner | None 
 
     Args:
         floats: network of the float model.
-        feed: input -> values, of both.
-        engine: maker of a runner for the network's engine.
+        network: quantized network.
+        feed: values of each input of both networks.
+        engine: function that makes a runner for the network's engine; None for no engine.
 
     Returns:
         layers in the order of the network.
 
-    Raises InputError: `networks-differ`, no layer has one name in both; `network-unrunnable`, with the runtime's
+    Raises InputError: `networks-differ` if no layer has the same name in both; `network-unrunnable`, with the runtime's
     message; MissingDependency: polygraphy.
     """
     try:
@@ -117,15 +118,15 @@ def compared(floats: Path, network: Path, feed: Feed, engine: MakeRunner | None 
         from polygraphy.exception import PolygraphyException
         from polygraphy.logger import G_LOGGER
     except ImportError:
-        raise MissingDependency("polygraphy", extra="tensorrt", purpose="a comparison layer by layer") from None
+        raise MissingDependency("polygraphy", extra="tensorrt", purpose="comparing networks layer by layer") from None
     import onnx_ir as ir
 
     loaded = [ir.load(path) for path in (floats, network)]
     (before, after) = (layers(model) for model in loaded)
     names = {name: tensor for name, tensor in after.items() if name in before}
     if not names:
-        value = f"none of its {len(after)} layers has the name of one of {floats}"
-        rule, remedy = "both are networks of one model", "compile the float side of the same model, for the same export"
+        value = f"none of its {len(after)} layers has the name of a layer of {floats}"
+        rule, remedy = "both networks must be exports of one model", "compile the same model with --recipe float"
         raise InputError("networks-differ", where=str(network), value=value, rule=rule, remedy=remedy)
     tensors = [tensor for tensor, _ in names.values()]
     runners = [
@@ -163,7 +164,7 @@ def compared(floats: Path, network: Path, feed: Feed, engine: MakeRunner | None 
 
 
 def layers(model: ir.Model) -> dict[str, tuple[str, str]]:
-    """Return layer -> (its output tensor, ONNX operator); for a product with a bias, the output after the bias."""
+    """Return (output tensor, ONNX operator) by layer; the output of a product with a bias is that after the bias."""
     by_name: dict[str, tuple[str, str]] = {}
     fixed = set(model.graph.initializers.values())
     for node in model.graph:
@@ -186,13 +187,12 @@ def layers(model: ir.Model) -> dict[str, tuple[str, str]]:
 def prepared(
     network: Path, place: Path, tensors: list[str], feed: Feed, library: Library, sm: str | None = None
 ) -> tuple[Any, Any]:
-    """Return Polygraphy's loaders of such an engine: the network with its layers as outputs, and its build
-    configuration.
+    """Return Polygraphy's loaders of the network with its layers as outputs, and of its build configuration.
 
     Args:
         place: folder for the marked network and a copy of its weights.
-        feed: arrays whose shapes are the only profile.
-        sm: "8.9", for an absent GPU; None: the present one.
+        feed: arrays whose shapes make the engine's only profile.
+        sm: compute capability of an absent GPU, such as "8.9"; None for this machine's.
 
     Raises InputError: `cache-in-place`.
     """
@@ -202,7 +202,7 @@ def prepared(
 
     model = ir.load(network)
     if any(node.op_type == "TensorScatter" for node in model.graph):
-        value, rule = "a cache that is written in place", "Polygraphy gives outputs memory of their own"
+        value, rule = "a cache that is written in place", "Polygraphy does not support outputs that share input memory"
         remedy = "compile with --set tensorrt.cache=grown to compare layers on a GPU"
         raise InputError("cache-in-place", where=str(network), value=value, rule=rule, remedy=remedy)
     _mark(model, tensors)
@@ -234,7 +234,7 @@ def _session(model: ir.Model, folder: Path, tensors: list[str]) -> Callable[[], 
         proto = ir.to_proto(model).SerializeToString()
         try:
             return onnxruntime.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
-        except Exception as problem:  # ONNX Runtime raises types of its own for each status
+        except Exception as problem:  # ONNX Runtime has its own exception type for each status
             raise _unrunnable(folder, problem) from None
 
     return load
@@ -248,8 +248,8 @@ def _mark(model: ir.Model, tensors: list[str]) -> None:
 
 def _unrunnable(where: Path, problem: Exception) -> InputError:
     value = " ".join(str(problem).split())[:240]
-    rule = "both networks run in ONNX Runtime on the CPU; FP4 and bfloat16 do not"
-    remedy = "a bundle in float16 with int4, int8 or fp8"
+    rule = "both networks run in ONNX Runtime on the CPU, which does not support FP4 and bfloat16"
+    remedy = "use a bundle in float16 with int4, int8 or fp8"
     return InputError("network-unrunnable", where=str(where), value=value, rule=rule, remedy=remedy)
 
 

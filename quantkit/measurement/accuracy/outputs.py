@@ -1,24 +1,21 @@
-"""How far the outputs of any graph have moved: for what is neither a classifier nor an embedding.
+"""Compare the outputs of a graph that is neither a classifier nor an embedding with its original's.
 
-With y, ŷ an output of the original and of the candidate for one item, taken as vectors:
+With y, ŷ an output of the original and of the candidate for one item, as vectors:
 
-    cosine              y·ŷ / ‖y‖‖ŷ‖ of each item; not of outputs that are a single number, where it is a sign
+    cosine              y·ŷ / ‖y‖‖ŷ‖ of each item; left out for single numbers, where it is only a sign
     relative error      sqrt(Σ ‖ŷ − y‖² / Σ ‖y‖²) over all items
-    same                the share of equal values, of whole numbers, truth values and texts
+    same                share of equal values, for integers, booleans and texts
 
-Outputs whose rows were chosen are compared as sets (`sets.py`).
+Items are the independent draws: the interval is Student's t for the mean cosine, and a bootstrap of both sums together
+for the relative error. If items were drawn in clusters, such as crops of one photograph, these are the draws, and both
+intervals are Student's t (`stats.clustered`).
 
-Intervals take the item for the unit that was drawn: Student's t for the mean cosine, a bootstrap of the two sums drawn
-together for the relative error. Of items that were drawn in clusters, such as crops of one photograph, the cluster is
-the unit, and both are Student's t (`stats.clustered`).
-
-**Rows that a graph has chosen** (detections, indices, whatever the last bit of a score lets in or out) are compared as
-sets. Outputs with as many rows in every sample belong together (boxes, scores, labels). Where one of them has boxes,
-rows are paired by them, largest overlap first, from half on; else whole numbers and texts are paired with their equals,
-and floats in their order. `same` is then 2 Σ pairs / Σ (k + k′), the pairs with equal values; of boxes those that
-overlap by half (IoU). Where their order is what pairs them, what one side alone has counts in full as an error. Boxes
-are corners where no first corner lies beyond the second, else a centre and sizes; a column of zeros before them numbers
-the samples of a batch.
+**Chosen rows** (detections, indices: the last bit of a score may decide if a row appears) are compared as sets. Outputs
+with equal numbers of rows in every sample belong together (boxes, scores, labels). If one of them holds boxes, rows are
+paired by largest overlap (IoU), from 0.5 up. Otherwise equal integers or texts are paired, and floats in their order.
+`same` is then 2 Σ pairs / Σ (k + k′) over pairs with equal values; boxes are equal from an IoU of 0.5. With floats
+paired in order, an unpaired row counts in full as an error. Boxes are two corners if no first corner lies beyond the
+second, else centre and size; a leading column of zeros is the index of the sample in a batch.
 """
 
 from __future__ import annotations
@@ -50,25 +47,25 @@ def outputs(
     """Return `accuracy.cosine` and `.relative_error` of each float output, `.same` of others and of sets.
 
     Args:
-        float_outputs: name -> `[n, ...]` of the original; for varying numbers of rows an array [n] of arrays.
-        own_outputs: the same names, of the candidate.
-        clusters: `[n]` label of each item; items with one label were drawn together; None: each was drawn alone.
-        chosen: names of outputs to treat as sets of rows, whatever their shapes.
+        float_outputs: outputs `[n, ...]` of the original by name; if numbers of rows vary, an array [n] of arrays.
+        own_outputs: outputs of the candidate, with the same names.
+        clusters: see `labelled.Drawn`.
+        chosen: names of outputs to compare as sets of rows, for any shape.
 
     Raises ValueError: names or shapes; InputError: `nothing-scored`; `outputs-not-finite` of the original; GateError:
     `outputs-not-finite` of the candidate.
     """
     if set(float_outputs) != set(own_outputs):
-        raise ValueError(f"both sides have the same outputs, got {sorted(float_outputs)} and {sorted(own_outputs)}")
+        raise ValueError(f"both sides need the same outputs, got {sorted(float_outputs)} and {sorted(own_outputs)}")
     rows: list[Row] = []
     sets: tuple[dict[str, list[Array]], dict[str, list[Array]]] = {}, {}
     for name, values in float_outputs.items():
         original, candidate = np.asarray(values), np.asarray(own_outputs[name])
-        # of a graph of a fixed batch, what it gives of a whole feed is one item
+        # the whole output of a graph with a fixed batch is one item
         alike = clusters if clusters is None or len(clusters) == len(original) else None
         if name in chosen or original.shape[1:] != candidate.shape[1:] or object in (original.dtype, candidate.dtype):
             for side, values_ in zip(sets, (original, candidate), strict=True):
-                # a number by itself is one row
+                # a single number is one row
                 side[name] = [np.asarray(item) if np.ndim(item) else np.reshape(item, 1) for item in values_]
         elif original.dtype.kind != "f":
             equal = (original == candidate).reshape(len(original), -1)
@@ -80,7 +77,7 @@ def outputs(
     for names in together(sets[0]):
         rows += _of_sets(*sets, names, about, clusters, seed)
     if not rows:
-        raise InputError("nothing-scored", where=about.data.set, value="no outputs", rule="one is scored")
+        raise InputError("nothing-scored", where=about.data.set, value="no outputs", rule="scoring needs an output")
     return rows
 
 
@@ -150,7 +147,7 @@ def _error_row(name: str, moved: Array, size: Array, about: About, drawn: Drawn,
     if drawn.clusters is not None:
         ends = clustered_ratio(moved, size, drawn.clusters).ci95
         interval = None if ends is None else (float(np.sqrt(ends[0])), float(np.sqrt(ends[1])))
-    # an item of zeros has no relative error of its own
+    # the relative error of an item of zeros is undefined
     elif drawn.n > 1 and (size > 0).all():
         low, high = (float(np.sqrt(max(0.0, end))) for end in ratio_interval(moved, size, seed=seed))
         interval = min(low, value), max(high, value)
@@ -175,7 +172,7 @@ def together(original: Side) -> list[list[str]]:
 
 
 def paired(original: Side, candidate: Side, names: Sequence[str]) -> dict[str, tuple[list[Pairs], str]]:
-    """Pair rows: name -> (pairs of each sample, basis of the pairing: `boxes`, `values`, `order`)."""
+    """Return (pairs of each sample, basis of the pairing: `boxes`, `values` or `order`) by name of output."""
     read = {name: _boxes([*original[name], *candidate[name]]) for name in names}
     boxes = next((name for name, corners_of in read.items() if corners_of is not None), None)
     whole = {name: [len(rows) for rows in candidate[name]] for name in names}
@@ -196,7 +193,7 @@ def paired(original: Side, candidate: Side, names: Sequence[str]) -> dict[str, t
 
 
 def equal_rows(before: Array, after: Array) -> Array:
-    """Compare rows [k, ...] for equality, [k]."""
+    """Return True [k] for each pair of equal rows [k, ...]."""
     result: Array = (before == after).all(axis=tuple(range(1, before.ndim)))
     return result
 
@@ -211,7 +208,7 @@ def same_row(
     drawn = Drawn(same.size, "item", clusters)
     ratio = clustered_ratio(same, size, drawn.labels)
     interval: Interval | None = ratio.ci95
-    if ratio.value in (0.0, 1.0):  # alike everywhere is no proof that it is so beyond the sample
+    if ratio.value in (0.0, 1.0):  # the interval of a share of 0 or 1 needs a width
         interval = wilson(round(ratio.value) * ratio.clusters, ratio.clusters)
     held = (-np.inf, 1.0)
     return about.row("accuracy.same", ratio.value, drawn, ci95=interval, held=held, against=1.0, shape=counts, **own)

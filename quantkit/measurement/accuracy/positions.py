@@ -1,6 +1,6 @@
-"""How far a model has moved from its original, position by position of the same text.
+"""Compare the next-token predictions of a model with its original's, at every position of the same text.
 
-With o, c the logits [V] of the original and of the candidate at one position and y the token that follows there:
+With o, c the logits [V] of the original and of the candidate at one position and y the token that follows:
 
     log p = o − log Σ exp o ,   log q = c − log Σ exp c
     negative log-likelihood     −log p_y  and  −log q_y ,   perplexity = exp(mean)
@@ -8,14 +8,14 @@ With o, c the logits [V] of the original and of the candidate at one position an
     top-1 agreement             argmax o = argmax c
     next word                   argmax = y, for each of the two
 
-A sequence of T tokens has T − 1 scored positions, the items; all is kept per item, for paired tests later.
+A sequence of T tokens has T − 1 scored positions (items). Scores are kept per item, for paired tests.
 
-Intervals take the sequence for the unit that was drawn, since its tokens are alike (`stats.clustered`); with fewer
-than 8 sequences, contiguous blocks of positions stand in for them. A flag of each row says which.
+The tokens of a sequence are correlated, so sequences are the independent draws of all intervals (`stats.clustered`).
+With fewer than 8 sequences, contiguous blocks of positions replace them. A flag of each row names the kind.
 
-**Two candidates of one original** (`against`) are compared by their items: the next words that one gets right and the
-other wrong, the difference of their mean KL, the rise of the mean negative log-likelihood. An effect above zero is for
-the worse. Sequences, or blocks of positions where those are few, are what was drawn.
+**Two candidates of one original** (`against`) are compared item by item: next words that only one gets right, the
+difference of mean KL, and the rise of the mean negative log-likelihood. An effect above zero means worse. The draws are
+again sequences or blocks of positions.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-# logits worked on at a time: on a CPU two float32 buffers of this many stay in the cache, twice as fast as in memory; a
-# GPU wants to be busy
+# logits per chunk: on a CPU two float32 buffers of this size stay in the cache, twice as fast as in memory; a GPU needs
+# larger chunks
 _ELEMENTS, _ON_GPU = 1 << 18, 1 << 25
-# nats; by which one original's log-likelihoods of one text differ between machines, at most
+# nats; largest difference between machines in one original's log-likelihoods of one text
 _SAME_TEXT = 0.01
-# of the arrays of `Items`
+# dtypes of the arrays of `Items`
 DTYPES: dict[str, type] = {
     "sequence": np.int32,
     "nll_original": np.float64,
@@ -109,7 +109,7 @@ class Items:
         Raises InputError: `nothing-scored`.
         """
         if self.n == 0:
-            value, rule = "no scored position", "at least two tokens a sequence"
+            value, rule = "no scored position", "scoring needs a sequence of at least two tokens"
             raise InputError("nothing-scored", where=about.data.set, value=value, rule=rule)
         drawn = Drawn(self.n, self.clusters()[1])
         shape = {"sequences": int(np.unique(self.sequence).size)}
@@ -120,7 +120,7 @@ class Items:
         loss, original = self.mean(self.nll_candidate), self.mean(self.nll_original)
         divergence, agreement = self.mean(self.kl), self.mean(self.agree)
         right, before = self.mean(self.right_candidate), self.mean(self.right_original)
-        # on the logarithm, where the two sides are paired and the interval is symmetric
+        # on the log scale, where both sides are paired and the interval is symmetric
         gain = self.mean(self.nll_original - self.nll_candidate)
         gained: dict[str, Any] = {"ratio": _exp(gain.value), "ratio_ci95": _exp_interval(gain.ci95)}
         quantiles = dict(zip(("p50", "p90", "p99"), map(float, np.quantile(self.kl, (0.5, 0.9, 0.99))), strict=True))
@@ -160,7 +160,7 @@ def load_items(path: Path) -> Items:
 
 
 def common(one: Items, other: Items) -> tuple[Items, Items]:
-    """Cut the longer of two to the sequences of the shorter, where it begins with the same text; else return both."""
+    """Cut the longer of two to the sequences of the shorter if both begin with the same text; else return both."""
     short, long = sorted((one, other), key=lambda items: items.n)
     count, begins = short.n, np.array_equal(short.sequence, long.sequence[: short.n])
     whole = 0 < count < long.n and begins and long.sequence[count] != long.sequence[count - 1]
@@ -187,7 +187,7 @@ def data_of(tokens: TokenSet) -> Data:
 
 
 class Accuracy:
-    """Accumulates scores from logits, a sequence or a few positions at a time."""
+    """An accumulator of scores from logits, a sequence or a few positions at a time."""
 
     def __init__(self) -> None:
         """Start without scores."""
@@ -203,7 +203,7 @@ class Accuracy:
         """
         if original.shape != candidate.shape or original.ndim != 2 or ids.shape != original.shape[:1]:
             shapes = f"{tuple(ids.shape)}, {tuple(original.shape)}, {tuple(candidate.shape)}"
-            raise ValueError(f"ids [T] and two logits [T, V], got {shapes}")
+            raise ValueError(f"expected ids [T] and two logits [T, V], got {shapes}")
         self.add_positions(self._sequences, ids[1:], original[:-1], candidate[:-1])
 
     def add_positions(
@@ -237,7 +237,7 @@ class Accuracy:
     def _buffers(self, rows: int, width: int, device: torch.device) -> list[torch.Tensor]:
         import torch
 
-        # kept between calls: freeing and asking again for megabytes, aligned, makes the C heap grow without end
+        # buffers are reused: repeated aligned allocations of megabytes make the C heap grow without bound
         if not self._scratch or self._scratch[0].shape != (rows, width) or self._scratch[0].device != device:
             self._scratch = [torch.empty((rows, width), dtype=torch.float32, device=device) for _ in range(2)]
         return self._scratch
@@ -251,7 +251,7 @@ class Accuracy:
 def _not_finite(where: str, original_is: bool) -> InputError | GateError:
     side = "the candidate" if original_is else "the original"
     kind = GateError if original_is else InputError
-    value, rule = f"{side} gives NaN, or no chance to a token that it must give one", "logits are finite"
+    value, rule = f"{side} returns NaN, or probability 0 for a possible token", "logits must be finite"
     remedy = "look for NaN or infinite weights and scales (`quantkit verify`)" if original_is else "check the model"
     return kind("logits-not-finite", where=where, value=value, rule=rule, remedy=remedy)
 
@@ -277,7 +277,7 @@ def _score(
         sum_o = _shift(original, top_o, out=e).exp_().sum(dim=-1, dtype=torch.float64)
         moved = d.mul_(e).sum(dim=-1, dtype=torch.float64)
         if bool(moved.isnan().any()):
-            # a token with logit −inf in the original adds nothing, whatever the candidate's logit
+            # a token with logit −inf in the original adds 0 for any logit of the candidate
             moved = d.masked_fill_(e == 0, 0.0).sum(dim=-1, dtype=torch.float64)
         log_o = sum_o.log()
         kl = moved.div_(sum_o).add_(log_c).sub_(log_o).clamp_(min=0.0)
@@ -302,12 +302,12 @@ def _shift(logits: torch.Tensor, top: torch.Tensor, out: torch.Tensor) -> torch.
 
     if logits.dtype == out.dtype:
         return torch.sub(logits, top, out=out)
-    # a half-precision difference would be rounded before it is widened
+    # widen first: a difference in half precision would be rounded
     return out.copy_(logits).sub_(top)
 
 
 def _exp(value: float) -> float:
-    """Return exp, limited to the range of a float: a row must not be infinite."""
+    """Return exp(value), limited to the range of a float: a row must be finite."""
     return float(np.exp(min(value, 700.0)))
 
 
@@ -315,25 +315,27 @@ def _exp_interval(interval: tuple[float, float] | None) -> tuple[float, float] |
     return None if interval is None else (_exp(interval[0]), _exp(interval[1]))
 
 
-# nats, on average over positions: precisions of one original are hundredths apart, other texts are apart by whole nats
+# mean nats: precisions of one original differ by hundredths, different texts by whole nats
 _SAME_ORIGINAL = 0.1
 
 
 def against(baseline: Items, candidate: Items, margins: Mapping[str, float], *, where: str = "") -> dict[str, Evidence]:
-    """Return evidence by the name of its rows, for `stats.decision`.
+    """Return evidence by name of row, for `stats.decision`.
 
     Args:
-        candidate: items of the judged side, at the same positions of the same text and against the same original.
-        margins: margin by requested name: a share for `accuracy.next_word`, nats for the other two.
+        baseline: items of the other side.
+        candidate: items of the judged side, for the same positions of the same text and against the same original.
+        margins: margin of each requested row: a share for `accuracy.next_word`, nats for the other two.
+        where: place for errors.
 
-    Raises InputError: `items-differ`, other positions, other text, or another original; `nothing-scored`.
+    Raises InputError: `items-differ` for different positions, texts or originals; `nothing-scored`.
     """
     items = (baseline.sequence, candidate.sequence)
     same_items(baseline.kl, candidate.kl, items, where)
     apart = float(np.mean(np.abs(baseline.nll_original - candidate.nll_original)))
     if not apart <= _SAME_ORIGINAL:
         value = f"the originals' log-likelihoods are {apart:.3g} nats apart on average"
-        rule, remedy = "both were scored on one text, against one original", "score both again"
+        rule, remedy = "both sides must be scored on the same text, against the same original", "score both again"
         raise InputError("items-differ", where=where, value=value, rule=rule, remedy=remedy)
     clusters = candidate.clusters()[0]
     means = {
@@ -351,5 +353,5 @@ def against(baseline: Items, candidate: Items, margins: Mapping[str, float], *, 
 
 
 def flipped(baseline: Items, candidate: Items) -> Array:
-    """Find positions [k] with a right next word on one side only."""
+    """Return the positions [k] at which only one side's next word is right."""
     return np.flatnonzero(baseline.right_candidate != candidate.right_candidate)

@@ -1,22 +1,17 @@
-"""Purpose of a text model, as its folder says, and how it follows from the last hidden states.
+"""Score a text encoder by its purpose, which follows from the files of its folder.
 
-    modules.json with a Pooling     vectors: pooled as it says, then Dense, LayerNorm, Normalize (sentence-transformers)
-    …ForSequenceClassification      logits [C] of a text: classes, labels or numbers; one logit puts texts in an order
+    modules.json with a Pooling     vectors: pooled, then Dense, LayerNorm, Normalize (sentence-transformers)
+    …ForSequenceClassification      logits [C] of a text: classes, labels or numbers; a single logit ranks texts
     …ForTokenClassification         logits [C] of each token
-    …ForQuestionAnswering           logits of each token: to be where an answer begins, and where it ends
+    …ForQuestionAnswering           two logits of each token: the answer begins or ends here
     anything else                   vectors: the mean of the last hidden states
 
-Every runtime gives last hidden states, and from there on all are scored in this one way, but for logits that a graph
-gives itself. What stands behind them is computed in float32 from the source's weights, which no recipe quantizes. A
-head is what the model's class makes of the states, which are put in the place of those that it would have computed.
+Every runtime returns last hidden states (some graphs return logits instead). The modules or the head after them are
+computed in float32 from the source's weights, which no recipe quantizes. For a head, the model's own class runs with
+its last hidden states replaced by these. Vectors are scored by retrieval, logits as classes or numbers.
 
-Texts of equally many tokens run together, so none is padded and no mask is needed: a text's first token stands in
-place 0 and its last one in the last place, on whichever side a tokenizer would pad.
-
-Results of an encoder for texts, in torch or in a session, and the rows of accuracy that follow from them.
-
-What that is, `purpose.py` says: vectors, which retrieval is scored on, or logits. Texts of equally many tokens run
-together, so none is padded: what padding would do to a model with quantized inputs is not in the figures.
+Texts of equal length in tokens run together, so no text is padded and no mask is needed. The figures therefore do not
+include effects of padding on a model with quantized inputs.
 """
 
 from __future__ import annotations
@@ -54,9 +49,9 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-# what is scored is not what the model is for
+# the decision code for a score that differs from the model's purpose
 ON_MEAN = "scored-on-mean"
-# keys of older folders, in the order in which sentence-transformers puts the vectors side by side
+# keys of older folders, in the order in which sentence-transformers concatenates the vectors
 _MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -70,7 +65,7 @@ _HEADS: dict[str, Literal["text", "tokens", "spans"]] = {
     "ForTokenClassification": "tokens",
     "ForQuestionAnswering": "spans",
 }
-# of a text alone they say nothing, or nothing that one model gets right and another wrong
+# purposes without an answer for a single text, or without a right or wrong answer
 _OTHERS = ("ForMultipleChoice", "ForNextSentencePrediction")
 _WEIGHTS = "model.safetensors"
 _ACTIVATIONS = ("torch.nn.modules.activation.", "torch.nn.modules.linear.Identity")
@@ -81,14 +76,14 @@ class Purpose:
     """Purpose of a model.
 
     Args:
-        gives: a vector a text; logits of a text, of each token, or of a span's begin and end.
-        modules: modules after the transformer, for vectors; the first one pools. None: the mean.
-        pairs: True if two texts go in together, as for a reranker.
+        gives: kind of output: `vectors`, logits of a text, of each `tokens`, or of `spans` (begin and end).
+        modules: modules after the transformer, for vectors; the first pools. Empty for the mean.
+        pairs: True if an input is two texts, as for a reranker.
         prompt: text before every input.
-        longest: most tokens of a text.
+        longest: largest number of tokens of a text.
         lower: True if texts are lowercased.
-        problem: transformers' name for the kind of logits, `regression`; "" is one class of several.
-        doubt: reason for scoring a model on the mean although its purpose differs.
+        problem: transformers' name for the kind of logits, such as `regression`; "" for one class of several.
+        doubt: reason for scoring the mean although the model's purpose differs; "" without one.
     """
 
     gives: Literal["vectors", "text", "tokens", "spans"] = "vectors"
@@ -136,7 +131,9 @@ def purpose_of(source: Source) -> Purpose:
         unknown = next((why for module in modules if (why := _unknown(source.path, module))), "")
         kinds = [module.kind for module in modules if module.kind != "Dropout"]
         if not unknown and (kinds[:2] != ["Transformer", "Pooling"] or kinds.count("Pooling") > 1):
-            unknown = f"modules.json lists {', '.join(kinds)}: known is a Transformer, a Pooling, and what follows that"
+            unknown = (
+                f"modules.json lists {', '.join(kinds)}; supported are a Transformer, a Pooling, and modules after it"
+            )
         behind = tuple(module for module in modules[1:] if module.kind != "Dropout")
         return purpose.on_mean(unknown) if unknown else replace(purpose, modules=behind)
     head = next((gives for suffix, gives in _HEADS.items() if name.endswith(suffix)), None)
@@ -167,23 +164,23 @@ def _unknown(folder: Path, module: Module) -> str:
         odd = [mode for mode in modes_of(config) if mode not in _MODES.values()]
         return f"{where} pools by {odd[0]!r}" if odd else ""
     if module.kind not in ("Dense", "LayerNorm"):
-        return f"{module.type!r} of modules.json is not known"
+        return f"{module.type!r} of modules.json is not supported"
     if not (folder / module.folder / _WEIGHTS).is_file():
-        return f"{where} has no {_WEIGHTS}, and nothing is unpickled"
+        return f"{where} has no {_WEIGHTS} (pickled weights are not loaded)"
     if module.kind == "Dense":
         if not str(config.get("activation_function") or _ACTIVATIONS[1]).startswith(_ACTIVATIONS):
             return f"{where} has activation {config['activation_function']!r}"
         if config.get("use_residual") or any(
             config.get(key) not in (None, "sentence_embedding") for key in ("module_input_name", "module_output_name")
         ):
-            return f"{where} is no plain product of the vector"
+            return f"{where} is not a plain linear layer"
     return ""
 
 
 def pooled(states: Array, modes: Sequence[str], skip: int = 0) -> Array:
-    """Pool the states [m, T, width] of texts: vectors [m, width times modes], in NumPy alone.
+    """Pool the states [m, T, width] of texts into vectors [m, width times modes], without torch.
 
-    `skip`: leading tokens, of a prompt, to leave out.
+    `skip` is the number of leading prompt tokens to leave out.
     """
     kept = states[:, min(skip, states.shape[1] - 1) :]
     places = np.arange(states.shape[1] - kept.shape[1], states.shape[1], dtype=np.float32) + 1
@@ -199,21 +196,21 @@ def pooled(states: Array, modes: Sequence[str], skip: int = 0) -> Array:
 
 
 class TextResults:
-    """Results of a model on its scoring texts, from the last hidden states.
+    """A function from last hidden states to the model's results on its scoring texts.
 
     Args:
-        stream: original.
+        stream: original model.
         tokens: scoring data.
-        vectors: True if only vectors are available, as on a device without torch.
+        vectors: True if only vectors can be computed, as on a device without torch.
 
-    Raises InputError: `modules-invalid`, weights of a module that do not fit.
+    Raises InputError: `modules-invalid`: a module's weights do not match its config.
     """
 
     def __init__(self, stream: StreamedModel, tokens: TokenSet, *, vectors: bool = False) -> None:
         self.purpose = purpose_of(stream.source)
         self._head: _Head | None = None
         if self.purpose.gives != "vectors":
-            why = f"{stream.source.architecture} is scored on a device by the vectors that it gives"
+            why = f"a device scores {stream.source.architecture} only by its vectors"
             if not vectors:
                 self._head, why = _Head.of(stream)
             if self._head is None:
@@ -222,19 +219,18 @@ class TextResults:
         self.ids, self.skip = _texts(self.purpose, stream.source, tokens)
 
     def decisions(self) -> list[Decision]:
-        """Record a mismatch of score and purpose."""
+        """Record that the score differs from the model's purpose."""
         why = self.purpose.doubt
         reason = f"scored on the mean of the last hidden states, because {why}"
         return [decision("score", ON_MEAN, "score", reason)] if why else []
 
     @property
     def key(self) -> Any:
-        """Key of a result, besides the states, as JSON values; the weights are in the source's hash."""
+        """Part of a result's cache key beside the states, as JSON values; the source's hash covers the weights."""
         return [self.purpose.gives, self.skip, [[module.kind, module.config] for module in self.purpose.modules]]
 
     def __call__(self, states: Array, ids: Array) -> Array:
-        """Return the results of texts of one length, states [m, T, width], ids [m, T]: [m, N], or for tokens [m, T,
-        N]."""
+        """Return results [m, N], or [m, T, N] for tokens, from states [m, T, width] and ids [m, T] of texts."""
         if self._head is not None:
             return self._head(states, ids)
         return self.behind(pooled(states, self.purpose.pooling, self.skip))
@@ -253,7 +249,7 @@ class TextResults:
 def _texts(purpose: Purpose, source: Source, tokens: TokenSet) -> tuple[list[list[int]], int]:
     """Return the ids of the scoring texts, and the number of leading prompt tokens that are not pooled.
 
-    For pairs: the left sides, then the right ones. If two texts go in together: each left one with its own right one,
+    Pairs become all left texts, then all right texts. For a reranker, each left text is joined with its own right text,
     and with the next pair's, which should rank lower.
     """
     if tokens.pairs is None:
@@ -269,7 +265,7 @@ def _texts(purpose: Purpose, source: Source, tokens: TokenSet) -> tuple[list[lis
     skip = 0
     if purpose.prompt and purpose.modules and purpose.modules[0].config.get("include_prompt") is False:
         alone = token_ids([purpose.prompt], tokenizer, longest)[0]
-        # what a tokenizer puts behind a text stands behind the whole
+        # the tokenizer's closing tokens follow the joined texts
         skip = len(alone) - (alone[-1] in tokenizer.all_special_ids)
     return token_ids([*left, *right], tokenizer, longest), skip
 
@@ -290,13 +286,13 @@ def _module(folder: Path, module: Module) -> Callable[[Tensor], Tensor]:
             layer = torch.nn.Linear(size, to, bias=bool(module.config.get("bias", True)))
         layer.load_state_dict(named)
         if module.kind == "Dense":
-            # sentence-transformers' own where a config names none
+            # sentence-transformers' default
             name = module.config.get("activation_function", "torch.nn.modules.activation.Tanh") or _ACTIVATIONS[1]
             layer = torch.nn.Sequential(layer, getattr(torch.nn, name.rpartition(".")[2])())
     except InputError:
         raise
-    except Exception as problem:  # whatever another library makes of a damaged file
-        value, rule = " ".join(str(problem).split())[:160], "its tensors are those of its config"
+    except Exception as problem:  # other libraries raise anything for a damaged file
+        value, rule = " ".join(str(problem).split())[:160], "a module's tensors must match its config"
         remedy = "download the folder again"
         raise InputError("modules-invalid", where=where, value=value, rule=rule, remedy=remedy) from None
     return layer.eval()
@@ -318,7 +314,7 @@ class _Head:
     @classmethod
     def of(cls, stream: StreamedModel) -> tuple[_Head | None, str]:
         name = stream.source.architecture
-        why = f"{name} does not hand its last hidden states on as they are"
+        why = f"{name} changes its last hidden states before its head"
         try:
             head = cls(stream)
             return (head, "") if head._takes_states() else (None, why)
@@ -337,7 +333,7 @@ class _Head:
         return torch.cat(logits).float().cpu().numpy()
 
     def _takes_states(self) -> bool:
-        """Replace the last states, and check that the replaced ones come out."""
+        """Return True if replaced last hidden states reach the head unchanged."""
         ids = torch.arange(5, 13)[None].remainder(16)
         noted: list[tuple[Any, Tensor]] = []
 
@@ -367,7 +363,7 @@ class _Head:
             return forward(model, ids.to(self.device))
 
 
-# a logit that no chance is left of, of places that a shorter text has not
+# logit of a place beyond a text's end; its probability is 0
 _NOWHERE = -1e9
 
 
@@ -379,9 +375,9 @@ def result_rows(
     about: About,
     progress: Callable[[float], None] | None = None,
 ) -> list[Row]:
-    """Return rows of a candidate beside its original; `result` belongs to these tokens.
+    """Return the accuracy rows of a candidate against its original; `result` must be made for `tokens`.
 
-    Raises InputError, GateError: of `labelled`.
+    Raises InputError, GateError: those of `labelled`.
     """
     tell = progress or (lambda done: None)
     _original(original, result)
@@ -394,9 +390,9 @@ def result_rows(
 def rows_of(
     original: StreamedModel, after: Sequence[Array], tokens: TokenSet, result: TextResults, about: About
 ) -> list[Row]:
-    """Return `result_rows` of a candidate from its finished results, [N] or [T, N] for each text.
+    """Return `result_rows` from a candidate's results `after`, [N] or [T, N] for each text.
 
-    Raises InputError, GateError: of `labelled`. ValueError: results of another shape than the original's.
+    Raises InputError, GateError: those of `labelled`; ValueError: results of another shape than the original's.
     """
     before, pairs = _original(original, result), tokens.pairs
     count = len(before) if pairs is None else len(pairs.left)
@@ -421,7 +417,7 @@ def rows_of(
         sides = np.concatenate(before), np.concatenate(after)
         return classification(sides[0], sides[1], None, about=about, unit="token", clusters=texts)
     places = max(len(text) for text in before)
-    # logits [T, N] of a text's places as [N, places]
+    # logits [T, N] of a text become [N, places]
     filled = [
         np.concatenate([np.pad(one.T, ((0, 0), (0, places - len(one))), constant_values=_NOWHERE) for one in side])
         for side in (before, after)
@@ -434,18 +430,18 @@ def rows_of(
 def _of_texts(before: Array, after: Array, problem: str, about: About) -> list[Row]:
     """Return rows of logits [n, C].
 
-    Classes: the predicted class; labels: each yes or no; a single number: the order of two texts; numbers: their
-    change.
+    Classes are scored by the predicted class, labels each as yes or no, a single logit by the order of two texts, and
+    numbers by their change.
     """
     if problem == "multi_label_classification":
-        # a logit x and a sigmoid are the two classes of 0 and x
+        # sigmoid of a logit x equals softmax of the logits 0 and x
         both = [np.stack([np.zeros(side.size, side.dtype), side.ravel()], axis=1) for side in (before, after)]
         texts = np.repeat(np.arange(len(before)), before.shape[1])
         return classification(both[0], both[1], None, about=about, unit="label", clusters=texts)
     if before.shape[1] == 1:
         both = [side[: len(side) // 2 * 2].reshape(-1, 2) for side in (before, after)]
         ranked = classification(both[0], both[1], None, about=about, unit="pair")
-        # numbers are no chances: only which is larger counts
+        # a single number is no probability: only the order counts
         order = [row for row in ranked if row.name != "accuracy.kl" and "surer_than" not in row.settings]
         return [*order, *outputs({"logits": before}, {"logits": after}, about=about)]
     if problem == "regression":
@@ -470,18 +466,18 @@ def _original(model: StreamedModel, result: TextResults) -> Sequence[Array]:
 
 
 def results(model: Scored, ids: Sequence[Sequence[int]], of: Callable[[Array, Array], Array]) -> list[Array]:
-    """Run texts, those of one length together; `of`: states [m, T, width] and ids [m, T] -> [m, ...]."""
+    """Run texts, equal lengths together; `of` maps states [m, T, width] and ids [m, T] to results [m, ...]."""
     by_length: dict[int, list[int]] = {}
     for place, text in enumerate(ids):
         by_length.setdefault(len(text), []).append(place)
     by_place: dict[int, Array] = {}
     for places in by_length.values():
-        # a stream reads all its blocks each time
+        # every call of a stream reads all blocks again
         step = model.together or len(places)
         for start in range(0, len(places), step):
             some = places[start : start + step]
             same = np.asarray([ids[place] for place in some], dtype=np.int64)
-            # a candidate may have a head of its own
+            # a candidate may have its own head
             headed = isinstance(of, TextResults) and of.purpose.gives != "vectors" and model.headed
             own = model.logits(same) if headed else None
             by_place |= zip(some, of(model.encode(same), same) if own is None else own, strict=True)
@@ -489,18 +485,18 @@ def results(model: Scored, ids: Sequence[Sequence[int]], of: Callable[[Array, Ar
 
 
 def embeddings(model: Scored, ids: Sequence[Sequence[int]], pooling: Sequence[str] = ("mean",), skip: int = 0) -> Array:
-    """Pool the last hidden states of texts, [n, width] float32, without normalization."""
+    """Return pooled last hidden states [n, width] of texts, float32, without normalization."""
     vectors = results(model, ids, lambda states, _: pooled(states, pooling, skip))
     return np.stack(vectors) if vectors else np.empty((0, 0), np.float32)
 
 
-# of how models are run block by block: another number, and what was kept before is not read again. Until 2, classes
-# that share a cache or arguments between chunks gave other states than their own forward
+# version of the block-by-block run; a new number discards cached states. Version 1 gave wrong states for classes that
+# share a cache or arguments between chunks
 _STREAM = 2
 
 
 def kept_at(model: StreamedModel, digest: str) -> Path:
-    """Return the cache path of an original's states, from everything that they depend on; `digest`: hash of the ids."""
+    """Return the cache path of an original's states; `digest` is the hash of the ids."""
     import torch
 
     key = {

@@ -1,14 +1,14 @@
-"""What a CPU can do at best: bytes read and copied a second, multiplications a second, in float32 and in int8.
+"""Measure the ceilings of a CPU: bytes read and copied a second, and operations a second in float32 and int8.
 
-A roofline stands on these: no operation can take less than `max(bytes / read, flops / compute)`.
+They are the roofline: no operation takes less than `max(bytes / read, flops / compute)`.
 
-    read     each thread takes the maximum over its part of an array that no cache holds; among NumPy's reductions the
-             maximum of bytes is the one whose arithmetic hides behind the loads, so it comes closest to the memory
-    copy     the same parts copied; the bytes count twice, once read and once written
-    compute  a square matrix product, 2 n^3 operations, by the fastest library at hand
-    launch   the time of running a graph that does nothing
+    read     each thread takes the maximum of its part of an array larger than the caches; of NumPy's reductions, the
+             maximum of bytes is the one that is limited by memory, not by arithmetic
+    copy     each thread copies its part; bytes count twice, once read and once written
+    compute  a square matrix product, 2 n^3 operations, in the fastest installed library
+    launch   the time of running an empty graph
 
-Every figure is the median of repeated runs with its spread; nothing here is a promise of the hardware's maker.
+Every figure is the median of repeated runs, with its spread.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 Bytes = NDArray[np.int8]
 Told = dict[str, str | bool | int | float | None]
-# seconds that one measurement may take
+# time limit of one measurement in seconds
 _BUDGET = 5.0
-# halves of one measurement that differ by more than this share: something else was running
+# relative difference between the halves of a measurement that means a busy machine
 NOISY = 0.1
-# of a last-level cache of which nothing is known
+# assumed size of an unknown last-level cache
 LARGE_CACHE = 64 * 2**20
-# bytes that are read at least
+# least number of bytes to read
 _LEAST = 256 * 2**20
 _EMPTY = "Identity.onnx"
 
@@ -50,9 +50,9 @@ class Pool:
     """The threads of ONNX Runtime's sessions.
 
     Args:
-        threads: of one operation; None: all cores.
-        shared: they are those of `onnxruntime.set_global_thread_pool_sizes`; a process that called it must say so.
-        graphs: a folder of what `write_graphs` wrote, for where the package onnx is not installed.
+        threads: threads of one operation; None for all cores.
+        shared: True in a process that called `onnxruntime.set_global_thread_pool_sizes`.
+        graphs: folder that `write_graphs` wrote, for a machine without the onnx package; None makes the graphs.
     """
 
     threads: int | None = None
@@ -60,7 +60,7 @@ class Pool:
     graphs: Path | None = None
 
 
-# name -> what prepares a product of two matrices
+# functions that prepare a product of two matrices, by name
 Kernels = Mapping[str, Callable[[Any, Any, Pool], Callable[[], object]]]
 
 
@@ -71,10 +71,10 @@ class Ceiling:
     Args:
         name: `ceiling.read`, `ceiling.copy`, `ceiling.compute` or `ceiling.launch`.
         unit: `B/s`, `flop/s`, `op/s` or `s`.
-        samples: one figure a run, in `unit`; empty if it could not be measured.
-        settings: how it was measured: threads, kernel, compute type.
-        shape: bytes, or the sides of the matrices.
-        reason: why there are no samples.
+        samples: figure of each run, in `unit`; empty if it could not be measured.
+        settings: settings of the measurement: threads, kernel, compute type.
+        shape: bytes, or sides of the matrices.
+        reason: reason for having no samples; "" with samples.
     """
 
     name: str
@@ -91,18 +91,17 @@ class Ceiling:
 
     @property
     def error(self) -> float:
-        """Relative distance of the farthest end of the median's interval, or, with few samples, of the farthest
-        sample."""
+        """Relative distance of the interval's farther end from the median; with few samples, of the farthest sample."""
         if not self.value:
             return 0.0
         ends = median_interval(sorted(self.samples)) or (min(self.samples), max(self.samples))
         return max(abs(end / self.value - 1) for end in ends)
 
     def as_dict(self, *, device: Mapping[str, str], versions: Mapping[str, str]) -> dict[str, Any]:
-        """Return the fields of its row; the subject is the device itself. Without samples, `flags` has the reason."""
+        """Return the fields of its row; its subject is the device. Without samples, `flags` holds the reason."""
         values = sorted(self.samples)
         half = max(len(values) // 2, 1)
-        # two halves of the same measurement: how far apart they lie is the noise of the machine
+        # the difference between the halves of a measurement is the noise of the machine
         halves = [float(np.median(part)) for part in (self.samples[:half], self.samples[half:]) if part]
         spread = abs(halves[0] / halves[1] - 1) if len(halves) == 2 else None
         return {
@@ -126,7 +125,7 @@ class Ceiling:
 
     def row(self, *, device: Mapping[str, str], versions: Mapping[str, str]) -> Row:
         """Return the row of `measurements.jsonl`."""
-        # a GPU that is rented for the benchmarks has no pydantic
+        # imported here: a rented GPU machine for benchmarks has no pydantic
         from quantkit.measurement.rows import Row
 
         return Row.model_validate(self.as_dict(device=device, versions=versions))
@@ -147,7 +146,7 @@ def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float
 
 
 def joined(before: Sequence[Ceiling], after: Sequence[Ceiling]) -> list[Ceiling]:
-    """Join the samples of both: the halves of each ceiling are then the start and the end of the run."""
+    """Join two measurements; the halves of each ceiling are then the start and the end of the run."""
     return [
         replace(first, samples=first.samples + second.samples)
         if first.settings == second.settings and first.samples and second.samples
@@ -166,14 +165,15 @@ def measured(
 ) -> list[Ceiling]:
     """Measure the named ceilings, in order: `read`, `copy`, `compute` (float32, then int8), `launch`.
 
-    This takes a second or two. Memory is read over four times the last-level cache, or an eighth of the process's
-    memory limit, whichever is less; a copy needs that twice.
+    This takes a second or two. The read array is four times the last-level cache, but at most an eighth of the
+    process's memory limit; a copy needs twice that.
 
     Args:
         threads: threads of read, copy and launch.
+        names: names of the ceilings.
         size: side of the square matrices of the product.
         runs: repetitions of each.
-        pool: threads of ONNX Runtime; None: all cores.
+        pool: threads of ONNX Runtime; None for all cores.
     """
     span = min(max(4 * last_level_cache(), _LEAST), machine.memory_limit() // 8)
     take: dict[str, Callable[[], list[Ceiling]]] = {
@@ -186,7 +186,7 @@ def measured(
 
 
 def last_level_cache() -> int:
-    """Return its bytes; if unknown, more than any desktop has."""
+    """Return the bytes of the last-level cache; if unknown, a size larger than any desktop's."""
     return machine.last_level_cache() or LARGE_CACHE
 
 
@@ -209,7 +209,7 @@ def _launch(threads: int, runs: int, pool: Pool) -> Ceiling:
         return Ceiling("ceiling.launch", "s", (), settings, {"M": 1}, "not measured: onnxruntime or onnx is missing")
     graph = _empty_graph() if pool.graphs is None else limits.read(pool.graphs / _EMPTY)
     step = _onnxruntime(graph, {"x": np.zeros(1, np.float32)}, pool)
-    # a thousand at a time: one alone is close to what the clock can tell
+    # a thousand at a time: one alone is near the clock's resolution
     rates = _timed(lambda: [step() for _ in range(1000)], 1000.0, runs)
     return Ceiling("ceiling.launch", "s", tuple(1 / rate for rate in rates), settings, {"M": 1})
 
@@ -238,8 +238,8 @@ def _compute(
 ) -> Ceiling:
     """Measure the rate of the fastest kernel.
 
-    Every kernel is first tried on matrices of an eighth of the side: without the right instructions, a library may fall
-    back to a plain loop, a hundred times slower.
+    Every kernel is first tried on matrices of an eighth of the side: a library without a kernel for these instructions
+    runs a plain loop that is a hundred times slower.
     """
     tried: dict[str, float] = {}
     reasons = []
@@ -253,7 +253,7 @@ def _compute(
     settings |= {"threads": pool.threads} if pool.threads is not None else {}
     if not tried:
         return Ceiling("ceiling.compute", unit, (), settings, shape, "not measured: " + "; ".join(reasons))
-    # those that come close to the fastest are tried at full size: small matrices flatter the one with less to set up
+    # near-fastest kernels are tried again at full size: small matrices favour kernels with little setup
     close = [name for name in tried if tried[name] * 3 > max(tried.values())]
     rates = {name: _timed(kernels[name](*pair(size), pool), 2.0 * size**3, runs) for name in close}
     best = max(rates, key=lambda name: float(np.median(rates[name])))
@@ -283,7 +283,7 @@ def _int8_torch_quantized(left: Bytes, right: Bytes, pool: Pool) -> Callable[[],
     import torch
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # quantized tensors are deprecated; while they are there, so is their kernel
+        warnings.simplefilter("ignore")  # torch's quantized tensors are deprecated, but still available
         x = torch.quantize_per_tensor(torch.from_numpy(left).float(), 1.0, 128, torch.quint8)
         w = torch.quantize_per_tensor(torch.from_numpy(right).float(), 1.0, 0, torch.qint8)
     return partial(torch.ops.quantized.linear, x, torch.ops.quantized.linear_prepack(w, None), 1000.0, 128)
@@ -297,7 +297,7 @@ def _product(kind: str, left: Any, right: Any, pool: Pool) -> Callable[[], objec
     _need("onnxruntime", *(() if pool.graphs else ("onnx",)))
     size = len(left)
     graph = _product_graph(kind, size) if pool.graphs is None else limits.read(pool.graphs / _file(kind, size))
-    # of signed inputs it has no fast kernel on x86: a thirtieth of this
+    # unsigned inputs: x86 has no fast kernel for signed ones (a thirtieth of the speed)
     return _onnxruntime(graph, {"x": left.view(np.uint8) if left.dtype == np.int8 else left}, pool)
 
 
@@ -325,7 +325,7 @@ def write_graphs(folder: Path, size: int = 1024) -> list[Path]:
 
     Raises MissingDependency: onnx.
     """
-    with MissingDependency.unless_found("onnx", extra="compile", purpose="writing the graphs of the ceilings"):
+    with MissingDependency.unless_found("onnx", extra="compile", purpose="writing the graphs for the ceilings"):
         sizes = [(kind, side) for kind in ("MatMul", "MatMulInteger") for side in (size, _small(size))]
         graphs = {_file(kind, side): _product_graph(kind, side) for kind, side in sizes}
         graphs[_EMPTY] = _empty_graph()
@@ -373,9 +373,9 @@ def _rates(task: Callable[[Any], object], parts: list[Any], size: int, runs: int
 
 
 def _timed(task: Callable[[], object], work: float, runs: int) -> tuple[float, ...]:
-    """Return `work` a second for each run, after an untimed one that faults the pages in and starts the threads.
+    """Return `work` per second for each run, after an untimed run that touches the memory and starts the threads.
 
-    A machine too slow for all runs within the budget makes fewer, at least three.
+    A machine that is too slow for all runs within the time limit makes fewer, at least three.
     """
     task()
     samples: list[float] = []

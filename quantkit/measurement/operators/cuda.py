@@ -1,16 +1,14 @@
-"""Single products on a GPU, as `products` times them: our kernels, torch's operators, other libraries'.
+"""Run single products on a GPU for `products`: in our kernels, torch's operators, and another library's kernels.
 
-A variant is timed the way a layer would run it (`kernels.linear`): for each shape and batch the fastest of our kernel's
-tile sizes and of what else the layer can run, found by trying them before anything is recorded, so that the recorded
-times are none of those that were chosen by. `NAME.torch` is torch's own operator for the format, where it has one.
-Inputs that have to be 8-bit are quantized within the step.
+A variant runs as a layer would (`kernels.linear`): for each shape and batch with the fastest of our kernel's tile sizes
+and of the layer's other ways to multiply. These are tried first, in times that are not recorded. `NAME.torch` is
+torch's own operator for the format, if it has one. A step includes the quantization of 8-bit inputs.
 
-A step is one CUDA graph of many products, over copies of the weight that no cache holds; it says itself, from the
-device's clock, what one of them took.
+A step is one CUDA graph of many products over copies of the weight that exceed the cache. It returns the time of one
+product by the device's clock.
 
-Formats that no kernel of ours multiplies (`foreign`) are timed in another library's (`kernels.humming`), one way at
-every M. Their weights are random as they are stored, which is what the library takes; what they stand for is read back
-by their layout and format, and a result is checked against the product of that.
+Formats without a kernel of ours (`foreign`) run in another library's kernels (`kernels.humming`), in one way at every
+M. Their stored weights are random; their results are checked against the product with the dequantized weights.
 """
 
 from __future__ import annotations
@@ -45,13 +43,13 @@ RUNTIME = "torch"
 BASELINE = "bfloat16"
 TORCH = ".torch"
 _QUANTIZE, _TWIN = "quantize ", " without decoding"
-# rows of a weight at most that a result is checked on
+# largest number of a weight's rows for checking a result
 _CHECKED = 1024
-# what a way to multiply rounds weights by besides: to the inputs' dtype; torch's int4 operator its scales and offsets
+# additional rounding error of weights: to the inputs' dtype; torch's int4 operator also rounds scales and offsets
 _ROUNDED = {EXPANDED: 2.0**-8, "torch._weight_int4pack_mm": 2.0**-6}
-# of a foreign product's size: what rounding inputs to 8 bits by another rule may change, and 16 bits
+# allowed relative error of a foreign product: with inputs in 8 bits (another rounding rule), and in 16 bits
 _ROUNDED_INPUTS, _FLOAT = 2.0**-4, 2.0**-7
-# samples of a candidate while the fastest is looked for
+# samples of each candidate in the search for the fastest
 _TRIES = 3
 _RATES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TYPES = {
@@ -65,10 +63,10 @@ class ForeignVariant:
     """A format in another library's kernel.
 
     Args:
-        name: as in `foreign`.
-        layout: by its name.
-        weights: the scheme.
-        inputs: what they are rounded to by token as they come; None: they are not.
+        name: name in `foreign`.
+        layout: name of the checkpoint layout.
+        weights: fields of the weights' scheme.
+        inputs: fields of the inputs' dynamic scheme; None if inputs are not quantized.
     """
 
     name: str
@@ -87,7 +85,7 @@ class ForeignVariant:
         return self.scheme.group or 0
 
     def stands_for(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> bool:
-        """Tell if a layer of a bundle is stored this way."""
+        """Return True if a bundle's layer has these schemes."""
         own = self.scheme.model_dump(mode="json")
         same = all(scheme.get(key, own[key]) == own[key] for key in ("format", "granularity", "group", "symmetric"))
         if self.inputs is None or activations is None:
@@ -97,7 +95,7 @@ class ForeignVariant:
 
 @cache
 def foreign() -> dict[str, ForeignVariant]:
-    """Return the variants of another library by name; some bundle holds each of them."""
+    """Return the other library's variants by name; a bundle can hold each of them."""
     by_token = {"format": "fp8_e4m3", "granularity": "token", "dynamic": True}
     blocks = {"format": "fp8_e4m3", "granularity": "block", "group": 128, "scale": "float32"}
     int4 = {"format": "int4", "granularity": "group", "group": 128}
@@ -111,23 +109,25 @@ def foreign() -> dict[str, ForeignVariant]:
 
 
 def torch_names() -> list[str]:
-    """List the variants with an operator in torch."""
+    """List the names of variants that have an operator in torch."""
     zeros = [name for name, variant in known().items() if variant.kind == "int4" and variant.zeros]
     return [f"{name}{TORCH}" for name in (*zeros, "int8.dynamic", "fp8_e4m3.dynamic")]
 
 
 def variant_of(name: str) -> FormatVariant:
-    """Return the format of `int4.g128.zeros`, or of `int4.g128.zeros.torch`. Raises KeyError."""
+    """Return the variant of a name such as `int4.g128.zeros` or `int4.g128.zeros.torch`. Raises KeyError."""
     return known()[name.removesuffix(TORCH)]
 
 
 def check_shape(variant: FormatVariant | ForeignVariant, linear: LinearShape) -> None:
-    """Refuse a K indivisible by the group. Raises InputError `group-indivisible`."""
+    """Refuse a K that the group does not divide. Raises InputError `group-indivisible`."""
     if variant.group and linear.K % variant.group:
         able = [str(size) for size in (32, 64, 128) if linear.K % size == 0]
         value = f"K {linear.K} in groups of {variant.group}"
         remedy = f"use groups of {' or '.join(able)}" if able else "use int4.channel, int8 or fp8_e4m3"
-        raise InputError("group-indivisible", f"{variant.name} at {linear.label}", value, "a group divides K", remedy)
+        raise InputError(
+            "group-indivisible", f"{variant.name} at {linear.label}", value, "the group must divide K", remedy
+        )
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,10 @@ class CudaBench:
     """A `products.Bench` on a GPU; see the module.
 
     Args:
-        device: to run on; on a CPU, in Triton's interpreter, no time means anything.
-        dtype: of activations.
-        seed: of weights.
+        device: GPU to run on. On a CPU, Triton's interpreter checks results; its times mean nothing.
+        dtype: dtype of activations.
+        seed: seed of the weights.
+        memory: workspace of the kernels.
     """
 
     device: GpuDevice
@@ -151,8 +152,7 @@ class CudaBench:
         return f"{_QUANTIZE}{variant_of(variant).format}" if native else ""
 
     def twin(self, variant: str) -> str:
-        """Name the twin: see `products.Bench`. Products of 8-bit codes, which decode nothing, and torch's operators
-        have none."""
+        """Return the twin of `products.Bench`; products of 8-bit codes and torch's operators have none."""
         if variant in (BASELINE, *foreign()) or variant.endswith(TORCH) or variant_of(variant).native:
             return ""
         return f"{variant}{_TWIN}"
@@ -175,14 +175,14 @@ class CudaBench:
             except NotImplementedError:
                 ready[name] = "no-operator"
             except RuntimeError:
-                # torch's operators ask for shapes that only they know
+                # only torch's operators know their limits on shapes
                 if not name.endswith(TORCH):
                     raise
                 ready[name] = "no-operator"
         return ready
 
     def inputs(self, columns: int, M: int) -> torch.Tensor:
-        """Draw x [M, columns]."""
+        """Return random x [M, columns]."""
         return sides.inputs(M, columns, self.dtype, self.device.torch_device)
 
     def cost(self, name: str, linear: LinearShape, weight_bytes: float, compute: str = "") -> StepCost:
@@ -234,7 +234,7 @@ class CudaBench:
         return _Plain(cost, implementation, resident=held[0].resident_bytes, told=told)
 
     def _stored(self, variant: ForeignVariant, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-        """Draw the tensors of a random weight [N, K] in a checkpoint, by their names in its layout."""
+        """Return the tensors of a random weight [N, K], by their names in the layout."""
         at = self.device.torch_device
         generator, layout = torch.Generator(device=at).manual_seed(self.seed), layouts.load_layout(variant.layout)
         parts: dict[str, torch.Tensor] = {}
@@ -245,7 +245,7 @@ class CudaBench:
             elif kind == "I32":
                 part = torch.randint(-(2**31), 2**31, size, generator=generator, device=at)
             elif kind == "U8":
-                # two codes, or an exponent of about 0
+                # bytes of two codes each, or exponents near 0
                 part = torch.randint(*((0, 256) if codes else (126, 129)), size, generator=generator, device=at)
             elif codes:
                 part = torch.randn(size, generator=generator, device=at)
@@ -284,7 +284,7 @@ def _wrong(name: str, M: int, value: str) -> InputError:
 
 
 class _OneProduct:
-    """A step is one product, over weights that no cache holds."""
+    """A side whose step is one product, with weights that exceed the cache."""
 
     def products(self, M: int) -> int:
         return 1
@@ -295,7 +295,7 @@ class _OneProduct:
 
 @dataclass(frozen=True)
 class _Plain(_OneProduct):
-    """One way at every M: the float product, quantizing inputs, a twin, another library's product."""
+    """A side with one way for every M: a float product, a quantizer of inputs, a twin, another library's product."""
 
     cost: StepCost
     implementation: Callable[[int], Implementation]
@@ -324,7 +324,7 @@ class _Plain(_OneProduct):
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What multiplies at one M."""
+    """The fastest way to multiply at one M."""
 
     name: str
     config: Config | None
@@ -333,7 +333,7 @@ class _Chosen:
 
 @dataclass(frozen=True)
 class _Quantized(_OneProduct):
-    """A weight in one format; `own`: only torch's operator multiplies it."""
+    """A side with a quantized weight; `own` limits it to torch's operator."""
 
     bench: CudaBench
     variant: FormatVariant
@@ -369,8 +369,7 @@ class _Quantized(_OneProduct):
         return self._way(chosen.name, chosen.config, self.held[:1], M).ready()
 
     def choose(self, M: int) -> _Chosen:
-        """Return the fastest way at M rows, checked, once for each M. Raises InputError `wrong-result`,
-        `out-of-memory`."""
+        """Return the fastest way at M rows, after a check. Raises InputError `wrong-result`, `out-of-memory`."""
         if M not in self.chosen:
             with fitting(f"batch {M}"):
                 self.chosen[M] = self._fastest(M)
@@ -397,7 +396,7 @@ class _Quantized(_OneProduct):
         return best
 
     def _config(self, M: int) -> Config:
-        """Return the fastest tile sizes for this width of x, tried at its first M."""
+        """Return the fastest tile sizes for M's width of tiles, searched once for each width."""
         wide = width(M)
         if wide not in self.widths:
             able = candidates(M, native=self.variant.native)[: 1 if self.bench.device.dry else None]
@@ -417,7 +416,7 @@ class _Quantized(_OneProduct):
         plain = values(self.small, _codebook(self.small))
         worst = error(self.variant, plain, self._inputs(M), y, rounded=_ROUNDED.get(chosen.name, 0.0))
         if worst > 1:
-            value = f"{chosen.name} is {worst:.3g} times as far from float64 as rounding explains"
+            value = f"the error of {chosen.name} is {worst:.3g} times the largest rounding error"
             raise _wrong(self.variant.name, M, value)
 
     def _inputs(self, M: int) -> torch.Tensor:

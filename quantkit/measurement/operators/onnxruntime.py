@@ -1,8 +1,8 @@
-"""Single products in ONNX Runtime on the CPU, as `products` times them.
+"""Run single products in ONNX Runtime on the CPU for `products`.
 
-Weights beyond the cache are spread over sessions of a few products each, all on one pool of threads: one that spins
-after its step would slow the next. A step runs one session, memory to memory, and the next step the next session. What
-`session.run` costs is in the time, shared by the products of a session; `ceiling.launch` says how much that is.
+The weights exceed the cache, spread over sessions of a few products each. Each step runs the next session. All sessions
+share one thread pool: threads of another pool would spin after their step and slow the next. A time includes its share
+of `session.run`'s overhead, which `ceiling.launch` measures.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     import onnxruntime
     import torch
 
-Places = dict[tuple[int, str, int], Any]  # (rows, name and dtype, N) -> a tensor that all sides of a shape share
-# what a variant's kernel is found out on: what is fused does not depend on the size
+Places = dict[tuple[int, str, int], Any]  # tensors by (rows, name and dtype, N), shared by all sides of a shape
+# size of the product that shows a variant's kernel: fusion does not depend on the size
 SMALL = LinearShape(name="small", K=256, N=256)
-# from so many rows on a session is one product of a few, in turn: many would take seconds, and reading a weight is a
-# small part of such a product's time, wherever it is read from
+# from this many rows on, a session is a single product and only a few weights take turns: more would take seconds, and
+# reading the weight is a small part of the time
 _ROWS, _SINGLES = 256, 16
-# a protobuf holds no more
+# largest protobuf
 _FILE = 2**31 - 2**20
-# of onnx/onnx.proto: graph, node, op_type; graph, initializer; TensorProto.DataType -> bits, eight of all others
+# field numbers of onnx/onnx.proto: graph, node, op_type, initializer; bits of TensorProto.DataType, 8 for all others
 _OPERATORS, _CONSTANTS = (7, 1, 4), (7, 5)
 _BITS = {1: 32, 4: 16, 5: 16, 6: 32, 7: 64, 10: 16, 11: 64, 12: 32, 13: 64, 16: 16, 21: 4, 22: 4}
-# rows of a weight that say how large all of it is
+# number of rows from which a whole weight's size is computed
 _FEW = 64
 
 
@@ -53,10 +53,11 @@ class OnnxRuntimeBench:
     """A `products.Bench`; see the module.
 
     Args:
-        threads: of one product; more than one need `onnxruntime.set_global_thread_pool_sizes` before the first session.
+        threads: threads of one product; more than one need `onnxruntime.set_global_thread_pool_sizes` first.
         cache: bytes of the last-level cache.
-        seed: of weights.
-        source: where a linear's products come from; None: they are made, of random weights.
+        seed: seed of the weights.
+        source: function that returns the source of a linear's products; None makes them from random weights.
+        kernels: operators and relative weight bytes of each variant so far.
     """
 
     threads: int
@@ -70,7 +71,7 @@ class OnnxRuntimeBench:
         return single.variant(variant).quantizer
 
     def twin(self, variant: str) -> str:
-        """Return "": the runtime is a black box. See `products.Bench`."""
+        """Return "": the runtime has no kernel without decoding. See `products.Bench`."""
         return ""
 
     def prepare(
@@ -80,7 +81,7 @@ class OnnxRuntimeBench:
         source = self._source(linear)
         ready: dict[str, Runnable | str] = {}
         places: Places = {}
-        # how large each is comes first: the same number of products of each are to make a step
+        # sizes come first: a step has the same number of products for every variant
         needed = []
         for name in variants:
             try:
@@ -93,7 +94,7 @@ class OnnxRuntimeBench:
         together = max(1, min(MOST, *needed)) if needed else 1
         for name in variants:
             if name not in ready:
-                # one at a time: what is not needed any more makes room
+                # one at a time, to free memory in between
                 ready[name] = self._side(source.product(name), together, max(batches) >= _ROWS, places)
         return ready
 
@@ -103,7 +104,7 @@ class OnnxRuntimeBench:
     def _side(self, product: SingleProduct, together: int, large: bool, places: Places) -> Runnable | str:
         cost = cost_of(product)
         needed = copies(cost, self.cache) if product.weighs else together
-        # in the file, in the session, and packed for its kernel; what it is made of is there already
+        # a weight is in the file, in the session, and packed for its kernel
         if 3 * product.weight_bytes * needed > machine.memory_available():
             return "out-of-memory"
         sessions = []
@@ -111,7 +112,7 @@ class OnnxRuntimeBench:
             turns = list(range(first, first + together))
             sessions.append(self._session(product, turns))
             if first == 0 and product.weighs:
-                # NaN where the session gives one
+                # NaN if the session returns one
                 error = product.error(lambda x: sessions[0].run(None, {"x0": x}), turns)
                 if not error <= product.variant.limit:
                     return "wrong-result"
@@ -137,10 +138,7 @@ class OnnxRuntimeBench:
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
     def _kernel(self, name: str) -> tuple[str, float]:
-        """Return (operators of a variant in the optimized graph, its weight bytes relative to those before).
-
-        It uses a small product: fusion does not depend on the size.
-        """
+        """Return (operators of a variant's optimized graph, weight bytes relative to the original graph's)."""
         import onnxruntime
 
         if name not in self.kernels:
@@ -202,7 +200,7 @@ class _OnnxSide:
         return self._runs([self.alone], M, 1)[0] if self.alone is not None else None
 
     def _runs(self, sessions: Sequence[onnxruntime.InferenceSession], M: int, outputs: int) -> list[Step]:
-        """Return one run of each session, memory to memory; all variants of a shape share inputs and outputs."""
+        """Return a step for each session; all variants of a shape share their input and output buffers."""
         import onnxruntime
 
         def shared(name: str, dtype: str, values: Callable[[], Array]) -> Any:
@@ -230,14 +228,14 @@ class _OnnxSide:
 class _Run:
     session: Any
     binding: Any
-    held: Any  # a binding does not hold what is bound to it in every version
+    held: Any  # not every version's binding keeps its tensors alive
 
     def __call__(self) -> None:
         self.session.run_with_iobinding(self.binding)
 
 
 def cost_of(product: SingleProduct) -> StepCost:
-    """Return the cost of one product: the weight once, x and y once."""
+    """Return the cost of one product: it reads the weight and x, and writes y, once each."""
     size = np.dtype(product.variant.activations).itemsize
     return StepCost(
         product.variant.format,
@@ -275,23 +273,23 @@ def _optimized(model: bytes) -> tuple[str, int]:
 
 
 class ProductSource(Protocol):
-    """The products of one linear, by the names of their variants."""
+    """A source of the products of one linear, by name of variant."""
 
     def weight_bytes(self, variant: str) -> float:
-        """Count the bytes of one weight; 0 without a weight. Raises as `product`."""
+        """Return the bytes of one weight; 0 without a weight. Raises the errors of `product`."""
         ...
 
     def product(self, variant: str) -> SingleProduct:
-        """Make or read a product. Raises InputError: `group-indivisible`, `shape-invalid`, limits of the variant."""
+        """Make or read a product. Raises InputError: `group-indivisible`, `shape-invalid`, those of the variant."""
         ...
 
 
 class RandomProducts:
-    """Products made here, of normal weights, in every variant the same before they are quantized. Needs torch and onnx.
+    """A source of products with normal weights, equal in every variant before quantization. Needs torch and onnx.
 
     Args:
-        linear: their shape.
-        seed: of the weights.
+        linear: shape of the products.
+        seed: seed of the weights.
     """
 
     def __init__(self, linear: LinearShape, seed: int = 0) -> None:
@@ -305,7 +303,7 @@ class RandomProducts:
         return torch.randn(self.linear.N, self.linear.K, generator=generator).mul_(0.02)
 
     def weight_bytes(self, variant: str) -> float:
-        """See `ProductSource`: by a few rows."""
+        """See `ProductSource`; computed from a few rows."""
         import torch
 
         few = min(self.linear.N, _FEW)
@@ -318,7 +316,7 @@ class RandomProducts:
 
 
 class StoredProducts:
-    """Products read from a folder: of each variant the file that `SingleProduct.save` wrote."""
+    """A source of products from a folder, with the file of `SingleProduct.save` for each variant."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -333,5 +331,5 @@ class StoredProducts:
 
 
 def file_of(variant: str) -> str:
-    """Name the file of a product."""
+    """Return the file name of a variant's product."""
     return f"{variant}.npz"

@@ -1,10 +1,9 @@
-"""Single products timed side by side: every way to store a weight against the high-precision one, shape by shape.
+"""Time single matrix products: every variant of a weight against the high-precision one, shape by shape.
 
-Whatever runs them (`Bench`) prepares, for one shape, a side for each variant: products of [M, K] with weights [N, K]
-that together are at least three times the last-level cache, visited in turn, so that none is still in the cache when
-its turn comes again. All sides of a shape and a batch are timed in one randomised palindrome (`timing.schedule`), in
-rounds over the batches, so that the machine's moods over minutes are inside the intervals. Nothing is timed whose
-result was not right before.
+A bench (a runtime on a device) prepares one side for each variant of a shape: products of [M, K] with weights [N, K].
+The weights of a side take turns and exceed three times the last-level cache together, so none is still cached at its
+next turn. All sides of a shape and a batch are timed in one randomised palindrome (`timing.schedule`), in rounds over
+the batches, so the intervals include the machine's drift over minutes. Only products with a correct result are timed.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from quantkit.model.sizes.shapes import LinearShape
 from quantkit.runtimes.child import Report
 from quantkit.stats.abba import Comparison
 
-# blocks of four visits a cell and round, at most; at least one, or two of short steps
+# largest number of blocks of four visits for each cell and round; the least is one, or two with short steps
 _BLOCKS = 60
-# a side this many times slower than the baseline is set against it alone, for a part of the time: in the palindrome of
-# all it would leave the others few visits, and a ratio so far from 1 needs none of that precision
+# a side this many times slower than the baseline is timed with the baseline alone, in part of the time: beside the
+# others it would leave them few visits, and a ratio so far from 1 needs little precision
 _SLOW, _SHARE = 4.0, 0.15
-# of the figure with weights that stay in the cache: runs, and seconds at most
+# number of runs, and largest number of seconds, for products with cached weights
 _HOT = (5, 40, 0.2)
 
 
 class Runnable(Protocol):
-    """One variant of one shape, ready to run. Raises InputError `out-of-memory` for an M that does not fit."""
+    """A prepared variant of one shape. Its steps raise InputError `out-of-memory` for an M that does not fit."""
 
     @property
     def cost(self) -> StepCost:
@@ -56,56 +55,56 @@ class Runnable(Protocol):
 
     @property
     def resident_bytes(self) -> int | None:
-        """Bytes of a weight in memory as it is run, where known; what a kernel packs besides may not be in it."""
+        """Bytes of a weight in memory if known; a kernel's packed copy may not be included."""
         ...
 
     def products(self, M: int) -> int:
-        """Count the products of one step at M rows, one after the other."""
+        """Return the number of successive products in a step at M rows."""
         ...
 
     def settings(self, M: int) -> Settings:
-        """Return settings for the rows at M rows of x: kernel, block, accuracy level."""
+        """Return the settings at M rows of x: kernel, block, accuracy level."""
         ...
 
     def step(self, M: int) -> Step:
-        """Prepare a step at M rows; each call goes on to the next weights. What it returns: see `timing.schedule`."""
+        """Prepare a step at M rows, which uses the next weights at each call; see `timing.schedule`."""
         ...
 
     def hot(self, M: int) -> Step | None:
-        """Prepare a product with the weight in the cache; None if it does not fit there."""
+        """Prepare a product with a cached weight; None if the weight exceeds the cache."""
         ...
 
 
 class Bench(Protocol):
-    """What runs products: a runtime on a device."""
+    """A runtime on a device that runs products."""
 
     def prepare(
         self, linear: LinearShape, variants: Sequence[str], batches: Sequence[int]
     ) -> Mapping[str, Runnable | str]:
-        """Prepare a checked side for each variant, or return the flag of a failure: `wrong-result`, ...
+        """Return a checked side for each variant, or the flag of its failure, such as `wrong-result`.
 
-        `batches`: every M that will be requested.
+        `batches` lists every M that will be used.
         """
         ...
 
     def quantizer(self, variant: str) -> str:
-        """Return the name of the side that quantizes x alone for this variant; "" without one."""
+        """Return the name of the side that only quantizes x for this variant; "" without one."""
         ...
 
     def twin(self, variant: str) -> str:
-        """Return the name of the side with this variant's loads and without its decoding; "" without one."""
+        """Return the name of the side that loads this variant's weight without decoding it; "" without one."""
         ...
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What is timed, and how long it may take.
+    """The settings of a sweep.
 
     Args:
-        batches: M, rows of the activation.
-        seconds: for all cells together.
-        rounds: over the batches of each shape.
-        seed: of the order of the steps and of the resamples.
+        batches: batches M (rows of the activation).
+        seconds: time for all shapes and batches together.
+        rounds: number of rounds over the batches of each shape.
+        seed: seed for the order of the steps and for resampling.
     """
 
     batches: Sequence[int]
@@ -116,7 +115,7 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class RanSide:
-    """What ran at one batch, without what it holds: see `Runnable`."""
+    """The facts of a side at one batch, without its weights; see `Runnable`."""
 
     cost: StepCost
     products: int
@@ -129,13 +128,15 @@ class TimedVariant:
     """One variant of one shape at one batch. Times are of one product.
 
     Args:
+        linear: shape of the product.
         M: rows of the activation.
-        side: what ran; None where it could not be prepared.
-        timing: of it, `SUBJECT`, and of the float product, `BASELINE`, in the same blocks.
-        times: what that says; None where it was skipped, or until somebody compares it.
-        hot: seconds with the weight in the cache.
-        quantizing: seconds of quantizing x alone.
-        raw: seconds of its twin, with the same loads and without decoding.
+        variant: name of the variant.
+        side: facts of the side; None if it could not be prepared.
+        timing: times of the side (`SUBJECT`) and of the float product (`BASELINE`) in the same blocks.
+        times: comparison of both; None if skipped, or before `compared`.
+        hot: seconds with a cached weight.
+        quantizing: seconds of only quantizing x.
+        raw: seconds of its twin, which loads the weight without decoding.
     """
 
     linear: LinearShape
@@ -150,7 +151,7 @@ class TimedVariant:
 
     @property
     def skipped(self) -> str:
-        """Flag why there are no times."""
+        """Flag of the reason for having no times; "" with times."""
         return self.timing.skipped
 
     def compared(self, seed: int) -> TimedVariant:
@@ -171,16 +172,18 @@ def measure(
     """Time every variant of every shape at every batch against the baseline.
 
     Args:
+        bench: runtime of the products.
         linears: distinct shapes.
-        progress: told the share that is done, and what is being done.
-        clock: seconds, rising.
+        baseline: name of the high-precision variant.
+        variants: names of the other variants.
+        plan: settings of the sweep.
+        progress: function that is called with the share that is done, and a text.
+        clock: monotonic clock in seconds.
 
     Returns:
-        Shape by shape, batch by batch, in the order of `variants`, the baseline itself first (compared with itself
-        only in its A/A spread).
+        Timed variants by shape, batch and variant, the baseline first (it has only an A/A spread).
 
-    Raises InputError: what the bench says, if the baseline can be prepared for no shape at all; MissingDependency:
-    scipy.
+    Raises InputError: the bench's error if it cannot prepare the baseline for any shape; MissingDependency: scipy.
     """
     progress = progress or (lambda share, words: None)
     all_timed: list[TimedVariant] = []
@@ -218,12 +221,12 @@ def take(
     """Take raw times of one shape, with no more than NumPy.
 
     Args:
-        plan: plan; its seconds are ignored.
-        seconds: seconds for each batch.
-        progress: function called with the share of this shape.
+        plan: settings of the sweep; its seconds are ignored.
+        seconds: time for each batch.
+        progress: function that is called with the share of this shape, and a text.
 
     Returns:
-        batch by batch, in the order of `variants`, the baseline first.
+        Timed variants by batch and variant, the baseline first.
     """
     progress(0.0, f"{linear.label}: preparing")
     names = [baseline, *(name for name in variants if name != baseline)]
@@ -232,7 +235,7 @@ def take(
     sides = bench.prepare(linear, asked, plan.batches)
     usable = {name: side for name, side in sides.items() if not isinstance(side, str)}
     if baseline not in usable:
-        # nothing of this shape can be compared; the other shapes can
+        # without its baseline this shape cannot be compared; the other shapes can
         flag = str(sides.get(baseline, "absent"))
         return [TimedVariant(linear, M, name, timing=Timing(skipped=flag)) for M in plan.batches for name in names]
     cells = [_Cell(M, usable, baseline) for M in plan.batches]
@@ -263,8 +266,8 @@ class _Cell:
     """All sides of one shape at M rows.
 
     Attributes:
-        visit: settled in the first round.
-        taken: of a side, with the baseline's times of the same palindromes.
+        visit: length of a visit; None before the first round.
+        taken: times of each side, with the baseline's from the same palindromes.
     """
 
     M: int
@@ -283,14 +286,14 @@ class _Cell:
         generator: np.random.Generator,
         clock: Clock,
     ) -> None:
-        """Take one round's times; `speeds`: side -> (M, seconds of a product) as it ran last."""
+        """Time one round; `speeds` holds each side's last (M, seconds of a product)."""
         end, baseline = clock() + share / rounds, self.baseline
         steps: dict[str, Step] = {}
         seconds: dict[str, float] = {}
         for name, side in self.sides.items():
             if self.skipped.get(name) or self.skipped.get(baseline):
                 continue
-            # two visits of each round: a step may take a tenth of its cell's time and no more
+            # with two visits a round, a step may take at most a tenth of its cell's time
             expected = side.products(self.M) * _expected(speeds.get(name), self.M)
             if self.visit is None and expected > max(share / 10, 0.25):
                 self.skipped[name] = "too-slow"
@@ -326,7 +329,7 @@ class _Cell:
                     self.taken.setdefault(name, []).append(timing.of(name, baseline))
 
     def variant(self, linear: LinearShape, name: str, parts: tuple[str, str]) -> TimedVariant:
-        """Return the times of one variant; `parts`: names of its quantizer and its twin."""
+        """Return the times of one variant; `parts` holds the names of its quantizer and its twin."""
         side = self.sides[name]
         ran = RanSide(side.cost, side.products(self.M), side.resident_bytes, dict(side.settings(self.M)))
         skipped = self.skipped.get(name, "") or self.skipped.get(self.baseline, "")
@@ -346,7 +349,7 @@ class _Cell:
 
 
 def _expected(speed: tuple[int, float] | None, M: int) -> float:
-    """Estimate a product's seconds at M rows from one at fewer: in proportion, once beyond the memory bound."""
+    """Estimate a product's seconds at M rows from those at fewer rows: proportional beyond the memory bound."""
     if speed is None:
         return 0.0
     before, seconds = speed
@@ -365,5 +368,5 @@ def _hot(step: Step, clock: Clock) -> float:
 
 
 def copies(cost: StepCost, cache: int) -> int:
-    """Count the weights needed to exceed three times the last-level cache."""
+    """Return the number of weights that exceed three times the last-level cache."""
     return max(1, math.ceil(3 * cache / cost.weight_bytes)) if cost.weight_bytes else 1

@@ -1,19 +1,17 @@
-"""A sweep over shapes, variants, batches and thread counts, and the rows that follow from its times.
+"""Run a sweep over shapes, variants, batches and thread counts, and make its rows.
 
-Each thread count, and a GPU, has a process of its own: threads of a library are set before it is loaded, and what else
-the asking process holds is not part of the figures. In each child ceilings are measured before and after, on a CPU with
-as many threads as the products have. A GPU whose clocks fell in between says so: its ceilings carry the flag
-`throttled`.
+Each thread count, and a GPU, runs in its own process: a library's threads are set before it is loaded, and the memory
+of the calling process does not disturb the figures. Each child measures the ceilings before and after, on a CPU with
+the threads of the products. If a GPU's clocks fell in between, its ceilings have the flag `throttled`.
 
-For each shape, variant and batch there are `latency.op` and `tax.total`, and `tax.activation` where quantizing the
-input can be had apart; for each shape and variant `tax.break_even`. For a model there is the same of the sum over its
-linears, each as often as it occurs (`op.layer` is `all linears`). Where the kernel is ours its twin without decoding
-splits the rest:
+Each shape, variant and batch has `latency.op` and `tax.total` rows, and `tax.activation` if quantizing the input can be
+timed alone. Each shape and variant has `tax.break_even`. A model has the same rows for the sum over its linears, each
+counted as often as it occurs (`op.layer` is `all linears`). For our own kernels, the twin without decoding splits the
+rest:
 
     tax.streaming = t_raw - R     tax.decode = t - t_raw
 
-A runtime is a black box: of its tax only the sum is known, but for what quantizing the input takes alone and what
-launching costs.
+For a runtime's kernels only the sum of both is known.
 """
 
 from __future__ import annotations
@@ -43,25 +41,25 @@ from quantkit.stats.evidence import SpeedUp
 ALL = "all linears"
 # of a GPU's ceilings
 _BLOCKS = 4
-# high-precision variant -> bytes of a number, the input type whose measured rate bounds its products
+# bytes of a number, and the input type whose measured rate bounds its products, by high-precision variant
 _FLOATS = {"float32": (4.0, "fp32"), "float16": (2.0, "fp16"), "bfloat16": (2.0, "bf16")}
 _FEWEST = 16
 
 
 @dataclass(frozen=True)
 class SweepJob:
-    """What is to be timed in one child.
+    """The work of one child process.
 
     Args:
         linears: distinct shapes, as `Linear.model_dump()`.
-        model: whose linears they are; "" for shapes alone, over which nothing is summed.
-        baseline: the high-precision variant.
-        variants: the others.
-        batches: M, rows of the activation.
-        threads: of one product; 0 is a GPU.
-        seconds: for all of it but ceilings and preparing.
-        seed: of weights, activations and the order of steps.
-        rounds: over the batches of each shape.
+        model: name of the linears' model; "" for single shapes, which have no sum.
+        baseline: name of the high-precision variant.
+        variants: names of the other variants.
+        batches: batches M (rows of the activation).
+        threads: threads of one product; 0 for a GPU.
+        seconds: time for all products, without ceilings and preparation.
+        seed: seed of weights, activations and the order of steps.
+        rounds: number of rounds over the batches of each shape.
     """
 
     linears: Sequence[Mapping[str, Any]]
@@ -76,7 +74,7 @@ class SweepJob:
 
 
 def demand(threads: int) -> None:
-    """Refuse to begin if a package is missing. Raises MissingDependency."""
+    """Check that all packages are installed. Raises MissingDependency."""
     for package in ("onnxruntime", "onnx", "scipy", "torch") if threads else ("triton", "scipy", "torch"):
         if not machine.has(package):
             extra = "gpu" if package == "triton" else "compile"
@@ -84,7 +82,7 @@ def demand(threads: int) -> None:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Return the thread settings of the timing process: libraries read them when loaded. 0 is a GPU."""
+    """Return the environment variables that set a child's threads; `threads` is 0 for a GPU."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {**{name: str(threads or 1) for name in names}, "GOMP_SPINCOUNT": "0"}
 
@@ -96,7 +94,7 @@ def run(job: SweepJob, progress: Report | None = None) -> list[Row]:
     on a GPU triton.
     """
     demand(job.threads)
-    remedy, variables = "try fewer shapes, or smaller batches: --batch 1,2,4", environment(job.threads)
+    remedy, variables = "use fewer shapes or smaller batches: --batch 1,2,4", environment(job.threads)
     rows = child.run(_answer, asdict(job), progress, remedy=remedy, environment=variables)
     return [Row.model_validate(row) for row in rows]
 
@@ -121,14 +119,14 @@ def _measured(
 
 @dataclass(frozen=True)
 class CpuLimits:
-    """The ceilings of a processor, in the threads that its products have."""
+    """The ceilings of a processor, with the threads of its products."""
 
     threads: int
     pool: Pool
 
     @classmethod
     def of(cls, threads: int, graphs: Path | None = None) -> CpuLimits:
-        """Prepare this process, before its first session. `graphs`: see `ceilings.Pool`."""
+        """Prepare this process before its first session; `graphs` is that of `ceilings.Pool`."""
         import onnxruntime
 
         if threads > 1:
@@ -156,7 +154,7 @@ def _on_gpu(job: SweepJob, report: Report) -> list[Row]:
     from quantkit.measurement.cuda.device import GpuDevice, sampled, slower
     from quantkit.measurement.operators.cuda import RUNTIME, CudaBench
 
-    # tests run it in the interpreter, tiny; whoever calls it without that needs the device
+    # tests run it with tiny shapes in the interpreter; else it needs the device
     device = GpuDevice("cpu", dry=True) if interpreted() else GpuDevice("cuda", dry=False)
     generator, bench = np.random.default_rng(job.seed), CudaBench(device, torch.bfloat16, job.seed)
     timed, before, after = _measured(job, bench, lambda: sampled(device, _BLOCKS, generator), report)
@@ -180,15 +178,15 @@ def _on_gpu(job: SweepJob, report: Report) -> list[Row]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows of one run share.
+    """The common fields of all rows of one run.
 
     Args:
-        runtime: that ran them.
-        threads: of one product; None on a GPU.
-        device: `machine.device()`.
-        versions: `machine.versions()`.
-        limits: the measured roofline.
-        launch: seconds of running a graph that does nothing; None where it is not known.
+        runtime: runtime of the products.
+        threads: threads of one product; None on a GPU.
+        device: result of `machine.device()`.
+        versions: result of `machine.versions()`.
+        limits: measured roofline.
+        launch: seconds of running an empty graph; None if unknown.
         cache: bytes of the last-level cache.
         baseline: name of the high-precision variant.
     """
@@ -219,10 +217,13 @@ def rows_of(
     runtime: str = "onnxruntime",
     flags: Sequence[str] = (),
 ) -> list[Row]:
-    """Return the rows of products, wherever they ran, and of the device's ceilings.
+    """Return the rows of timed products and of the device's ceilings.
 
     Args:
-        ceilings: ceilings before and after, joined.
+        timed: timed products.
+        ceilings: joined ceilings from before and after.
+        job: work of the child.
+        device, versions, runtime: see `Setting`.
         cache: bytes of the last-level cache.
         flags: flags of the ceilings.
     """
@@ -239,7 +240,7 @@ def rows_of(
 
 
 def rows(timed: Sequence[TimedVariant], setting: Setting, *, model: str = "") -> list[Row]:
-    """Return all rows of products timed in one run; with `model` also those of the sum over its linears."""
+    """Return the rows of all products of one run; with `model`, also those of the sum over its linears."""
     result = [row for one in timed for row in _of_one(one, setting)]
     curves: dict[tuple[str, str], list[list[TimedVariant]]] = {}
     for one in timed:
@@ -279,7 +280,7 @@ def _of_one(timed: TimedVariant, setting: Setting) -> list[Row]:
     result = [row, *_tax(times.quantiles["p50"], times.ci95, times.ratio, settings, setting, op, common)]
     if timed.quantizing is not None:
         part = Operation(**size, format=form, hp_s=hp_s)
-        # what another kernel does before the product; a fused one may hide some of it
+        # the time of a separate kernel before the product; a fused kernel may hide part of it
         result.append(_part("tax.activation", timed.quantizing, part, settings, common, ["unfused"]))
     return result
 
@@ -361,11 +362,12 @@ def _floats(timed: TimedVariant, setting: Setting) -> StepCost:
 
 
 def _break_even(curve: Sequence[Sequence[TimedVariant]], setting: Setting, *, layer: str | None = None) -> Row:
-    """Return the `tax.break_even` row of one variant: of one shape, or of a model's linears.
+    """Return the `tax.break_even` row of one variant, for one shape or for a model's linears.
 
     Args:
-        curve: linears of each batch; a batch with skipped ones is left out.
-        layer: `all linears` for a sum.
+        curve: timed products of each batch; a batch with a skipped one is left out.
+        setting: common fields of the rows.
+        layer: `all linears` for a sum; None for one shape.
     """
     first = curve[0][0]
     settings: dict[str, Any] = {"threads": setting.threads, "variant": first.variant, "over": "batch"}

@@ -1,16 +1,16 @@
-"""The tax of a quantized format: what a step takes beyond what the machine's own limits ask for.
+"""Compute the tax of a quantized format: the time of a step beyond the bound of the machine's measured ceilings.
 
 For a step of format f at batch M, with β and π (bytes read and operations a second) measured in the same run:
 
     bound       R = max(bytes / β, operations / π)           promised speed-up  S* = R_hp / R_f
     tax         t_f − R_f                                    delivered          S = t_hp / t_f
     captured gain   (S − 1) / (S* − 1), where S* ≥ 1.05
-    bytes       weights with scales and zeros once, the cache and what goes in and out for each sequence
-    win         the ranges of M where the whole interval of S lies above 1. Between two batches its lower end is a
-                straight line in log S over log M; the break-even batch is where the first range ends. The interval of
-                such an end: the curve of each resample, lowered by the same margin, ends somewhere too
+    bytes       weights with scales and zeros once; KV cache, inputs and outputs for each sequence
+    win         the ranges of M in which the whole interval of S lies above 1. Between two batches, its lower end is
+                interpolated as a straight line in log S over log M. The break-even batch is the end of the first range;
+                its interval comes from the ends of resampled curves, lowered by the same margin
 
-All of it is arithmetic on numbers that were measured elsewhere.
+This module only computes; the times and ceilings are measured elsewhere.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ _LARGEST = 65536.0
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step of a model must move and compute, whatever runs it.
+    """The bytes and operations of a model's step, in any runtime.
 
     Args:
-        format: of the weights: `int4`, `float32`.
-        weight_bytes: read once a step at any batch: packed weights, scales, zeros, the head's too.
-        kv_bytes_per_token: of the cache, for each token of each sequence.
-        flops_per_token: 2 x the weights of the matrix products.
-        attention_flops: for each new token and each token it looks at.
-        head_flops: of those that a prefill does for the last token of a sequence alone; not in `flops_per_token`.
-        io_bytes_per_token: what goes in and out for each new token.
-        compute: the input type of the matrix products, whose measured rate bounds them.
-        attention: the same of attention, and of what stays in floats.
-        float_bytes: of `weight_bytes`, those of products that stay in floats.
-        float_head_flops: `head_flops`, if the head stays in floats.
-        many_rows: of a model that multiplies in two ways: from so many rows on, tokens of all sequences, it reads
-            `many_bytes` of weights instead; 0 of others.
-        many_bytes: see there.
+        format: format of the weights: `int4`, `float32`.
+        weight_bytes: bytes of weights that a step reads once: packed weights, scales, zeros, with those of the head.
+        kv_bytes_per_token: bytes of the KV cache for each token of each sequence.
+        flops_per_token: operations of the matrix products, 2 per weight, for each token.
+        attention_flops: operations for each pair of a new token and a token that it attends to.
+        head_flops: operations of the head, which prefill runs only for a sequence's last token; not in
+            `flops_per_token`.
+        io_bytes_per_token: bytes of inputs and outputs for each new token.
+        compute: input type of the matrix products; its measured rate bounds them.
+        attention: input type of attention and of products in floats.
+        float_bytes: part of `weight_bytes` that belongs to products in floats.
+        float_head_flops: `head_flops` if the head is in floats, else 0.
+        many_rows: number of rows (tokens of all sequences) from which a model with two ways to multiply reads
+            `many_bytes`; 0 for other models.
+        many_bytes: bytes of weights that a step reads from `many_rows` rows on.
     """
 
     format: str
@@ -71,16 +72,16 @@ class StepCost:
     many_bytes: float = 0.0
 
     def weights(self, rows: float) -> float:
-        """Count the bytes of weights read by a step of `rows` rows."""
+        """Return the bytes of weights that a step of `rows` rows reads."""
         return self.many_bytes if 0 < self.many_rows <= rows else self.weight_bytes
 
     def bytes(self, batch: float, tokens: float, context: float) -> float:
-        """Count the bytes moved by a step of `tokens` new tokens a sequence, with `context` tokens in the cache."""
+        """Return the bytes that a step moves, with `tokens` new and `context` cached tokens a sequence."""
         moved = (context + tokens) * self.kv_bytes_per_token + tokens * self.io_bytes_per_token
         return self.weights(batch * tokens) + batch * moved
 
     def bound(self, batch: float, tokens: float, context: float, limits: Limits) -> float | None:
-        """Return the least seconds, `max(bytes / β, operations / π)`; None if a ceiling is unknown."""
+        """Return the least time in seconds, `max(bytes / β, operations / π)`; None if a ceiling is unknown."""
         work = [
             (batch * (tokens * self.flops_per_token + self.head_flops), self.compute),
             (batch * _looked_at(tokens, context) * self.attention_flops, self.attention),
@@ -115,10 +116,10 @@ class Limits:
     """The measured roofline.
 
     Args:
-        read: bytes a second.
-        compute: input type -> operations a second.
-        error: the farthest that the end of a ceiling's interval lies from it, as a share.
-        cache: bytes of the last-level cache; None: not known.
+        read: bytes read a second; None if unknown.
+        compute: operations a second by input type.
+        error: largest relative distance of a ceiling from an end of its interval.
+        cache: bytes of the last-level cache; None if unknown.
     """
 
     read: float | None
@@ -128,7 +129,7 @@ class Limits:
 
     @classmethod
     def of(cls, measured: Sequence[Ceiling], cache: int | None = None) -> Limits:
-        """Read measured ceilings; missing ones are absent."""
+        """Make the roofline from measured ceilings."""
         read = next((c.value for c in measured if c.name == "ceiling.read"), None)
         rates = {str(c.settings["compute_type"]): c.value for c in measured if c.name == "ceiling.compute"}
         used = [c.error for c in measured if c.name in ("ceiling.read", "ceiling.compute")]
@@ -136,9 +137,9 @@ class Limits:
         return cls(read, known, max(used, default=0.0), cache)
 
     def promise(self, bound: float | None, hp_bound: float | None) -> dict[str, float]:
-        """Return settings of a latency: `promised`, S* = R_hp / R_f, and `promised_most`, with the ceilings' error.
+        """Return settings of a latency row: `promised`, S* = R_hp / R_f, and `promised_most`, with the ceilings' error.
 
-        Two ceilings, one too high and one too low, distort their ratio twice. Empty if a bound is unknown.
+        The error counts twice, for one ceiling too high and one too low. Empty if a bound is unknown.
 
         Args:
             bound: R_f in seconds.
@@ -150,12 +151,12 @@ class Limits:
 
 
 def _looked_at(tokens: float, context: float) -> float:
-    """Count the (query, key) pairs of a sequence."""
+    """Return the number of (query, key) pairs of a sequence."""
     return tokens * context + tokens * (tokens + 1) / 2
 
 
 def captured_gain(row: Row) -> float | None:
-    """Return (S − 1) / (S* − 1) of a `tax.total` row; None if S* < 1.05, which promises nothing, or is unknown."""
+    """Return (S − 1) / (S* − 1) of a `tax.total` row; None if S* is unknown or below 1.05."""
     op = row.op
     if row.value is None or op is None or not (op.bound_s and op.hp_bound_s and op.hp_s):
         return None
@@ -165,7 +166,7 @@ def captured_gain(row: Row) -> float | None:
 
 @dataclass(frozen=True)
 class Win:
-    """A range of M where the subject is surely faster. An end that the measured range cuts off is None."""
+    """A range of M in which the subject is significantly faster. An end beyond the measured M is None."""
 
     start: float | None
     start_ci95: Interval | None
@@ -174,13 +175,13 @@ class Win:
 
 
 def win_intervals(sizes: Sequence[int], low: Sequence[float], ratio: Sequence[float], draws: Array) -> list[Win]:
-    """Find the ranges of M where the lower end of the ratio's interval lies above 1.
+    """Find the ranges of M in which the lower end of the ratio's interval lies above 1.
 
     Args:
-        sizes: measured M, rising.
+        sizes: measured M, ascending.
         low: lower end of the interval of the ratio at each M.
         ratio: ratio at each M.
-        draws: `[len(sizes), resamples]` ratio in each resample.
+        draws: ratios `[len(sizes), resamples]` of each resample.
     """
     at, margin = np.log(sizes), np.log(low) - np.log(ratio)
     height = np.log(low)
@@ -206,7 +207,7 @@ def _end(at: Array, height: Array, resampled: Array, path: range) -> tuple[float
     crossing = _crossing(at, height, path)
     if crossing is None:
         return None, None
-    # a resample whose range does not end within what was measured counts as ending at the edge
+    # a resample without an end within the measured M ends at the edge
     others = [_crossing(at, curve, path) for curve in resampled.T]
     reached = [at[path[-1]] if other is None else other for other in others]
     low, high = np.exp(np.quantile([*reached, crossing], (0.025, 0.975)))
@@ -215,7 +216,7 @@ def _end(at: Array, height: Array, resampled: Array, path: range) -> tuple[float
 
 
 def _crossing(at: Array, height: Array, path: range) -> float | None:
-    """Find the first zero of a curve along a path of points; its first point if it is there already; or None."""
+    """Find the first zero of a curve along a path of points (its first point if not above zero there), or None."""
     if height[path[0]] <= 0:
         return float(at[path[0]])
     for here, there in pairwise(path):
@@ -228,10 +229,12 @@ def _crossing(at: Array, height: Array, path: range) -> float | None:
 def ideal(
     ours: StepCost, theirs: StepCost, limits: Limits, shape: Callable[[float], Shape]
 ) -> tuple[float | None, str]:
-    """Find the M up to which the roofline promises a gain, where S* = 1, or the reason for having none.
+    """Find the M up to which the roofline promises a gain (S* = 1), or the reason for having none.
 
     Args:
-        shape: M -> (batch, new tokens a sequence, tokens in the cache); fractions are allowed.
+        ours, theirs: costs of the format and of the baseline.
+        limits: the roofline.
+        shape: function from M to (batch, new tokens a sequence, cached tokens); fractions are allowed.
 
     Returns:
         (M, "") or (None, `no-ceiling` | `ideal-wins-nowhere` | `ideal-wins-everywhere`, up to 65,536).
@@ -242,7 +245,7 @@ def ideal(
 def ideal_sum(
     parts: Sequence[tuple[StepCost, StepCost, int]], limits: Limits, shape: Callable[[float], Shape]
 ) -> tuple[float | None, str]:
-    """Find the `ideal` of several operations one after the other: (the format's cost, the baseline's, how often)."""
+    """Find `ideal` for successive operations, each (the format's cost, the baseline's cost, number of runs)."""
 
     def promise(m: float) -> float | None:
         return promised(parts, limits, shape(m))
@@ -265,7 +268,7 @@ def ideal_sum(
 
 
 def promised(parts: Sequence[tuple[StepCost, StepCost, int]], limits: Limits, shape: Shape) -> float | None:
-    """Return S* of several operations one after the other; None if a ceiling is unknown."""
+    """Return S* of successive operations; None if a ceiling is unknown."""
     bounds = [(ours.bound(*shape, limits), theirs.bound(*shape, limits), count) for ours, theirs, count in parts]
     if any(own is None or other is None for own, other, _ in bounds):
         return None
