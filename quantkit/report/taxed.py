@@ -106,7 +106,7 @@ def _title(data: Taxed) -> str:
 
 
 def _source(data: Taxed) -> str:
-    return data.shapes.source if data.shapes.name else ""  # shapes of the command line have no source
+    return data.shapes.source if data.shapes.name else ""  # shapes on the command line have no source
 
 
 def _threads(row: Row) -> int:
@@ -261,10 +261,8 @@ def document(data: Taxed) -> Document:
     return Document(
         f"{_title(data)}: the dequantization tax",
         [
-            " ".join(
-                filter(
-                    None, (f"Every linear in each format, timed against {data.baseline} on {device}.", _source(data))
-                )
+            words.joined(
+                f"Every linear in each format, timed against {data.baseline} on {device}.", _source(data), by=" "
             )
         ],
         [*head, *(Remark(note, "note") for note in data.notes)],

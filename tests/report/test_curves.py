@@ -313,6 +313,7 @@ def test_on_a_gpu_the_tax_is_split(tmp_path: Path) -> None:
     data = Taxed(found, Target.load("h200"), rows, verdicts, {0: verdicts[0][0]}, baseline="bfloat16")
     said = text(data)
     assert "256x64, GPU" in said and "bfloat16 → this" in said and "float32" not in said
+    assert "typed" not in said
     assert "black box" not in said
     (cell, _) = say.groups(data)[0].series[0].cells
     shares = shares_of(cell)

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the figures in the colours of the page, again when those change, and lets code be copied.
+// Draws the figures in the colours of the page, redraws them when the colours change, and adds buttons to copy code.
 (async () => {
   const root = document.documentElement;
 
@@ -24,7 +24,7 @@
     box.append(button);
   }
 
-  // light or dark: as the system has it, until the reader says otherwise
+  // light or dark: as in the system, until the reader chooses
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.matches);
   const theme = document.querySelector(".theme");
@@ -32,8 +32,7 @@
   theme.hidden = false;
   named();
 
-  // on a telephone only the first figures of each chapter are open
-  // and none where a table that is in sight says the same
+  // on a telephone only the first figures of each chapter are open, and none beside a visible table with the same data
   const figured = [...document.querySelectorAll("section")].flatMap((each) =>
     [...each.querySelectorAll(".figures")].slice(each.classList.contains("tabled") ? 0 : 1));
   for (const each of figured) each.classList.add("foldable");
@@ -58,7 +57,7 @@
   library.textContent = await new Response(stream).text();
   document.head.append(library);
 
-  // plotly knows no properties of the page, and no pairs of colours: the browser picks the one that holds
+  // plotly cannot read CSS properties or light-dark pairs: the browser resolves them
   const probe = document.createElement("i");
   root.append(probe);
   function property(name) {
@@ -80,7 +79,7 @@
 
   draw = () => {
     boxes.forEach((box, i) => {
-      if (box.closest("details:not([open])")) return; // drawn when it is opened
+      if (box.closest("details:not([open])")) return; // drawn once it is opened
       const { data, layout } = resolved(figures[i]);
       layout.width = box.clientWidth;
       if (layout.meta && layout.width < 480) layout.height = layout.meta.narrow;
