@@ -97,7 +97,7 @@ def _seen(cell: DecidedCell) -> str:
     if cell.doubt == "ceiling":
         return "the speed-up is more than bytes and operations allow: a time or a ceiling is wrong, measure it again"
     if cell.what == "latency":
-        return f"a difference from {words.short(1 + cell.detectable)} times as long on would have been seen"
+        return f"a slowdown to {words.short(1 + cell.detectable)} times as long would have been seen"
     lost = words.percent(cell.detectable) if cell.what == "size" else f"{_amount(cell, cell.detectable)} {_unit(cell)}"
     return f"a loss of {lost.rstrip()} would have been seen"
 
