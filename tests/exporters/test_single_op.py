@@ -138,7 +138,7 @@ def test_formats_that_quantkit_exports() -> None:
 
 
 def test_what_does_not_fit_is_one_line() -> None:
-    with pytest.raises(InputError, match=r"group-indivisible.*group divides K; use int4 in groups of 32"):
+    with pytest.raises(InputError, match=r"group-indivisible.*group must divide K; use int4 in groups of 32"):
         single.check_shape(single.variant("int4.g128.level4"), 96, 64)
     with pytest.raises(InputError, match="shape-invalid"):
         single.check_shape(single.variant("int8.dynamic"), 97, 64)

@@ -122,7 +122,7 @@ def test_batches_are_the_targets_or_the_traffics() -> None:
 
 def test_what_cannot_be_timed_is_one_line(tmp_path: Path) -> None:
     shape = {"shapes": ["64x32"]}
-    assert "group divides K; use int4 in groups of 32 or 64" in refused(
+    assert "group must divide K; use int4 in groups of 32 or 64" in refused(
         "group-indivisible", formats=["int4.g128.level4"], **shape
     )
     assert "cpu-x86" not in refused("format-absent", formats=["int3"], **shape)

@@ -159,7 +159,7 @@ def test_who_reads_what(name: str, where: str, kind: Kind | None, runtime: str, 
             "cpu-x86",
             None,
             "layout-unsupported",
-            ["MatMulNBits holds", "--recipe int4-best"],
+            ["MatMulNBits supports", "--recipe int4-best"],
         ),
         (
             ["int4-best", "models=[network]"],

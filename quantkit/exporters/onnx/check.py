@@ -1,26 +1,26 @@
 """Check that ONNX Runtime computes the expected values from the written graph.
 
-    reload.onnxruntime   max |logits - expected| / max |expected| <= 1e-4, of the runs of `exporters/check.py`, with
-                         products in float32 (accuracy level 0, and no input rounded), whatever the file asks for: a
-                         wrong nibble, zero point, mask or position is to show, and not to hide in int8 rounding
+    reload.onnxruntime   max |logits - expected| / max |expected| <= 1e-4 for the runs of `exporters/check.py`. Products
+                         compute in float32 (accuracy level 0, inputs not rounded) in spite of the file's settings, so
+                         int8 rounding cannot hide a wrong nibble, zero point, mask or position
 
-Where inputs are quantized:
+With quantized inputs:
 
-    reload.integers      ||y - b - x̂ Wᵀ|| / ||x̂ Wᵀ|| <= 1e-4 of every product, in the median of its tokens, from the
-                         input x that it really got; x̂ is x rounded as the recipe says (`formats.base.activation`), W
-                         what the codes stand for, b the bias where the product adds it
-    integer.macs         the share of the products' multiply-accumulates that ONNX Runtime runs in integer kernels on
-                         this machine, from the graph that it has optimized (`graph.integer`): at least 0.95, and every
-                         product
+    reload.integers      ||y - b - x̂ Wᵀ|| / ||x̂ Wᵀ|| <= 1e-4 for every product, as the median over its tokens. x̂ is the
+                         product's actual input x, rounded by the recipe's scheme (`formats.base.activation`); W is the
+                         dequantized weight; b is the bias if the product adds it
+    integer.macs         share of the products' multiply-accumulates that run in integer kernels on this machine, by
+                         ONNX Runtime's optimized graph (`graph.integer`): at least 0.95, with every product
 
-The median, because a few inputs in 100,000 lie so close between two codes that they are rounded to the other one, which
-is seen in one token alone. Sums that saturate, and scales that are wrong, are seen in all of them: 5e-3 and more.
-Where a graph multiplies many rows in another way (`integers.py`):
+A few inputs in 100,000 lie so close to the edge between two codes that they round to the other one, in a single token;
+the median ignores them. Saturated sums and wrong scales show in all tokens, as 5e-3 and more.
 
-    onnx.bytes           how far a weight's bytes lie from what its codes stand for, in steps of its row: at most a half
-    reload.many          that way with its products in float32 against the model with weights of 8 bits a channel: 1e-4
-    reload.prompts       the same way as it really multiplies, inputs in 8 bits too, on a prompt: ||found - expected|| /
-                         ||expected|| <= 0.25, which finds what is broken, and no error of rounding
+With a second way to multiply many rows (`integers.py`):
+
+    onnx.bytes           largest difference of a weight's bytes from its dequantized codes: half a step of the row
+    reload.many          that way with products in float32, against the model with weights in 8 bits a channel: 1e-4
+    reload.prompts       that way with its real products (inputs in 8 bits too) on a prompt: ||outputs - expected|| /
+                         ||expected|| <= 0.25, which finds broken graphs but no rounding errors
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
 Array = NDArray[Any]
 LIMIT = 1e-4
 DOMAINS = {"", "ai.onnx", "com.microsoft"}
-# of products in integers
+# share of multiply-accumulates in integer kernels
 _SHARE = 0.95
-# of a step, with the rounding of float32
+# half a step, with the rounding of float32
 _HALF = 0.501
 _PROMPTS = 0.25
 
 
 def check(folder: Path, values: Values | None) -> list[Check]:
-    """Check `onnx/` of a bundle; the numbers only if the file is sound and there are expected values."""
+    """Check `onnx/` of a bundle; outputs only if the file is sound and expected values are available."""
     checks = sound(folder)
     if values is None or not all(check.ok for check in checks):
         return checks
@@ -100,10 +100,10 @@ def sound(folder: Path, name: str = MODEL) -> list[Check]:
     import onnx
 
     path = folder / name
-    # before the checker, which opens the files
+    # paths are checked first, because onnx's checker opens the files
     try:
         model = onnx.load(str(path), load_external_data=False)
-    except Exception as problem:  # protobuf's own, and the system's
+    except Exception as problem:  # exceptions of protobuf and of the system
         return [counted("onnx.valid", [f"{name} cannot be read: {first_line(problem)}"])]
     outside = sorted({place for place in locations(model) if not _inside(folder, place)})
     contained = counted("onnx.contained", outside)
@@ -149,7 +149,7 @@ def _tensors(graph: Any) -> Iterator[Any]:
 
 
 def _inside(folder: Path, place: str) -> bool:
-    """Tell whether a location is a plain file of the folder: no link, no path (CVE-2024-27318, CVE-2026-27489)."""
+    """Return True for a plain file of the folder: no link, no path (CVE-2024-27318, CVE-2026-27489)."""
     path = folder / place
     return Path(place).name == place and path.is_file() and not path.is_symlink()
 
@@ -159,9 +159,13 @@ def _inside(folder: Path, place: str) -> bool:
 
 @dataclass(frozen=True)
 class GraphProduct:
-    """One product of a written graph, with the weights of stacked linears, from its input to its output.
+    """One product of a written graph, with the weights of stacked linears.
 
-    `weight` is the initializer with their codes; `biased` whether it adds the linears' biases.
+    Args:
+        linears: names of the linears.
+        weight: initializer with their codes.
+        source, output: values before and after the product.
+        biased: True if it adds the linears' biases.
     """
 
     linears: Sequence[str]

@@ -1,16 +1,16 @@
-"""The dialect of ONNX Runtime: placeholders become its fused operators.
+"""Rewrite a traced graph for ONNX Runtime: placeholders become its fused operators.
 
     Linear      MatMulNBits (weights of 2, 4 or 8 bits in blocks of 16 to 256), integer products (weights and inputs of
-                8 bits: `integers.py`), MatMul, or for a head that is tied to the embedding a FusedMatMul that reads the
-                embedding's own tensor; those of one input are one product
-    RMSNorm     RMSNormalization; with the sum before it SkipSimplifiedLayerNormalization
-    LayerNorm   as traced, and the sum before it a Sum: of an Add the runtime makes SkipLayerNormalization, which takes
-                several times as long as both (ONNX Runtime 1.31)
-    Attention   GroupQueryAttention with rotary embedding inside and q, k, v in one tensor where the graph allows it;
+                8 bits: `integers.py`), MatMul, or FusedMatMul for a head that is tied to the embedding (it reads the
+                embedding's tensor); linears of one input become one product
+    RMSNorm     RMSNormalization, or SkipSimplifiedLayerNormalization with the addition before it
+    LayerNorm   unchanged, but the Add before it becomes a Sum: the runtime fuses an Add into SkipLayerNormalization,
+                which takes several times as long as both (ONNX Runtime 1.31)
+    Attention   GroupQueryAttention, with rotary embedding inside and q, k, v in one tensor if the graph allows it;
                 MultiHeadAttention in encoders
 
-Rotary embedding by the op counts columns, not tokens: with padding on the left each row is turned by as many steps more
-as it has padding, queries and keys alike, so their products stay the same.
+The operator's rotary embedding counts columns, not tokens. Padding on the left rotates queries and keys of a row by the
+same additional angle, so their products do not change.
 Operators: ONNX Runtime's docs/ContribOperators.md.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from quantkit.formats import QuantTensor
 
 
-# added to the scores of padding, which then has no weight after a softmax
+# bias for the scores of padding, so its weight after a softmax is 0
 _MASKED = -1e9
 
 
@@ -43,9 +43,9 @@ _MASKED = -1e9
 class OrtDialect(Rewriting):
     """The rewriting of one graph."""
 
-    accuracy_level: int = 0  # of MatMulNBits: 0 computes in float32, 4 rounds activations to int8
+    accuracy_level: int = 0  # MatMulNBits: 0 computes in float32, 4 rounds activations to int8
     positions: int = 0  # tokens of the context; the length of the rotary tables
-    merge: bool = True  # whether linears of one input become one product
+    merge: bool = True  # True joins linears of one input to one product
     codes: Codes = "uint8"  # storage of weights with quantized inputs
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class OrtDialect(Rewriting):
     # --- embedding ----------------------------------------------------------------------------------------------------
 
     def _table(self) -> None:
-        """Look token ids up in codes, if the embedding is in codes."""
+        """Let the graph look up token ids in a quantized embedding."""
         table = self.weights.ends.table if self.weights.ends is not None else None
         if table is None:
             return
@@ -80,7 +80,7 @@ class OrtDialect(Rewriting):
             self._replace(node, [total])
 
     def _looked_up(self, node: ir.Node, table: EmbeddingTable) -> list[ir.Value]:
-        """Return the values of a table's codes for the ids of a Gather, one for every set of codes."""
+        """Return the dequantized rows for the ids of a Gather, one value for every set of codes."""
         values = []
         if table.head:
             packed, (codes, *grid) = self._packed_weights([table.head], table.head)
@@ -152,7 +152,7 @@ class OrtDialect(Rewriting):
     # --- attention ----------------------------------------------------------------------------------------------------
 
     def _attention(self) -> None:
-        """Rewrite cached attention; the mask, as two numbers for the op and a bias for padding, is made once."""
+        """Rewrite cached attention; all layers share one mask: two lengths for the operator, and a bias for padding."""
         nodes = self._placeholders("Attention")
         if not nodes:
             return
@@ -194,8 +194,8 @@ class OrtDialect(Rewriting):
             self._flat_again(node.outputs[0])
             self._replace(node, attended)
         if unfused:
-            why = f"the rotation is not of the usual form, or heads are no multiple of {ROTARY_HEAD} features wide"
-            reason = f"layers {', '.join(unfused)}: {why}, and it stays outside attention"
+            why = f"the rotation has an unusual form, or the width of heads is no multiple of {ROTARY_HEAD}"
+            reason = f"layers {', '.join(unfused)}: {why}, so it stays outside attention"
             self.decisions.append(decision("onnx", "rotary-unfused", "onnx/model.onnx", reason))
 
     def _mask(self, first: ir.Node, mask: ir.Value, ids: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -267,7 +267,7 @@ class OrtDialect(Rewriting):
             query, key, value = node.inputs[:3]
             name, heads = f"attention.{index}", node.attributes["heads"].as_int()
             if node.attributes["window"].as_int() > 0 or node.attributes["softcap"].as_float() > 0:
-                rule = "MultiHeadAttention has none of them"
+                rule = "MultiHeadAttention supports neither"
                 raise unattended(name, "a window or a soft cap in an encoder", rule, CHECKPOINT)
             key, value = (self._repeated(node, f"{name}/{part}", x) for part, x in (("keys", key), ("values", value)))
             assert query is not None and key is not None and value is not None and query.shape is not None

@@ -1,16 +1,16 @@
-"""Store the ends of a model in a graph: token embeddings in codes, and a head with more bits for some rows.
+"""Store the ends of a model in a graph: quantized token embeddings, and a head with more bits for some rows.
 
-    float      the table as it is, float32
-    int8       rounded to nearest in blocks along a row
-    shared     the head's codes: tied weights are stored once
-    refined    the same, and the remaining error of each value in 2 bits more
+    float      float32 embeddings
+    int8       rounded to nearest, in blocks along a row
+    shared     the codes of the tied head, stored once
+    refined    the codes of the tied head, and 2 bits more for the remaining error of each value
 
-A head's codes are chosen for its product, and differ from the weight by up to a step. This harms an embedding that is
-looked up, but not the product; two bits recover most of it. GatherBlockQuantized looks up and expands
+A solver chooses a head's codes for its product; single values may differ from the weight by a step. That hardly changes
+the product but harms a looked-up embedding; two bits recover most of it. GatherBlockQuantized looks up and dequantizes
 (ONNX Runtime's docs/ContribOperators.md).
 
-A head's error counts by the probability of the words, and vocabularies begin with the frequent ones (those that a
-byte-pair encoding merged first): 8 bits for the first rows, a few hundredths of the head, recover half of the loss.
+The error of a head's row counts by the probability of its word. Vocabularies begin with frequent words (which byte-pair
+encoding merged first), so 8 bits for the first rows, a few hundredths of the head, recover half of the loss.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ if TYPE_CHECKING:
 # keys of a graph's metadata: storage of token embeddings, and number of head rows in 8 bits
 TABLE, HEAD_ROWS = "quantkit.embedding", "quantkit.head_rows"
 Storage = Literal["float", "int8", "shared", "refined"]
-# its own codes are in the largest of these blocks that divides a row
+# blocks for an embedding's own codes; the largest that divides a row is used
 _BLOCKS = (64, 32, 16)
 _FLOAT, _OWN, _ROWS = "embedding-float", "embedding-own", "head-rows-left"
 
 
 def ends(values: Values, storage: Storage, rows: int) -> tuple[GraphEnds, list[Decision]]:
-    """Choose the storage of both ends, as far as possible.
+    """Choose the storage of both ends, and record what is not possible.
 
     Args:
-        storage: storage of the embedding.
-        rows: number of first rows of the head in 8 bits, for a head stored in fewer.
+        values: the quantized model.
+        storage: requested storage of the embedding.
+        rows: requested number of the head's first rows in 8 bits, for a head in fewer bits.
     """
     table, taken = coded(values, storage)
     head = values.stream.head or ""
@@ -54,11 +55,11 @@ def ends(values: Values, storage: Storage, rows: int) -> tuple[GraphEnds, list[D
     shape = values.skeleton.get_parameter(f"{head}.weight").shape
     block, why = _block(shape[1]), ""
     if values.before is None:
-        why = "a bundle no longer has them as they were"
+        why = "a bundle no longer has their original weights"
     elif not scheme.rows_apart:
-        why = "its scales are not of single rows"
+        why = "its scales are not per row"
     elif not block:
-        why = f"rows of {shape[1]} are not divided by {_BLOCKS[-1]}"
+        why = f"{_BLOCKS[-1]} does not divide rows of {shape[1]}"
     if why or values.before is None:
         reason = f"its first rows get no more bits: {why}"
         return GraphEnds(table), [*taken, decision("onnx", _ROWS, head, reason, rows, 0)]
@@ -67,7 +68,7 @@ def ends(values: Values, storage: Storage, rows: int) -> tuple[GraphEnds, list[D
 
 
 def with_ends(values: Values, storage: Storage, rows: int) -> Values:
-    """Return the model with a graph's ends, as the expected values."""
+    """Return the expected values of a model with a graph's ends."""
     of_graph, _ = ends(values, storage, rows)
     stream = values.stream.on(values.stream.device, values.stream.place)
     if (table := of_graph.table) is not None:
@@ -81,7 +82,7 @@ def with_ends(values: Values, storage: Storage, rows: int) -> Values:
 
 
 def coded(values: Values, storage: Storage) -> tuple[EmbeddingTable | None, list[Decision]]:
-    """Store the embedding as `storage` says, if possible; None if it stays in floats."""
+    """Store the embedding by `storage` if possible; None if it stays in floats."""
     if storage == "float":
         return None, []
     name, columns = _table(values.skeleton)
@@ -89,9 +90,9 @@ def coded(values: Values, storage: Storage) -> tuple[EmbeddingTable | None, list
         return None, [decision("onnx", _FLOAT, "embedding", "no table of token embeddings was found")]
     block, head = _block(columns), _tied(values, name)
     scheme = values.schemes.get(head)
-    reason = "" if block else f"rows of {columns} are not divided by {_BLOCKS[-1]}"
+    reason = "" if block else f"{_BLOCKS[-1]} does not divide rows of {columns}"
     if head and scheme is None:
-        reason = f"{head} reads it as it is, in floats"
+        reason = f"{head} shares it and reads floats"
     if reason:
         return None, [decision("onnx", _FLOAT, name, reason, storage, "float")]
     why = ""
@@ -153,7 +154,7 @@ def _not_of(scheme: WeightScheme | None, columns: int) -> str:
     """Describe why a head's codes cannot be looked up; "" if they can."""
     if scheme is None or load_format(scheme.format).bits not in BITS or not scheme.format.startswith("int"):
         return "the head is not stored in blocks of integers"
-    return "the head's last block is filled up" if columns % block_size(columns, scheme, "head") else ""
+    return "the head's last block is padded" if columns % block_size(columns, scheme, "head") else ""
 
 
 def _rounded(values: Values, name: str, scheme: WeightScheme, head: str = "") -> QuantTensor:

@@ -1,8 +1,8 @@
-"""An ONNX graph with a cache, in the dialect of the runtime that will run it.
+"""Export a model as an ONNX graph with a KV cache, for ONNX Runtime.
 
 `onnx/` holds `model.onnx` (the graph), `model.onnx.data` (its weights), the tokenizer and onnxruntime-genai's config.
-The graph is traced on shapes (`trace/transformer.py`), rewritten (`dialect.py`) and only then given its
-weights, one tensor in memory at a time.
+The graph is traced without weights (`trace/transformer.py`) and rewritten (`dialect.py`). Its weights are written last,
+one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 FOLDER, MODEL, DATA = "onnx", "model.onnx", "model.onnx.data"
 # their second input is the weight
 _PRODUCTS = ("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat")
-# with one of these a processor multiplies bytes several times as fast as floats
+# instruction sets that multiply bytes several times as fast as floats
 _BYTES = ("amx_int8", "avx512_vnni", "avx_vnni", "neon_i8mm")
-# tokens of a prompt for trying both ways
+# tokens of the prompt that times both ways
 _TRIED = 256
-# these read little or nothing of their constants in a step
+# operators that read little or nothing of their constants in a step
 _FEW = ("Gather", "GatherBlockQuantized", "Reshape", "Slice", "GroupQueryAttention", "MultiHeadAttention")
 
 
@@ -49,17 +49,19 @@ class OnnxOptions(Closed):
 
     Args:
         dialect: runtime whose operators are used: `onnxruntime`.
-        accuracy_level: level of quantized products: 0 computes in float32, 4 rounds activations to int8, faster.
-        merge: whether linears of one input (q, k, v; gate, up) become one product.
-        weight_codes: of 8-bit weights whose inputs are quantized as well: `uint8` is exact on every processor; `int8`,
-            for VNNI and Arm, saturates on other x86 processors, where the check refuses it. Those of `int7` are
-            signed in any case, exact everywhere, and what processors without VNNI multiply fastest.
-        embedding: how token embeddings are stored (`exporters/onnx/ends.py`): `float`; `int8`; or, where a
-            quantized head is tied to them, in its codes (`shared`), or in these and 2 bits more (`refined`).
-        prefill: how prompts multiply, and batches of 16 rows and more: as steps do (`same`), or in integers, the codes
-            rounded again to 8 bits a channel, which the file holds besides (`int8`: `integers.py`); `auto` is
-            `int8` where the target's processor multiplies bytes fast and, if that is this machine, a timing says so.
-        head_rows: of a head in fewer bits, the first so many rows get 8: those of the most frequent words.
+        accuracy_level: accuracy of products with quantized weights: 0 computes in float32; 4 rounds activations to
+            int8 and is faster.
+        merge: True joins linears of one input (q, k, v; gate, up) to one product.
+        weight_codes: type of 8-bit weights with quantized inputs. `uint8` is exact on every processor. `int8` is for
+            VNNI and Arm; it saturates on other x86 processors, where the check refuses it. Weights in `int7` are
+            always signed, exact everywhere, and the fastest without VNNI.
+        embedding: storage of token embeddings (`exporters/onnx/ends.py`): `float`, `int8`, or the codes of a tied
+            quantized head (`shared`), which `refined` extends by 2 bits.
+        prefill: products of prompts, and of batches of 16 rows and more. `same` multiplies as a decode step. `int8`
+            multiplies in integers, with the weights rounded again to 8 bits a channel; the file holds both
+            (`integers.py`). `auto` is `int8` if the target's processor multiplies bytes fast and, on this machine, a
+            timing confirms it.
+        head_rows: number of first rows (the most frequent words) of a head in fewer bits that get 8 bits.
     """
 
     dialect: Literal["onnxruntime"] = "onnxruntime"
@@ -85,7 +87,7 @@ class Onnx(Exporter):
     Options = OnnxOptions
 
     def accepts(self, options: OnnxOptions, asked: LayerSpec) -> None:
-        """Refuse layers beyond the dialect. Raises as `Exporter`; InputError `attention-unsupported`."""
+        """Refuse unsupported layers. Raises the errors of `Exporter`; InputError `attention-unsupported`."""
         demand_packages("an ONNX export")
         asked.demand_graph(self.name)
         refuse(asked)
@@ -116,7 +118,7 @@ class Onnx(Exporter):
         if options.prefill == "same" or (options.prefill == "int8" and fast):
             return {}, ""
         if options.prefill == "int8":
-            saturates = "without VNNI x86 processors saturate where they multiply signed bytes"
+            saturates = "x86 processors without VNNI saturate in products of signed bytes"
             return {}, f"prompts multiply in integers, and the target has none of {', '.join(_BYTES)}: {saturates}"
         faster, why = fast != "", f"the target has {fast or 'none of ' + ', '.join(_BYTES)}, and was not timed"
         if fast and trial is not None:
@@ -175,9 +177,9 @@ class Onnx(Exporter):
         many = many_rows(weights, values.stream.head or "")
         why = ""
         if kind != "decoder":
-            why = "an encoder has no steps: all its rows go one way"
+            why = "an encoder has no decode steps"
         elif values.inputs:
-            why = "inputs are quantized: products multiply in integers already"
+            why = "inputs are quantized, so products multiply in integers already"
         elif many.linears == weights.linears:
             why = "no product has codes of 4 or 8 bits"
         asked = options.prefill == "int8" or (options.prefill == "auto" and _fast(machine.isa_features()) != "")
@@ -213,7 +215,7 @@ class Onnx(Exporter):
         return [*taken, *traced.decisions(self.name), *dialect.decisions]
 
     def check(self, bundle: Path, values: Values | None = None, options: Any = None, **how: Any) -> list[Check]:
-        """Compare the whole graph's outputs with the model's, whatever `blocks` says.
+        """Compare the whole graph's outputs with the model's; `blocks` is ignored.
 
         Checks are `onnx.valid`, `onnx.operators`, `onnx.contained`, `reload.onnxruntime`; see `onnx/check.py` for more.
         """
@@ -281,13 +283,14 @@ def dialect_weights(values: Values) -> WeightsByName:
 
 
 def work(model: ir.Model) -> dict[str, str]:
-    """Count the bytes and operations of a decode step, for its roofline; as text, for the file's metadata.
+    """Count the bytes and operations of a decode step for its roofline, as text for the file's metadata.
 
-    `quantkit.step_bytes`: weights that every step reads (of an embedding it reads a row: not counted); of a graph that
-    multiplies in two ways, `quantkit.prompt_bytes` is the same of the other, from `quantkit.prompt_rows` rows on;
-    `quantkit.float_bytes`: those of them that stay floats, of products;
-    `quantkit.flops`: 2 N K of all products but the head; `quantkit.head_flops`; `quantkit.float_head_flops`: of a head
-    that stays in floats; `quantkit.attention_flops`: for each new token and each token that it looks at.
+    `quantkit.step_bytes`: bytes of weights that every step reads, without the embedding (a step reads single rows);
+    `quantkit.prompt_bytes`: the same for the second way to multiply, from `quantkit.prompt_rows` rows on;
+    `quantkit.float_bytes`: the part of `step_bytes` that belongs to products in floats;
+    `quantkit.flops`: 2 N K of all products but the head; `quantkit.head_flops`: of the head;
+    `quantkit.float_head_flops`: of a head in floats; `quantkit.attention_flops`: for each pair of a new token and a
+    token that it attends to.
     """
     graph = model.graph
     read: dict[str, int] = {}
@@ -336,7 +339,7 @@ def work(model: ir.Model) -> dict[str, str]:
 
 
 def _attention_flops(node: ir.Node, decoder: bool) -> int:
-    """Count the operations for a new token and a token that it looks at; twice as many without a causal mask."""
+    """Count the operations for a new token and a token that it attends to; twice as many without a causal mask."""
     shapes: list[Any] = [None if value is None else value.shape for value in node.inputs]
     if node.op_type == "GroupQueryAttention":
         return 4 * node.attributes["num_heads"].as_int() * int(shapes[3][3])

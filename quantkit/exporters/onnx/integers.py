@@ -1,16 +1,16 @@
-"""Products whose weights and inputs are both in 8 bits, as ONNX Runtime multiplies them in integers.
+"""Write products of 8-bit weights and 8-bit inputs for ONNX Runtime's integer kernels.
 
     fixed scale     QuantizeLinear, MatMulIntegerToFloat with the bias
-      moved         Sub, Mul by channel before that; the rest is in the weight and the bias (`passes/center.py`)
+      moved         Sub and Mul by channel before it; the weight and the bias hold the inverse (`passes/center.py`)
     by tensor       DynamicQuantizeLinear, MatMulInteger, Cast, Mul         fused to DynamicQuantizeMatMul
     by token        s = max|x| / 127.5; QuantizeLinear, MatMulIntegerToFloat with a scale of 1, Mul by s
       with a zero   s = (max - min) / 255, z = -min / s; the same, less (z - 128) Σ_k W_nk before the Mul
 
-Weights have one scale a channel. Inputs of several products are quantized once. Codes of inputs are unsigned, since
-DynamicQuantizeLinear has no others: a symmetric scale is one with the zero point 128. **Codes of weights** are unsigned
-with the zero point 128 (`uint8`), or signed (`int8`). Without VNNI an x86 processor multiplies u8 by s8 with sums of
-two products in 16 bits, which saturate (4 % of error for 1 % at K = 256); u8 by u8 is exact on every processor, and
-slower. Codes of `int7` never saturate, and are always signed.
+Weights have one scale a channel. An input of several products is quantized once. **Codes of inputs** are unsigned, as
+DynamicQuantizeLinear makes them; a symmetric scale has the zero point 128. **Codes of weights** are unsigned with the
+zero point 128 (`uint8`), or signed (`int8`). An x86 processor without VNNI multiplies u8 by s8 with sums of two
+products in 16 bits, which saturate (an error of 4 % instead of 1 % at K = 256). u8 by u8 is exact on every processor,
+but slower. Codes of `int7` never saturate, and are always signed.
 Operators: https://onnx.ai/onnx/operators and ONNX Runtime's docs/ContribOperators.md.
 """
 
@@ -42,7 +42,7 @@ _SMALL = "int7"
 # half of the 255 steps between the smallest and the largest code, for a symmetric scale
 _REACH, _STEPS = 127.5, 255
 _TINY = np.finfo(np.float32).tiny
-# adds a node after a value: its kind, inputs, names of outputs, attributes
+# function that adds a node, from its kind, inputs, names of outputs and attributes
 _Add = Callable[..., list[ir.Value]]
 
 
@@ -63,8 +63,7 @@ class ProductInput:
 class Integers:
     """Writer of one graph's integer products."""
 
-    # node, new, constant: of the dialect: a node before another one, an initializer that is read when it is written, a
-    # constant
+    # functions of the dialect: add a node before another one; an initializer whose values are read later; a constant
     node: Callable[..., list[ir.Value]]
     new: Callable[[str, Sequence[int], Any, Callable[[], Array]], ir.Value]
     constant: Callable[[str, Any, Any], ir.Value]
@@ -248,16 +247,15 @@ def _named(value: ir.Value, linears: Sequence[str]) -> ir.Value:
 
 
 # --- many rows --------------------------------------------------------------------------------------------------------
-# Two ways to multiply in one graph: codes of 4 bits for few rows, the same weights in 8 bits a channel for many.
-# MatMulNBits expands its codes for every block of rows, which a prompt pays for again and again: on processors that
-# multiply bytes fast (VNNI, AMX, Arm's i8mm) a product of integers takes a third of the time from some 16 rows on. Both
-# ways stand in one graph, behind an If on the number of rows; head, embedding and norms are there once. The bytes are
-# stored: a session that folds them out of the codes keeps what every operator gives until it is made (ONNX Runtime
-# 1.31).
+# One graph with two ways to multiply: 4-bit codes for few rows, the same weights in 8 bits a channel for many.
+# MatMulNBits dequantizes its codes for every block of rows, again and again for a prompt. On processors that multiply
+# bytes fast (VNNI, AMX, Arm's i8mm) an integer product takes a third of the time from about 16 rows on. An If on the
+# number of rows chooses the way; head, embedding and norms are shared. The file stores both sets of weights: a session
+# that computed the bytes from the codes would keep all intermediate results until it is created (ONNX Runtime 1.31).
 #
 #     W = (codes - zero) · scale        s_n = max_k |W_nk| / 127,   W' = round(W / s)      inputs: by token
 
-# rows from which on integers are used; a row is a token of any sequence
+# number of rows (tokens of all sequences) from which integers are used
 ROWS = 16
 # suffix of initializers with such weights
 BYTES = ".bytes"
@@ -277,7 +275,7 @@ def many_rows(weights: WeightsByName, head: str) -> WeightsByName:
 
 
 def expandable(form: str) -> bool:
-    """Tell whether weights of a format are rounded again to 8 bits for many rows."""
+    """Return True for a format whose weights are rounded again to 8 bits for many rows."""
     return form.startswith("int") and load_format(form).bits in (4, 8)
 
 
@@ -311,7 +309,8 @@ def both(few: ir.Model, many: ir.Model, rows: int = ROWS) -> ir.Model:
     """Put the nodes of `few` in one branch of an If, and those of `many`, for `rows` rows and more, in the other.
 
     Args:
-        few, many: of one model: inputs and outputs are alike, and initializers of one name the same.
+        few, many: graphs of one model with the same inputs and outputs; initializers with one name must be equal.
+        rows: number of rows from which `many` runs.
     """
     graph, other = few.graph, many.graph
     own = {value.name: value for value in (*graph.initializers.values(), *graph.inputs)}

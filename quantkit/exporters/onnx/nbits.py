@@ -22,7 +22,7 @@ BITS = (2, 4, 8)
 _BLOCKS = (256, 128, 64, 32, 16)
 # codes of 7 bits in bytes never saturate
 _BYTES = ("int8", "int7")
-# features of a head of GroupQueryAttention are a multiple of the first, and where it rotates of the second
+# GroupQueryAttention needs heads of a multiple of the first number of features; of the second with rotary embedding
 _HEAD, ROTARY_HEAD = 8, 16
 _LEAVE = "leave `onnx` out of `export`"
 
@@ -31,7 +31,7 @@ _LEAVE = "leave `onnx` out of `export`"
 class LinearSpec:
     """A linear without its weight [rows, columns], for dialects.
 
-    `scheme` is None in high precision, `input` None for a float input; `shared` is a tied embedding's parameter.
+    `scheme` is None in high precision, `input` is None for a float input, `shared` names a tied embedding's parameter.
     """
 
     rows: int
@@ -43,9 +43,13 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """A table of token embeddings [V, columns] in codes: the sum of the codes of a linear, `head`, and of `own`.
+    """A quantized table of token embeddings [V, columns]: the sum of a head's dequantized codes and of its own.
 
-    `parameter` is its name in the skeleton; `head` is "" where the table is `own` alone.
+    Args:
+        parameter: name in the skeleton.
+        head: name of the head's linear; "" for a table with only its own codes.
+        own: own codes; None for a table with only the head's.
+        columns: width of an embedding.
     """
 
     parameter: str
@@ -56,7 +60,7 @@ class EmbeddingTable:
 
 @dataclass(frozen=True)
 class GraphEnds:
-    """A table of embeddings, and the first `rows` [R, K] of a `head`, where they are not stored as decided."""
+    """A quantized table of embeddings, and the first `rows` [R, K] of a `head` in more bits, if any."""
 
     table: EmbeddingTable | None = None
     head: str = ""
@@ -73,7 +77,7 @@ class WeightsByName:
     codes: Callable[[str], Array]  # quantized linear -> codes [N, K + padding] int8
     # quantized linear -> scale [N, G] float32, and zero [N, G] int8 or None; [1, 1] of a whole matrix
     grid: Callable[[str], tuple[Array, Array | None]]
-    ends: GraphEnds | None = None  # how token embeddings and head are stored, where not as the passes decided
+    ends: GraphEnds | None = None  # storage of token embeddings and head, if other than the passes'
 
     def dense(self, linear: str) -> Array:
         """Expand the codes of a quantized linear, [N, K] float32."""
@@ -107,7 +111,7 @@ def block_size(columns: int, scheme: WeightScheme, where: str) -> int:
         return next(block for block in (128, 64, 32, 16) if block <= columns or block == 16)
     fitting = [block for block in _BLOCKS if group % block == 0]
     if not fitting:
-        rule = "MatMulNBits has blocks of 16, 32, 64, 128 or 256"
+        rule = "MatMulNBits supports blocks of 16, 32, 64, 128 and 256"
         raise unheld(where, f"groups of {group}", rule, "use a group that is a multiple of 16")
     return fitting[0]
 
@@ -197,7 +201,7 @@ def refuse(asked: LayerSpec) -> None:
         _refuse_input(linear, inputs, asked.schemes[linear])
     for linear, scheme in asked.schemes.items():
         if linear not in asked.activations:
-            rule = f"MatMulNBits holds integers of {', '.join(map(str, BITS))} bits"
+            rule = f"MatMulNBits supports integers of {', '.join(map(str, BITS))} bits"
             refuse_bits(linear, scheme, BITS, rule, f"use int4 or int8, or {_LEAVE}")
 
 
@@ -217,7 +221,7 @@ def refuse_heads(config: Any, where: str) -> None:
     heads, hidden = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
     size = getattr(config, "head_dim", None) or (hidden // heads if heads and hidden else 0)
     if size % _HEAD:
-        rule = f"ONNX Runtime's GroupQueryAttention takes heads of a multiple of {_HEAD} features"
+        rule = f"ONNX Runtime's GroupQueryAttention needs heads of a multiple of {_HEAD} features"
         raise unattended(where, f"heads of {size} features", rule, _LEAVE)
 
 
@@ -225,7 +229,7 @@ def _refuse_input(linear: str, inputs: ActivationScheme, weight: WeightScheme) -
     """Refuse inputs without an integer kernel in ONNX Runtime."""
     value, rule = f"activations in {inputs.format}", ""
     if inputs.format != "int8":
-        rule = "ONNX Runtime fuses QuantizeLinear and DequantizeLinear of 8-bit integers alone, not of floats"
+        rule = "ONNX Runtime fuses QuantizeLinear and DequantizeLinear only for 8-bit integers, not for floats"
     elif inputs.granularity == "group":
         value, rule = "activations in groups", "an integer kernel sums over all of K with one scale"
     elif weight.format not in _BYTES or weight.granularity not in ("channel", "tensor"):

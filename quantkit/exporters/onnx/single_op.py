@@ -1,4 +1,4 @@
-"""One linear, y = x Wᵀ, as ONNX models: all ways to store a quantized weight for ONNX Runtime.
+"""Write one linear, y = x Wᵀ, as an ONNX model in every way to store a quantized weight for ONNX Runtime.
 
     float32, float16       MatMul
     int8.static            QDQ: QuantizeLinear with a fixed scale, int8 weights by channel
@@ -10,11 +10,11 @@
     int4.qdq-transposed    the same of W [N, K] and a Transpose, which it does not fuse
     fp8_e4m3               DequantizeLinear of FP8 by channel
     nf4.gG                 MatMulBnb4
-    quantize.static        what int8.static does to its input, alone; quantize.dynamic likewise
+    quantize.static        only the quantization of the input in int8.static; quantize.dynamic likewise
 
-A model holds several such products of one input, each with a weight of its own: the same matrix with its rows turned by
-two, four, ... places, so that no two are equal and what each must give is known. `product` makes one and needs torch
-and onnx; `SingleProduct.read` takes it from a file without them, so that a device times the very same bytes.
+A model holds several products of one input. Their weights are one matrix with its rows rotated by two, four, ...
+places, so they differ, and each expected result is known. `product` makes a product and needs torch and onnx.
+`SingleProduct.read` reads it from a file without them, so a device times the same bytes.
 Operators: https://onnx.ai/onnx/operators and ONNX Runtime's docs/ContribOperators.md.
 """
 
@@ -44,14 +44,14 @@ Array = NDArray[Any]
 BASELINE = "float32"
 GROUPS, LEVELS = (32, 64, 128), (0, 4)
 _NBITS = ("int4", "int8")
-# activations are drawn from N(0, 1): 4.5 standard deviations hold all but 7 of a million
+# activations are drawn from N(0, 1): 4.5 standard deviations cover all but 7 of a million
 _REACH, _STEPS, _HALF = 4.5, 255, 128
-# where a processor multiplies u8 by s8 with sums of two products in 16 bits (AVX2, AVX-512 without VNNI), ONNX Runtime
-# lets them saturate unless told otherwise: 4 % of error for 1 % at K = 256
+# a processor with AVX2 or AVX-512 but without VNNI multiplies u8 by s8 with sums of two products in 16 bits. Without
+# this option ONNX Runtime lets them saturate: an error of 4 % instead of 1 % at K = 256
 EXACT_SUMS = {"session.x64quantprecision": "1"}
-# products of one model, at most
+# largest number of products in one model
 MOST = 32
-# rows at which a product is checked: kernels for one row and for many are not the same
+# rows for checking a product: kernels for one row and for many differ
 _CHECKED = (1, 17)
 _OPSET, _IR = 21, 10
 # of onnx/onnx.proto: TensorProto.DataType
@@ -64,8 +64,8 @@ class StorageVariant:
     """One way to store a weight and multiply with it."""
 
     name: str  # `int4.g128.level4`
-    scheme: WeightScheme | None = None  # of the weight; None of floats, and of what has no weight
-    compute: str = "fp32"  # the input type of the multiplication, whose rate bounds it
+    scheme: WeightScheme | None = None  # scheme of the weight; None for floats, or without a weight
+    compute: str = "fp32"  # input type of the multiplication; its rate bounds it
     # largest relative error (Frobenius) of y against our own dequantization. Exact but for the order of sums where
     # activations stay in float32; 8-bit activations lose about 1 %, float16 3e-4
     limit: float = 1e-4
@@ -143,7 +143,7 @@ def check_shape(of: StorageVariant, K: int, N: int) -> None:
     if group and K % group:
         fitting = [size for size in GROUPS if K % size == 0]
         remedy = f"use {of.format} in groups of {' or '.join(map(str, fitting))}" if fitting else "choose another shape"
-        value, rule = f"group {group}, K {K}", "group divides K"
+        value, rule = f"group {group}, K {K}", "the group must divide K"
         raise InputError("group-indivisible", where=f"{K}x{N}", value=value, rule=rule, remedy=remedy)
     if of.scheme and (N % 2 or K % 2):
         raise InputError("shape-invalid", where=f"{K}x{N}", value=f"{of.name} of odd sides", rule="K and N are even")
@@ -173,7 +173,7 @@ class StoredConstant:
 
 
 Stored = dict[str, StoredConstant]
-# operator, inputs, outputs and attributes; a name is x, y, a constant, or a value inside of the product
+# operator, inputs, outputs and attributes; a name is x, y, a constant, or an inner value of the product
 Node = tuple[str, str, str, dict[str, Any]]
 _CONTRIBUTED = ("MatMulNBits", "MatMulBnb4", "MatMulIntegerToFloat")
 _QUANTIZE: dict[str, list[Node]] = {
@@ -336,11 +336,10 @@ class SingleProduct:
     K: int
     N: int
     stored: Mapping[str, StoredConstant]
-    # place of a product in its model -> its nodes, fields of a GraphProto: x0 or, without a weight, x`place` in,
-    # y`place` out, each constant by its name, with `place` behind it where copies do not share it
+    # function from a product's place in its model to its nodes (fields of a GraphProto). Its input is x0, or x`place`
+    # without a weight; its output is y`place`; a constant that copies do not share has `place` after its name
     nodes: Callable[[int], bytes]
-    # (x [M, K], y [M, N] in float32 by our own reading of what is stored) for the rows that are checked; none where
-    # there is no weight
+    # (x [M, K], y [M, N]) for the checked rows, in float32 from our own dequantization; none without a weight
     known: Sequence[tuple[Array, Array]]
 
     @property
@@ -357,8 +356,8 @@ class SingleProduct:
         """Write a model with inputs x0, x1, ... of [M, K] and outputs y0, y1, ...
 
         Args:
-            copies: the turns of each weight; products with one share the input x0.
-            apart: leave out floats, which `floats` has: a protobuf holds no more than 2 GiB.
+            copies: rotation of each weight's rows; products with a weight share the input x0.
+            apart: True leaves out floats, which `floats` returns: a protobuf holds at most 2 GiB.
         """
         kind, places = _KINDS[self.variant.activations], range(len(copies))
         graph = text(2, self.variant.name) + [self.nodes(place) for place in places]
@@ -391,7 +390,8 @@ class SingleProduct:
         """Return the largest relative error of y over the copies and every known x; NaN if any y has one.
 
         Args:
-            run: x -> y [M, N] of each copy.
+            run: function from x to y [M, N] of each copy.
+            copies: rotation of each weight's rows.
         """
         errors = [
             np.linalg.norm(np.asarray(y, np.float32) - np.roll(expected, 2 * copy, axis=1))

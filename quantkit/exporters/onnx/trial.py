@@ -1,7 +1,7 @@
 """Make the products of one block as graphs that multiply in either way, for a trial on this machine.
 
-Codes are random, since no processor's time depends on them. Linears whose inputs are equally wide share one, as they do
-in most blocks; what they have beyond so many rows of weights scales both times alike and is left out.
+Codes are random, because the time does not depend on them. Linears of equal width share one input, as in most blocks.
+A weight is cut to a number of rows, since further rows scale both times alike.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quantkit.exporters import LayerSpec
     from quantkit.runtimes.onnxruntime.float_products import Way
 
-# rows of a weight
+# largest number of rows of a weight
 _MOST = 4096
 
 

@@ -1,11 +1,11 @@
-"""OpenVINO's own form (`openvino/model.xml`): our codes as i4, u4 and u8 constants, the cache a state of the model.
+"""Export a model in OpenVINO's own form (`openvino/model.xml`): codes as i4, u4 and u8 constants, the KV cache a state.
 
-A graph is traced (`trace/transformer.py`), rewritten (`model.py`) and written as ONNX beside; OpenVINO's own frontend
-reads that, and what it made is given its state and saved (`model.py`). Nothing is quantized on the way: every code is
-read back and held against the one that was decided on (`check.py`).
+A graph is traced (`trace/transformer.py`), rewritten for OpenVINO and written as a temporary ONNX file. OpenVINO's
+frontend reads that file; then the model gets its state and is saved (`model.py`). OpenVINO quantizes nothing: a check
+reads every code back and compares it with the bundle's.
 
-An NPU's rules are those of its documentation: static shapes alone, 4-bit weights without zero points, in groups or a
-whole row. A cache that grows has no static shape.
+An NPU needs static shapes, and 4-bit weights without zero points, by group or row (OpenVINO's documentation). A growing
+cache has no static shape.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class OpenvinoOptions(Closed):
     """Settings of `export: - openvino: {…}`.
 
     Args:
-        device: that will run it: `CPU`, `GPU`, `NPU`, or `AUTO`, the one that OpenVINO chooses there.
-        accuracy_level: of products with compressed weights on a CPU: 4 rounds their inputs to 8 bits in groups of 32,
-            faster; 0 computes in float32.
-        shape: for one shape alone, as an NPU wants it: sequences of an encoder and tokens of each; samples of a graph.
+        device: device that will run the model: `CPU`, `GPU`, `NPU`, or `AUTO` (OpenVINO's choice).
+        accuracy_level: accuracy of products with quantized weights on a CPU: 4 rounds their inputs to 8 bits in groups
+            of 32 and is faster; 0 computes in float32.
+        shape: static shape, which an NPU needs: [sequences, tokens] of an encoder, or [samples] of a graph.
     """
 
     # field that `model/sizes/storage.py` reads; always true here
@@ -95,7 +95,7 @@ class OpenvinoExporter(Exporter):
         return OpenvinoOptions(**options.model_dump(exclude_unset=True, exclude={"accuracy_level"}))
 
     def export(self, folder: Path, values: Values, options: OpenvinoOptions) -> list[Decision]:
-        """Trace, rewrite, let OpenVINO read it, and write everything.
+        """Trace and rewrite the model, convert it by OpenVINO, and write everything.
 
         Raises InputError: `npu-unsupported`, `attention-unsupported`, `export-untraceable`, `openvino-operator`;
         Stopped: `disk-full`; MissingDependency.
@@ -176,7 +176,7 @@ def refuse(asked: LayerSpec, device: str) -> None:
         _refuse_inputs(linear, inputs, asked.schemes[linear])
     for linear, scheme in asked.schemes.items():
         if linear not in asked.activations:
-            rule = f"OpenVINO keeps integers of {' and '.join(map(str, _BITS))} bits packed"
+            rule = f"OpenVINO stores integers of {' and '.join(map(str, _BITS))} bits packed"
             refuse_bits(linear, scheme, _BITS, rule, f"use int4 or int8, or {_LEAVE}")
         if device == "NPU" and load_format(scheme.format).bits == 4 and not scheme.symmetric:
             value, rule = "4-bit weights with zero points", "4-bit weights are symmetric"

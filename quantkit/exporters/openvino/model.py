@@ -1,15 +1,15 @@
-"""From an ONNX graph of ours to OpenVINO's own form: read by its frontend, its cache made a state, written, read back.
+"""Convert an ONNX graph to OpenVINO's own form, with the KV cache as a state, and check the written file.
 
-A state is a variable of the model: keys and values stay where the plug-in keeps them, and a step is given new tokens
-alone. `beam_idx` says which sequence of the state each row goes on with; the plug-ins recognise the cache by it
+A state is a variable of the model: the plug-in keeps keys and values, and a step gets only the new tokens. `beam_idx`
+is the index in the state of the sequence that each row continues; the plug-ins recognise the cache by it
 (src/plugins/intel_cpu/src/transformations/cpu_opset/common/pass/stateful_sdpa_fusion.cpp).
 
-`openvino.codes` checks that every weight that has codes is a constant of 4 or 8 bits, and that the bytes of codes and
-zero points, and the scales, are those that were decided on, as OpenVINO itself reads them back.
+`openvino.codes` checks the file as OpenVINO reads it: every quantized weight is a constant of 4 or 8 bits, and its
+codes, zero points and scales are those of the bundle.
 
-`reload.openvino` checks that max |found - expected| / max |expected| <= 1e-4 on the CPU, in float32, with no input
-rounded, whatever the file asks for (`exporters/check.py` says what is compared). Pairs before quantized inputs are
-taken out for that; their scales are held against those that were decided on, beside the codes.
+`reload.openvino` checks max |outputs - expected| / max |expected| <= 1e-4 on the CPU, in float32 without rounding of
+inputs (`exporters/check.py` chooses the runs). For that, Q/DQ pairs before quantized inputs are removed; their scales
+are compared beside the codes.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _MIDDLE, _NIBBLE = 128, 8
 def converted(path: Path) -> openvino.Model:
     """Read an ONNX file by OpenVINO's frontend.
 
-    Raises InputError: `openvino-operator`, it has an operator that OpenVINO does not read; MissingDependency: openvino.
+    Raises InputError: `openvino-operator` for an operator that OpenVINO does not read; MissingDependency: openvino.
     """
     try:
         return library().Core().read_model(str(path))
     except RuntimeError as problem:
-        rule = f"OpenVINO {library().__version__} reads every operator of the graph"
+        rule = f"OpenVINO {library().__version__} must support every operator of the graph"
         remedy = "leave `openvino` out of `export`; `onnx` runs as it is"
         raise InputError("openvino-operator", path.name, first_line(problem), rule, remedy) from None
 
 
 def without_guards(model: openvino.Model) -> None:
-    """Remove the frontend's guard after attention, zeros for rows that see nothing: masks here are finite."""
+    """Remove the frontend's guard after attention (zeros for fully masked rows): masks here are finite."""
     for node in model.get_ordered_ops():
         if node.get_type_name() != "Select":
             continue
@@ -82,12 +82,12 @@ def nibbles_around_zero(model: openvino.Model) -> None:
         if codes is None or codes.get_type_name() != "Constant" or codes.get_element_type() != ov.Type.u4:
             continue
         point = zero.input_value(0).get_node() if zero.get_type_name() == "Convert" else zero
-        # one for all, as the reader puts it where a file has none
+        # the frontend adds one zero point for all codes if a file has none
         if point.get_type_name() != "Constant" or int(np.prod(point.get_output_shape(0))) != 1:
             continue
         if int(point.data.reshape(-1)[0]) & 15 != _NIBBLE:
             continue
-        # memory of its own: what it is given from outside it would only borrow
+        # copied to OpenVINO's own memory: a constant would only refer to NumPy's
         around = ov.Tensor(ov.Type.i4, codes.get_output_shape(0))
         around.data.reshape(-1).view(np.uint8)[:] = nibbles_signed(codes.data.reshape(-1))
         stored = ov.op.Constant(around)
@@ -130,12 +130,12 @@ def with_state(model: openvino.Model) -> openvino.Model:
 def signed(graph: Path, folder: Path) -> Path:
     """Write a graph with its byte weights around 128 converted to codes around 0.
 
-    OpenVINO 2026.4 multiplies signed weights in integers, and expands others to floats. On processors without VNNI it
-    adds two products up in 16 bits: weights that `unsaturated` has bounded fit, others may not, which the check of the
-    outputs finds (seen on AVX2).
+    OpenVINO 2026.4 multiplies signed weights in integers, and dequantizes others to floats. Without VNNI it adds two
+    products in 16 bits: weights bounded by `unsaturated` never saturate; others may, which the check of the outputs
+    finds (seen on AVX2).
 
     Raises:
-        InputError: `openvino-operator`, products by scales taken as the model runs: it expands their codes to floats.
+        InputError: `openvino-operator` for products with dynamic scales, whose codes OpenVINO dequantizes to floats.
     """
     import onnx
 
@@ -185,7 +185,7 @@ def write(model: openvino.Model, path: Path, notes: Mapping[str, Any]) -> None:
     for key, value in notes.items():
         model.set_rt_info(str(value), ["quantkit", key.removeprefix("quantkit.")])
     for number, node in enumerate(model.get_ordered_ops()):
-        # by itself it counts all nodes that the process has made so far: a file would never be the same again
+        # OpenVINO's default names count all nodes of the process, so files would differ from run to run
         if re.fullmatch(rf"{node.get_type_name()}_\d+", node.get_friendly_name()):
             node.set_friendly_name(f"{node.get_type_name()}_{number}")
     with stopping_when_full(path.parent):
@@ -200,17 +200,17 @@ def constants(model: openvino.Model) -> Iterator[tuple[str, str, Any]]:
 
 
 # --- the dialect ------------------------------------------------------------------------------------------------------
-# What OpenVINO's reader of ONNX makes compressed products and fused attention of.
+# ONNX operators that OpenVINO's frontend converts to products with packed weights and to fused attention.
 #
-#     Linear      MatMulNBits, which the reader takes apart into Constant (u4, u8), Convert, Subtract, Multiply, MatMul:
-#                 the pattern whose weight its plug-ins keep packed; codes of 4 bits without zero points become i4
-#                 afterwards, without the Subtract. With quantized inputs a pair before MatMul, and a weight of int8
-#                 under DequantizeLinear
-#     Attention   Attention-23, which becomes ScaledDotProductAttention; spelled out where scores are capped. Keys that
-#                 several queries share are repeated: the form in which its plug-ins know them
+#     Linear      MatMulNBits. The frontend converts it to Constant (u4, u8), Convert, Subtract, Multiply, MatMul; the
+#                 plug-ins keep the weight of this pattern packed. 4-bit codes without zero points become i4
+#                 afterwards, without the Subtract. With quantized inputs: a Q/DQ pair before MatMul, and an int8
+#                 weight with DequantizeLinear
+#     Attention   Attention-23, which becomes ScaledDotProductAttention; basic operators for soft-capped scores. Keys
+#                 that several queries share are repeated, the form that the plug-ins recognise
 #     RMSNorm     RMSNormalization
 #
-# The cache grows, and becomes a state of the model afterwards.
+# The cache grows; it becomes a state of the model afterwards.
 
 MICROSOFT = "com.microsoft"
 
@@ -300,7 +300,7 @@ def wrong_codes(folder: Path, values: Values) -> list[str]:
             kind, data = stored.get(f"{name}.{part}", ("", None))
             if data is None or (part != "scales" and kind != own_kind) or not _same(data, expected):
                 wrong.append(f"{name}.{part}")
-        # linears that share an input share its scale, under the first one's name
+        # linears of one input share its scale, which has the first one's name
         shared = f"{name}/input.scale"
         if linear.input is not None and shared in stored:
             wrong += [] if _same(stored[shared][1], np.float32(linear.input.scale)) else [shared]
@@ -310,7 +310,7 @@ def wrong_codes(folder: Path, values: Values) -> list[str]:
 def check_graph(graph: Path, folder: Path, feed: Mapping[str, Any]) -> list[Check]:
     """Check a graph's codes, and compare its outputs with ONNX Runtime's, which rounds the same values.
 
-    Of a graph that chooses what it gives, both compute what the choice is made of: as many boxes they need not keep.
+    For a graph that chooses rows (boxes), the values before the choice are compared: the number of rows may differ.
     """
     import onnx_ir as ir
 

@@ -2,14 +2,14 @@
 
     max |outputs - expected| / max |expected| <= 2^-6        (16-bit arithmetic; 2^-3 in bfloat16)
 
-of logits (`exporters/check.py`), or of what a float graph gives with the values that the codes stand for, in ONNX
-Runtime, products in floats, or where that does not have a type (FP4, bfloat16) in onnx's reference evaluator. Codes
-that are off by one would hide below such a limit: so every weight is read back from the file as well and held against
-what was decided (`network.weights`: of a transformer to the rounding of its scale, of a graph, whose scales are 16-bit
-numbers, exactly).
+The outputs are logits (`exporters/check.py`), or those of the float graph with dequantized weights. The network runs in
+ONNX Runtime with products in floats, or in onnx's reference evaluator for types that ONNX Runtime does not have (FP4,
+bfloat16). Codes that are off by one could hide below this limit. So every weight is also read back and compared with
+the bundle's (`network.weights`): up to the rounding of its scale for a transformer; exactly for a graph, whose scales
+are 16-bit numbers.
 
-Where inputs are quantized, or the cache, a value on the edge of a code goes either way, and one step of int8 is far
-more than 2^-6: outputs are compared without the pairs, and the pairs by their scales and types (`network.pairs`).
+A quantized input or cache may round a value at the edge between two codes either way, and one step of int8 is far more
+than 2^-6. So outputs are compared without Q/DQ pairs, and the pairs by their scales and types (`network.pairs`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 LIMITS = {"float16": 2.0**-6, "bfloat16": 2.0**-3}
-# what scales in 16 bits may be off by
+# allowed relative error of scales in 16 bits
 _SCALES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
@@ -76,8 +76,9 @@ def check_graph(
     """Check a graph's network.
 
     Args:
-        model: the float graph that it was made from.
-        products, pairs, kind: what was decided on; see `graph.network`.
+        network: file of the network.
+        model: float graph that the network was made from.
+        products, pairs, kind: arguments of `graph.network`.
         feed: a few real inputs.
 
     Raises InputError: `onnx-unrunnable`, `float16-overflow`.
@@ -121,8 +122,9 @@ def read_back(model: ir.Model, name: str, form: str) -> Array | None:
     """Read a weight of the file, [N, K] float32, as ONNX's DequantizeLinear defines it; None if it is missing.
 
     Args:
-        name: of the weight; its parts are `NAME.codes`, `NAME.scale` and `NAME.whole`, of a scale that is quantized.
-        form: format; of NF4 the codes are places in the `codebook`.
+        model: network.
+        name: name of the weight; its parts are `NAME.codes`, `NAME.scale` and, for a quantized scale, `NAME.whole`.
+        form: format; NF4's codes are indices into the `codebook`.
     """
     codes, scale, whole = (_constant(model, f"{name}.{part}") for part in ("codes", "scale", "whole"))
     book = _constant(model, "codebook") if form == "nf4" else None
@@ -151,7 +153,7 @@ def _constant(model: ir.Model, name: str) -> Array | None:
 def _pairs(model: ir.Model, values: Values, limit: float) -> Check:
     """Count the products, keys and values with a wrong pair, or without one.
 
-    A pair has the scale that was decided on, to `limit` of it, no zero point, and the type of its format.
+    A right pair has the bundle's scale, up to a relative error of `limit`, no zero point, and the type of its format.
     """
     producers = {str(node.outputs[0].name): node for node in model.graph}
     wrong = []
@@ -259,7 +261,7 @@ def demand_finite(values: Mapping[str, Array], names: Iterable[str]) -> None:
     """
     for name in names:
         if not np.isfinite(values[name]).all():
-            remedy = "--set tensorrt.type=bfloat16, which language models and encoders have; a graph has none"
+            remedy = "--set tensorrt.type=bfloat16 (for language models and encoders only)"
             raise InputError("float16-overflow", name, "not finite in 16 bits", "float16 ends at 65,504", remedy)
 
 
@@ -385,7 +387,7 @@ def _unrunnable(problem: Exception) -> InputError:
         "network-unrunnable",
         where=node or "the network",
         value=reason,
-        rule="a network runs on the CPU before TensorRT gets it",
+        rule="the network must run on the CPU before TensorRT builds it",
         remedy=f"--set 'keep=[{product[1]}]' leaves it in floats" if product else "please report it, with the recipe",
     )
 

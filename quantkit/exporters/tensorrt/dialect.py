@@ -1,23 +1,23 @@
-"""The dialect of TensorRT: plain ONNX operators, strongly typed in 16 bits, quantization by Q/DQ alone.
+"""Rewrite a traced graph for TensorRT: plain ONNX operators, strongly typed in 16 bits, quantization only by Q/DQ.
 
-    Linear      MatMul with a weight [K, N] under DequantizeLinear; a pair before quantized inputs
-                (and before that Sub and Mul by channel, where `passes/center.py` moved them)
+    Linear      MatMul with a weight [K, N] after DequantizeLinear, and a Q/DQ pair for a quantized input
+                (after Sub and Mul by channel for inputs that `passes/center.py` moved)
     RMSNorm     RMSNormalization, computed in float32
-    Attention   Attention-24 (TensorRT's IAttention) with an additive mask; spelled out where scores are capped, or
-                heads too few for its kernels. Keys and values go into a cache
+    Attention   Attention-24 (TensorRT's IAttention) with an additive mask, and a cache of keys and values; basic
+                operators for soft-capped scores, or for too few heads for the kernels
 
-The cache (`trace/rewrite.py`) `in_place` is TensorRT's IKVCacheUpdateLayer: input and output are one buffer, and a CUDA
-graph of a step can be replayed. It holds int8 or fp8_e4m3 where the recipe quantizes it: a pair around it.
+The cache `in_place` (`trace/rewrite.py`) is TensorRT's IKVCacheUpdateLayer: input and output are one buffer, so a CUDA
+graph of a step can be replayed. A quantized cache (int8 or fp8_e4m3) has a Q/DQ pair around it.
 
-Quantized weights as TensorRT reads them: codes under DequantizeLinear, [K, N], nothing else.
+TensorRT reads quantized weights only as codes [K, N] before DequantizeLinear:
 
     int8, int4            scale of the tensor, a channel, or blocks of 16 to 128 along K; never a zero point
     fp8_e4m3, mxfp8       the same; a square block's scale is repeated for each of its channels
     nvfp4                 blocks of 16, their scales E4M3 under one float32: two DequantizeLinear
-    nf4                   int4 codes as places in a codebook: a Gather, times the scale
+    nf4                   int4 codes as indices into a codebook: a Gather, times the scale
 
-A DequantizeLinear gives what type its scale has, so scales are stored in the graph's 16 bits; where these would lose
-more than 16 bits do everywhere (scales below 6e-5 are subnormal there), they stay float32, and the product is rounded.
+The output of DequantizeLinear has the type of its scale, so scales are stored in the graph's 16 bits. Scales that would
+lose more than 16-bit rounding (below 6e-5 they are subnormal) stay float32, and the dequantized weight is rounded.
 (NVIDIA TensorRT documentation, "Working with Quantized Types"; what 1.7.1 of TensorRT-RTX builds is in docs/design.md.)
 """
 
@@ -62,8 +62,8 @@ class TensorrtDialect(PlainOperators):
     ir_version: ClassVar = 11
 
     quantized: Callable[..., QuantTensor]  # linear -> its codes; with `codes=False` all else of it
-    type: Floats = "float16"  # what is computed in
-    stored_cache: CacheScales | None = None  # how keys and values are stored; None in the graph's type
+    type: Floats = "float16"  # type of the computation
+    stored_cache: CacheScales | None = None  # storage of keys and values; None for the graph's type
 
     @property
     def floats(self) -> np.dtype[Any]:
@@ -156,7 +156,7 @@ class TensorrtDialect(PlainOperators):
 
 
 Array = NDArray[Any]
-# what codes are stored as
+# storage types of codes
 TYPES = {
     "int8": np.dtype(np.int8),
     "int7": np.dtype(np.int8),
@@ -166,7 +166,7 @@ TYPES = {
     "nvfp4": np.dtype(ml_dtypes.float4_e2m1fn),
     "nf4": np.dtype(ml_dtypes.int4),
 }
-# half a unit in the last place of float16, and of bfloat16: the rounding that all of such a graph has
+# half a unit in the last place of float16, and of bfloat16
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
@@ -177,10 +177,10 @@ class StoredTensors:
     shape: tuple[int, int]  # [K, N]
     type: np.dtype[Any]  # of the codes
     scale: Array  # [] of the tensor, [N] of channels, [K / block, N] of blocks
-    axis: int | None  # of DequantizeLinear; None of a tensor's scale
+    axis: int | None  # axis of DequantizeLinear; None for a tensor's scale
     block: int | None  # values along K under one scale; None without blocks
-    whole: Array | None = None  # one more factor, which the scales (E4M3 then) are multiplied with; None without
-    codebook: Array | None = None  # what codes are places in, less 8; None where they are numbers
+    whole: Array | None = None  # float32 factor of E4M3 scales; None for other scales
+    codebook: Array | None = None  # values by code + 8; None if codes are numbers
 
     @property
     def options(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def codes(tensor: QuantTensor) -> Array:
     turned = np.ascontiguousarray(values.numpy().T)
     if tensor.scheme.format == "nf4":
         return (turned.astype(np.int8) - 8).astype(kind)
-    # bytes that hold small floats are those, not numbers
+    # the bytes of small floats keep their bits
     return turned.view(np.uint8).view(kind) if kind.kind == "V" and kind != TYPES["int4"] else turned.astype(kind)
 
 

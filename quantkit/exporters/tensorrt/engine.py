@@ -1,7 +1,7 @@
-"""Build an engine from a network by Polygraphy's loaders, in a child process with a time limit.
+"""Build an engine from a network with Polygraphy, in a child process with a time limit.
 
-What TensorRT measures of its kernels is kept in the user's cache (`timings.py`). Beside an engine stands what built it,
-for which GPU, under which driver, and with which options, as far as they were applied.
+TensorRT's timings of kernels are kept in the user's cache (`timings.py`). A JSON file beside an engine records the
+library, GPU, driver and options of its build.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from quantkit.runtimes.tensorrt.file import NETWORK
 from quantkit.runtimes.tensorrt.library import AHEAD_OF_TIME, Library, Name, Said, load, unsupported
 from quantkit.target import Profile
 
-# what TensorRT-RTX has not: its engines are of one release, and it is told the GPUs
+# options that TensorRT-RTX does not have: its engines are for one release and for named GPUs
 TENSORRT_ALONE = ("version_compatible", "hardware_compatible")
-_MORE_TIME = "a longer build_timeout, fewer profiles, or a lower optimization_level; what was timed so far is kept"
+_MORE_TIME = "use a longer build_timeout, fewer profiles, or a lower optimization_level; timings so far are kept"
 
 
 class TensorrtOptions(Closed):
-    """Settings of `export: - tensorrt: {…}`. What is not said is the target's.
+    """Settings of `export: - tensorrt: {…}`; the target gives those that are missing.
 
     Args:
-        type: what is computed in: `float16` or `bfloat16`.
-        cache: `in_place` writes keys and values into one buffer, so that a step can be replayed as a CUDA graph;
-            `grown` gives out a longer one each time.
-        capacity: tokens that a cache in place holds; None: what the profiles need.
-        engine: whether to build; without, the network alone is written.
+        type: type of the computation: `float16` or `bfloat16`.
+        cache: kind of KV cache. `in_place` writes keys and values into one buffer, so a step can be replayed as a CUDA
+            graph; `grown` returns a longer cache at each step.
+        capacity: tokens of a cache in place; None for the number that the profiles need.
+        engine: True builds an engine; False writes only the network.
         library: `tensorrt_rtx` or `tensorrt`.
-        sm: the GPU's compute capability: "8.9".
-        profiles: shapes that it is built for.
+        sm: compute capability of the GPU, such as "8.9".
+        profiles: shapes of the engine's inputs.
         workspace: bytes that kernels may use beside weights and activations.
-        optimization_level: how long to look for faster kernels, 0 to 5.
-        version_compatible: whether later versions of the library may load it; TensorRT alone.
-        hardware_compatible: whether later GPUs may; TensorRT alone.
-        build_timeout: seconds after which a build is given up; what it has timed is kept.
+        optimization_level: effort of the search for fast kernels, 0 to 5.
+        version_compatible: True lets later versions of the library load the engine; TensorRT only.
+        hardware_compatible: True lets later GPUs run the engine; TensorRT only.
+        build_timeout: time limit of a build in seconds; its timings are kept.
     """
 
     type: Literal["float16", "bfloat16"] = "float16"
@@ -68,11 +68,18 @@ class TensorrtOptions(Closed):
 
 
 class EngineJob(Closed):
-    """One build: for compute capabilities ahead of time, else for the GPU of a name; given up after `seconds`.
+    """One build of an engine.
 
-    `timing_cache` is a file, written every `keep_every` seconds, None: none is kept; `workspace` the bytes that kernels
-    may use beside weights and activations. Later versions, and later GPUs, may load a `version_compatible`, and a
-    `hardware_compatible` engine: of TensorRT alone. `gpu` is empty ahead of time.
+    Args:
+        network, engine: files to read and write.
+        library: library that builds.
+        sm: compute capabilities of the engine.
+        gpu: name of the GPU; "" for a build ahead of time.
+        profiles: shapes of the inputs.
+        workspace, optimization_level, version_compatible, hardware_compatible: see `TensorrtOptions`.
+        timing_cache: file of kernel timings; None keeps none.
+        keep_every: seconds between two writes of that file.
+        seconds: time limit; None for no limit.
     """
 
     network: str
@@ -94,17 +101,17 @@ class Built(Closed):
     """An engine that was built.
 
     Args:
-        library, version: that built it.
-        sm, gpu: what it is for.
-        bytes, sha256: of the engine, as it left the library.
-        seconds: of the build, on the clock.
-        layers: of the network before fusions.
-        cache_hit: whether the timing cache knew anything; None without one.
-        first_seconds: of the first build of this network with that cache, where this is a later one.
-        saved_seconds: that this one took less.
-        cache_problem: why what was timed could not be kept; empty where it was.
-        tactics: kernels that were timed, of the layers that take the longest; what the timing cache knew is not timed
-            again, and TensorRT-RTX times nothing.
+        library, version: library of the build, and its version.
+        sm, gpu: compute capabilities and GPU of the engine.
+        bytes, sha256: size and hash of the engine file.
+        seconds: wall time of the build.
+        layers: number of layers before fusion.
+        cache_hit: True if the timing cache had any of its timings; None without a cache.
+        first_seconds: wall time of the first build with that cache; None if this is the first.
+        saved_seconds: seconds that this build took less.
+        cache_problem: reason that timings could not be kept; "" if they were.
+        tactics: timed kernels of the slowest layers. Timings from the cache are not repeated, and TensorRT-RTX has
+            none.
     """
 
     library: Name
@@ -180,7 +187,8 @@ def planned(folder: Path, options: TensorrtOptions, gpus: Sequence[Mapping[str, 
     """Plan the engine of `folder/network.onnx`.
 
     Args:
-        gpus: of the machine that builds it, as `machine.gpus` has them.
+        options: settings of the export.
+        gpus: GPUs of the building machine, from `machine.gpus`.
 
     Raises InputError: `profile-impossible`.
     """
@@ -249,7 +257,7 @@ def _built(job: EngineJob, report: Report) -> Built:
             value = f"not done after {job.seconds:g} s"
             raise InputError("timeout", where=where, value=value, rule="the limit", remedy=_MORE_TIME) from None
         value = log.first or " ".join(str(problem).split())[:240]
-        rule = "a network that our own checks let through builds"
+        rule = "a network that passed the checks must build"
         remedy = "please report it, with the recipe; --set tensorrt.engine=false keeps the network alone"
         raise InputError("build-failed", where, value, rule, remedy) from None
     finally:

@@ -1,11 +1,11 @@
-"""A TensorRT engine, and the network that it is built from, checked on the CPU before TensorRT sees it.
+"""Export a model as a TensorRT engine and its network, which is checked on the CPU before the build.
 
-`engine/` holds `network.onnx` with `network.onnx.data` (plain Q/DQ, `dialect.py`), the tokenizer, and for each
-kind of GPU `NAME.engine` with `NAME.json`: what built it, for which shapes, and how long that took. An engine is
-executable code: `runtimes.tensorrt` loads one from a verified bundle alone.
+`engine/` holds `network.onnx` with `network.onnx.data` (plain Q/DQ, `dialect.py`), the tokenizer, and for each kind of
+GPU `NAME.engine` with `NAME.json`, the record of its build. An engine is executable code, so `runtimes.tensorrt` loads
+it only from a verified bundle.
 
-TensorRT-RTX compiles ahead of time for the GPUs that it lists; TensorRT builds on the GPU itself. Without either,
-`engine: false` keeps the network, and `quantkit export BUNDLE --to tensorrt` builds where the GPU is.
+TensorRT-RTX builds ahead of time for a list of GPUs; TensorRT builds on the GPU itself. `engine: false` writes only the
+network; `quantkit export BUNDLE --to tensorrt` then builds the engine on the machine with the GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TensorrtExporter(Exporter):
     Options = TensorrtOptions
 
     def accepts(self, options: TensorrtOptions, asked: LayerSpec) -> None:
-        """Refuse layers beyond TensorRT. Raises as `Exporter`; `sm-unsupported`, `gpu-absent`, `gpu-other`."""
+        """Refuse unsupported layers. Raises the errors of `Exporter`; `sm-unsupported`, `gpu-absent`, `gpu-other`."""
         asked.demand_graph(self.name)
         _refuse(options, asked)
         if options.sm is not None:
@@ -84,7 +84,7 @@ class TensorrtExporter(Exporter):
     def parser(self, options: TensorrtOptions) -> Library | None:
         """Return a library for checking networks by its parser, without a GPU; None if the engine is built elsewhere.
 
-        Raises MissingDependency: the library, where it is to build one.
+        Raises MissingDependency: the library that has to build an engine is not installed.
         """
         try:
             library = load(options.library)
@@ -141,7 +141,7 @@ def _demand(options: TensorrtOptions) -> None:
     if options.library == "tensorrt_rtx":
         library = load(options.library)
         if options.sm is None:
-            rule, remedy = "an engine is built for one kind of GPU", "--target rtx-4090, or another GPU"
+            rule, remedy = "an engine is built for one kind of GPU", "--target rtx-4090 (or another GPU)"
             raise InputError("gpu-absent", "export tensorrt", "no compute capability", rule, remedy)
         if options.sm not in library.capabilities():
             raise unsupported(library, options.sm)
@@ -162,7 +162,7 @@ def refuse_flags(options: TensorrtOptions) -> None:
     """Refuse options beyond the library. Raises InputError `layout-unsupported`."""
     for name in TENSORRT_ALONE if options.library == "tensorrt_rtx" else ():
         if getattr(options, name):
-            rule = "its engines are for one release, and for the GPUs that it is told"
+            rule = "its engines are for one release and for named GPUs"
             remedy = f"--set tensorrt.{name}=false, or tensorrt.library=tensorrt on the GPU"
             raise unheld(f"tensorrt.{name}", "TensorRT-RTX", rule, remedy)
 
@@ -186,7 +186,7 @@ def write_network(
     needed = capacity(profiles, most)
     if options.capacity is not None and not needed <= options.capacity <= most:
         value, rule = f"a cache of {options.capacity} tokens", f"the profiles need {needed}, the model has {most}"
-        raise impossible("tensorrt.capacity", value, rule, "leave it out: the profiles say how many")
+        raise impossible("tensorrt.capacity", value, rule, "leave out `capacity`: the profiles determine it")
     model = TensorrtDialect(
         traced,
         dialect_weights(values),
@@ -220,8 +220,8 @@ def _cache_scales(values: Values) -> CacheScales | None:
 
 # formats of weights that `dialect.py` stores
 FORMATS = ("int8", "int7", "int4", "fp8_e4m3", "mxfp8", "nvfp4", "nf4")
-# the first GPUs that hold them, by library: what TensorRT-RTX 1.7.1 compiles (benchmarks/tensorrt_formats.py), and what
-# TensorRT's documentation says; the targets' cells say the same (a test holds them together)
+# the first compute capability that supports each format: measured for TensorRT-RTX 1.7.1
+# (benchmarks/tensorrt_formats.py), documented for TensorRT; a test compares them with the targets' cells
 FIRST_SM = {
     "tensorrt_rtx": {"int4": 8.0, "nf4": 8.0, "fp8_e4m3": 8.9, "mxfp8": 8.9, "nvfp4": 12.0},
     "tensorrt": {"int4": 8.0, "nf4": 8.0, "fp8_e4m3": 8.9, "mxfp8": 10.0, "nvfp4": 10.0},
@@ -229,24 +229,24 @@ FIRST_SM = {
 # formats that activations and the KV cache can have
 RUNNING = ("int8", "fp8_e4m3")
 _LEAST, _MOST = 16, 128
-# of formats that TensorRT has not, the nearest one
+# nearest format for formats that TensorRT does not have
 _NEAREST = {"int2": "int4", "int3": "int4", "mxfp4": "nvfp4", "fp8_e5m2": "fp8_e4m3"}
 
 
 def refuse_weights(where: str, scheme: WeightScheme, columns: int | None) -> None:
     """Refuse weights without an operator in TensorRT. Raises InputError `layout-unsupported`."""
     if scheme.format not in FORMATS:
-        rule, remedy = f"TensorRT holds {', '.join(FORMATS)}", _NEAREST.get(scheme.format, "int4")
+        rule, remedy = f"TensorRT supports {', '.join(FORMATS)}", _NEAREST.get(scheme.format, "int4")
         raise unheld(where, f"weights in {scheme.format}", rule, f"--set scheme.weights.format={remedy}")
     if not scheme.symmetric:
-        remedy = "--set scheme.weights.symmetric=true (codes are then solved anew, without)"
+        remedy = "--set scheme.weights.symmetric=true"
         raise unheld(where, "weights with zero points", "TensorRT refuses any zero point", remedy)
     group = scheme.group
     if group is None:
         return
     sized = _LEAST <= group <= _MOST and not group & (group - 1)
-    if not sized and scheme.format != "nf4":  # which is no type of TensorRT's, and looked up
-        rule = "TensorRT has blocks of 16, 32, 64 and 128"
+    if not sized and scheme.format != "nf4":  # NF4 is looked up in a codebook
+        rule = "TensorRT supports blocks of 16, 32, 64 and 128"
         raise unheld(where, f"groups of {group}", rule, "--set scheme.weights.group=64")
     if columns is not None and columns % group:
         raise padded(where, scheme, columns)
@@ -270,7 +270,7 @@ def refuse_cache(scheme: CacheScheme) -> None:
     if scheme.format not in RUNNING or scheme.granularity != "tensor" or scheme.dynamic or not scheme.symmetric:
         value = f"{scheme.format}, by {scheme.granularity}{'' if scheme.symmetric else ', with zero points'}"
         rule = "TensorRT's cache has one fixed scale a layer and no zero points, in int8 or fp8_e4m3"
-        raise unheld("scheme.kv_cache", value, rule, "kv_cache: {format: fp8_e4m3, granularity: tensor}")
+        raise unheld("scheme.kv_cache", value, rule, "--set 'scheme.kv_cache={format: fp8_e4m3, granularity: tensor}'")
 
 
 def refuse_gpu(where: str, form: str, library: str, sm: str) -> None:

@@ -1,11 +1,11 @@
 """Convert a float graph to the network of a TensorRT engine: plain Q/DQ, strongly typed in 16 bits.
 
     Conv            codes [O, I/g, ...] under DequantizeLinear, a scale a channel; its bias stays float
-    Gemm, MatMul    codes [K, N] under DequantizeLinear, by tensor, channel or block; a bias is added behind
-    inputs          a pair (`graph.pairs.placement.before`), one scale, zero point 0
+    Gemm, MatMul    codes [K, N] under DequantizeLinear, by tensor, channel or block; a bias is added after it
+    inputs          a Q/DQ pair (`graph.pairs.placement.before`) with one scale and zero point 0
 
-TensorRT adds biases to sums in floats: as 32-bit integers under a DequantizeLinear they would be a product of their
-own. Scales are those of float16, exactly, wherever the solver chose them so; see `weights.fitting`.
+Biases are added in floats: TensorRT would treat 32-bit integers under a DequantizeLinear as another product. Scales are
+exact float16 numbers if the solver chose them so; see `weights.fitting`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def network(model: ir.Model, products: Mapping[str, NetworkProduct], pairs: Mapp
     """Copy a float graph for TensorRT.
 
     Args:
-        model: float32; unchanged.
-        products: by the site's name; other products stay in 16 bits.
-        pairs: tensor -> scale of the pair behind it.
+        model: float32 graph, which is not changed.
+        products: products by the name of their site; others stay in 16 bits.
+        pairs: scale of the pair after each tensor.
         kind: format of the pairs: `int8` or `fp8_e4m3`.
     """
     copied = model.clone()
@@ -68,9 +68,9 @@ def network(model: ir.Model, products: Mapping[str, NetworkProduct], pairs: Mapp
     weights = {f"{product.site.stem}.values" for product in products.values()}
     for name, scale in pairs.items():
         _pair(graph, values[name], scale, kind, weights)
-    drop_unread(graph)  # the floats that codes stand in for
+    drop_unread(graph)  # floats that codes replace
     for value in graph.inputs:
-        # the first size, where it is free, is the batch: profiles know it by this name
+        # a free first size is the batch, which has this name in profiles
         if value.shape is not None and len(value.shape) and not isinstance(value.shape[0], int):
             value.shape = ir.Shape([BATCH, *list(value.shape)[1:]])
     halved(copied)
@@ -92,11 +92,11 @@ def _before(node: ir.Node, operator: str, inputs: list[ir.Value | None], name: s
 
 
 def _quantize(node: ir.Node, product: NetworkProduct) -> None:
-    """Let a product read codes; a Gemm becomes a MatMul and, where it has a bias, an Add."""
+    """Let a product read codes; a Gemm becomes a MatMul, and an Add if it has a bias."""
     site, stem, graph = product.site, product.site.stem, node.graph
     assert graph is not None
     parts = stored(product.weight, np.dtype(np.float16))
-    # in float32, as all of the graph before it is halved; exactly what will be stored
+    # float32, like the whole graph before `halved`; the values are exactly those of 16 bits
     scale = np.asarray(parts.scale, np.float16).astype(np.float32)
     shaped, how = codes(product.weight), parts.options
     if site.is_conv:
@@ -157,14 +157,14 @@ def _read_instead(readers: Iterable[tuple[ir.Node, int]], value: ir.Value) -> No
 
 
 # --- 16 bits ----------------------------------------------------------------------------------------------------------
-# A strongly typed network is computed in the types that its tensors have, so every constant and every operator's result
-# becomes float16. What a graph takes and gives stays float32: a Cast stands at each end. Operators whose inputs ONNX
-# defines in float32 alone keep them (sizes of Resize); bounds beyond 65504, such as masks of -3.4e38, become that.
+# A strongly typed network computes in the types of its tensors, so constants and results become float16. Inputs and
+# outputs of the graph stay float32, with a Cast at each end. Inputs that ONNX defines only in float32 keep that type
+# (sizes of Resize). Values beyond 65504, such as masks of -3.4e38, are clipped to it.
 
 _MOST = float(np.finfo(np.float16).max)
-# operator -> inputs that are float32 in ONNX, whatever the others are
+# inputs that are always float32 in ONNX, by operator
 _SIZES = {"Resize": (1, 2), "Upsample": (1,)}
-# of which ONNX Runtime has no kernel in float16, though ONNX defines it
+# operators without a float16 kernel in ONNX Runtime, although ONNX defines it
 _WHOLE = ("Multinomial",)
 # attributes that name a type
 _TYPES = {"Cast": "to", "EyeLike": "dtype", "RandomNormal": "dtype", "RandomUniform": "dtype"}
@@ -205,7 +205,7 @@ def _wide_constants(model: ir.Model, opset: int) -> set[str]:
 
 
 def _whole(node: ir.Node, opset: int) -> bool:
-    """Tell whether ONNX defines an operator in float32 and not in float16: Celu, Range, NonMaxSuppression, ..."""
+    """Return True if ONNX defines an operator in float32 but not in float16: Celu, Range, NonMaxSuppression, ..."""
     if node.domain not in ("", "ai.onnx"):
         return False
     schema = onnx.defs.get_schema(node.op_type, opset)
@@ -232,7 +232,7 @@ def _node(node: ir.Node, wide: set[str], opset: int) -> None:
         node.attributes["value"] = ir.AttrTensor("value", ir.tensor(np.zeros(1, np.float16)))
     for value in node.outputs:
         if value.dtype == WIDE:
-            # types are changed for a value alone: several may hold one object
+            # a new type object for each value: several may share one
             value.type = ir.TensorType(WIDE if whole else HALF)
             if whole:
                 readers = list(value.uses())
@@ -269,11 +269,11 @@ def _cast(value: ir.Value, kind: ir.DataType, name: str) -> ir.Node:
     return node
 
 
-# --- pairs before the inputs of products: which there are, and a network without some ---------------------------------
-# A product whose pair is taken out multiplies 16-bit inputs with weights that stay as they are.
+# --- Q/DQ pairs of products' inputs -----------------------------------------------------------------------------------
+# A product without its pair multiplies 16-bit inputs with its quantized weight.
 
 _PRODUCT = "/output"
-# of a cache, which is stored so whatever multiplies it
+# pairs of a cache are part of its storage and stay
 _CACHE = "/read"
 _BLOCK = re.compile(r"\.\d+\.")
 
@@ -281,7 +281,7 @@ _BLOCK = re.compile(r"\.\d+\.")
 def groups(network: Path) -> dict[str, tuple[str, ...]]:
     """Group the linears of every pair, over all blocks: `q_proj k_proj v_proj`, `o_proj`, ...
 
-    Of a graph, whose nodes have any names, the products of one shape are a group: `Conv 96x16x1x1`; they take one time.
+    The nodes of a graph have arbitrary names, so its products of one shape are a group: `Conv 96x16x1x1`.
     """
     grouped: dict[str, list[str]] = {}
     for node in ir.load(network).graph:
@@ -296,7 +296,8 @@ def groups(network: Path) -> dict[str, tuple[str, ...]]:
 def without(network: Path, to: Path, linears: Collection[str]) -> int:
     """Write the network without the pairs of these linears, and count the removed pairs.
 
-    `to` lies beside the same data file: weights are not written again. Of a pair all readers are named, or none.
+    `to` must be beside a copy of the data file: weights are not written again. `linears` must name all readers of a
+    pair, or none.
     """
     model = ir.load(network)
     gone = 0
@@ -312,7 +313,7 @@ def without(network: Path, to: Path, linears: Collection[str]) -> int:
         gone += 1
     drop_unread(model.graph)
     with stopping_when_full(to.parent):
-        # what lies in the data file is referred to as it was
+        # references to the data file do not change
         ir.save(model, to)
     return gone
 

@@ -1,12 +1,12 @@
 """Trace equal blocks once, and copy them in the graph.
 
-Tracing costs seconds a block and most blocks of a transformer differ in their weights alone. The first of each kind is
-traced between two marks; each later one is a single node of the domain `quantkit` until `expand` puts a copy of the
-first one's nodes in its place, with the names of its own weights and cache.
+Tracing takes seconds for each block, and most blocks of a transformer differ only in their weights. The first block of
+each kind is traced between two marks. Each later one is a single node of the domain `quantkit`, which `expand` replaces
+by a copy of the first block's nodes, with the names of its own weights and cache.
 
-    Enter {index}              the input of a block that was traced
-    Leave {index}              its output
-    Block {index, like}        hidden states -> hidden states; of a decoder, its cache comes with the copy
+    Enter {index}              input of a traced block
+    Leave {index}              output of a traced block
+    Block {index, like}        hidden states -> hidden states; the copy adds a decoder's cache
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CalledOtherwise(Exception):
 
 
 def alike(one: nn.Module, other: nn.Module) -> bool:
-    """Tell whether two modules differ only in their weights and the number of their layer."""
+    """Return True if two modules differ only in their weights and their layer index."""
     return [(name, type(module), _state(module)) for name, module in one.named_modules()] == [
         (name, type(module), _state(module)) for name, module in other.named_modules()
     ]
@@ -68,7 +68,7 @@ def _comparable(value: Any) -> Any:
         return [_comparable(part) for part in (value.func, value.args, value.keywords)]
     if isinstance(value, PreTrainedConfig | GenerationConfig):  # each model has its own
         return _comparable(vars(value))
-    # functions too: two of one name may have been made with different settings
+    # functions are compared by identity: two of one name may have different settings
     return id(value)
 
 
@@ -85,8 +85,9 @@ def share(blocks: nn.ModuleList, like: list[int], apart: Set[int]) -> list[int]:
     """Replace blocks in place by stand-ins that trace each kind once, and list the traced blocks.
 
     Args:
-        like: of `kinds`.
-        apart: blocks that are called otherwise than those they are like, and traced too.
+        blocks: blocks of the model.
+        like: result of `kinds`.
+        apart: blocks with other call arguments than their equals, which are traced too.
     """
     firsts: dict[int, list[_First]] = {}
     for index, block in enumerate(list(blocks)):
@@ -190,7 +191,7 @@ class _Call:
         return cls(str(shape), leaves)
 
     def same(self, other: _Call) -> bool:
-        """Tell whether another call has the same tensors and equal numbers."""
+        """Return True if another call has the same tensors and equal numbers."""
         return self.shape == other.shape and all(
             one is two or (isinstance(one, _SIMPLE) and type(one) is type(two) and one == two)
             for one, two in zip(self.leaves, other.leaves, strict=True)
@@ -201,9 +202,9 @@ def expand(graph: ir.Graph, parameters: MutableMapping[str, str], path: str) -> 
     """Replace every Block node by a copy of the equal block's nodes, and remove the marks.
 
     Args:
-        graph: of a decoder or encoder; changed.
-        parameters: value's name -> parameter of the skeleton; grows by the copies' own.
-        path: of the blocks in the skeleton, such as `model.layers`.
+        graph: graph of a decoder or encoder, changed in place.
+        parameters: parameter of the skeleton by name of value; the copies' parameters are added.
+        path: path of the blocks in the skeleton, such as `model.layers`.
     """
     nodes = list(graph)
     marks = {kind: {_index(node): node for node in nodes if _is(node, kind)} for kind in ("Enter", "Leave")}

@@ -1,6 +1,6 @@
-"""Rewrite a traced graph, for all dialects: values read when they are written, nodes added and removed.
+"""Rewrite a traced graph, for all dialects: add and remove nodes, and read weights only when they are written.
 
-Apart from `trace/transformer.py`, which imports transformers: a float ONNX graph is rewritten without it.
+`trace/transformer.py` is a module of its own because it imports transformers, which a float ONNX graph does not need.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ DOMAIN = "quantkit"
 class Traced:
     """A graph without weights."""
 
-    model: ir.Model  # its initializers outside placeholders stand among the graph's inputs' values in `parameters`
-    parameters: Mapping[str, str]  # value in the graph -> parameter or buffer of the skeleton that it stands for
-    decoder: bool  # whether it has a cache
-    layers: int  # how many layers have a cache
-    left: str = ""  # why the head of an encoder is not in it; "" where it is, or there is none
+    model: ir.Model  # graph; its weights are inputs that `parameters` maps to the skeleton
+    parameters: Mapping[str, str]  # parameter or buffer of the skeleton by value of the graph
+    decoder: bool  # True for a graph with a cache
+    layers: int  # number of layers with a cache
+    left: str = ""  # reason that an encoder's head is left out; "" without a head or with it
 
     def decisions(self, exporter: str) -> list[Decision]:
         """Record the head, if it was left out."""
@@ -197,19 +197,19 @@ class Rewriting:
 
 
 def keep_few(model: ir.Model, *, optional: bool) -> None:
-    """Add an input `logits_to_keep`, as transformers has it: logits of the last so many positions; 0 is all.
+    """Add an input `logits_to_keep`, as in transformers: the number of last positions with logits; 0 for all.
 
-    A prompt's logits are wanted for its last token only, and the head is a large part of a small model.
+    Prefill needs only the logits of a prompt's last token, and the head is a large part of a small model.
 
     Args:
-        model: of a decoder, changed in place; left as it is where no product makes its logits.
-        optional: whether it may be left out, and is 0 then. TensorRT has no inputs with a value of their own.
+        model: graph of a decoder, changed in place; unchanged if no product computes its logits.
+        optional: True gives the input the default 0. TensorRT does not support inputs with a default.
     """
     graph = model.graph
     logits = next(value for value in graph.outputs if value.name == "logits")
     head, after = logits.producer(), [logits]
     heads: list[ir.Node] = []
-    # past soft caps and scalings, back to the product, or to two side by side
+    # from the logits back through soft caps and scalings to the product, or to two joined products
     while head is not None and head.op_type not in ("MatMul", "FusedMatMul", "MatMulNBits"):
         if head.op_type == "Concat" and len({product.inputs[0] for product in _products(head)}) == 1:
             heads = _products(head)
@@ -251,18 +251,18 @@ def save(model: ir.Model, path: Path, data: str) -> None:
 
 
 # --- norms, attention, cache and products in ONNX's own operators -----------------------------------------------------
-# For runtimes that have no fused ones of another domain. The cache is one of
+# For runtimes without fused operators of another domain. The cache is one of
 #
 #     in_place    [batch, heads, capacity, size]; TensorScatter writes new tokens at `write_indices` [batch]
 #     grown       [batch, heads, tokens so far, size]; Concat
 #
-# Positions are an input, so rows may be padded on the left; the mask [batch, columns of the cache] has ones where
-# tokens are. A dialect says how keys and values are stored (`_remember`), what multiplies them (`_attended`), and how
-# products read quantized weights (`_weight`, `_product`).
+# Positions are an input, so rows may be padded on the left; the mask [batch, columns of the cache] is 1 for tokens. A
+# dialect defines the storage of keys and values (`_remember`), attention (`_attended`), and quantized products
+# (`_weight`, `_product`).
 
 Cache = Literal["in_place", "grown"]
 CACHES = ("past_key_values.", "present.")
-# added to the scores of what is not to be seen; finite, since a row of padding sees nothing at all
+# bias for the scores of masked tokens; finite, because all tokens of a padding row are masked
 _HIDDEN, _HIDDEN_HALF = -1e9, -60000.0
 
 
@@ -366,7 +366,7 @@ class PlainOperators(Rewriting):
         query, key, value, mask, *past = node.inputs
         window = node.attributes["window"].as_int()
         if window > 0 and not self.traced.decoder:
-            raise unattended(name, "a window in an encoder", "every token of an encoder sees every other", CHECKPOINT)
+            raise unattended(name, "a window in an encoder", "encoders need full attention", CHECKPOINT)
         bias = self._mask(first, mask, window, self.traced.decoder or bool(node.attributes["causal"].as_int()))
         present: list[ir.Value] = []
         if past:

@@ -1,14 +1,14 @@
-"""Export a transformer as an ONNX graph, once, on shapes: no weight is read.
+"""Export a transformer as an ONNX graph without reading its weights.
 
-The model's own class runs under `torch.export` with weights that take no memory. What every dialect writes in its own
-way goes into the graph as one placeholder node of the domain `quantkit`:
+The model's own class runs under `torch.export` with weights that take no memory. Parts that each dialect writes in its
+own way become one placeholder node of the domain `quantkit`:
 
     Linear     {name}                     x -> x Wᵀ          every matrix product with a weight; its bias stays an Add
     RMSNorm    {name, epsilon, offset}    x -> x / rms(x) * (w + offset)
     Attention  {scale, heads, ...}        q, k, v[, past] -> output[, present]
 
-Which modules are linears is a matter of type; norms are recognised by what they compute; attention goes through
-transformers' own AttentionInterface. So no model is known by name.
+Linears are recognised by their type, norms by the values that they compute, and attention by transformers'
+AttentionInterface. So no model is recognised by name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quantkit.model.structure.traced import find_blocks, is_linear, is_transpose
 from quantkit.model.to_onnx import quiet
 
 OPSET = 23
-# example sizes: all different, none 0 or 1, which torch.export would take for constants
+# example sizes: all different, and none 0 or 1, which torch.export treats as constants
 _BATCH, _NEW, _PAST = 2, 5, 7
 _ATTENTION = "quantkit_traced"
 _MODEL = "model."
@@ -61,7 +61,7 @@ class _Memory:
             _memory.reset(token)
 
 
-# of the last transformer that was traced: its skeleton, how it was traced, and what came of it
+# the last traced transformer: skeleton, arguments of `trace`, and graph
 _last: list[tuple[nn.Module, tuple[Any, ...], Traced]] = []
 _memory: ContextVar[_Memory] = ContextVar("memory")
 
@@ -108,7 +108,7 @@ def _attention(
         "scale": float(size**-0.5 if scaling is None else scaling),
         "window": int(sliding_window or -1),
         "softcap": float(softcap or 0.0),
-        # of an encoder: one that was made of a decoder sees what came before
+        # an encoder that was made from a decoder may be causal
         "causal": int(bool(getattr(module, "is_causal", False))),
     }
     inputs: list[Tensor | None] = [query, key, value, memory.mask]
@@ -149,7 +149,7 @@ class _Linear(nn.Module):
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__()
         self.name = name
-        # for models that ask for its dtype; registered, it would be an input that nothing uses
+        # for models that read its dtype; as a parameter it would become an unused input
         self.__dict__["weight"] = module.weight
         self.bias = getattr(module, "bias", None)
         shape: tuple[int, ...] = tuple(module.weight.shape)  # type: ignore[union-attr, arg-type]
@@ -180,7 +180,7 @@ class _RMSNorm(nn.Module):
 def rms_norm(module: nn.Module) -> tuple[float, float] | None:
     """Return (epsilon, offset) for a module computing x / sqrt(mean(x²) + epsilon) * (weight + offset), else None.
 
-    A copy of it is run: nothing is concluded from its name.
+    A copy of the module is run to find out; its name is not used.
     """
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")
@@ -296,14 +296,14 @@ def trace(
     positions: bool = False,
     head: bool = True,
 ) -> Traced:
-    """Trace the graph of a transformer without weights; of one like the last that was traced, copy that graph.
+    """Trace the graph of a transformer without weights, or copy the last traced graph if the model equals its model.
 
     Args:
-        skeleton: on the meta device; nobody changes it.
+        skeleton: model on the meta device, which is not changed.
         kind: `decoder` or `encoder`.
-        floats: of its parameters, and so of what is computed from them.
-        positions: whether a decoder takes `position_ids`; else they are counted from the mask.
-        head: whether an encoder's logits are wanted, where its class makes any that are not of words.
+        floats: type of its parameters and of the computation.
+        positions: True gives a decoder the input `position_ids`; False counts positions from the mask.
+        head: True traces an encoder's logits too, unless they are logits of words.
 
     Raises InputError: `attention-unsupported`, `export-untraceable`.
     """
@@ -342,7 +342,7 @@ def _traced_whole(skeleton: nn.Module, kind: str, floats: torch.dtype, positions
         except InputError as problem:
             if kind == "decoder" or not whole:
                 raise
-            # its states can be had without it, perhaps
+            # without the head, tracing may succeed
             whole, left = False, f"{type(skeleton).__name__} cannot be traced with its head: {problem.value}"
 
 
