@@ -277,7 +277,7 @@ def results(curve: Series) -> list[str]:
 
 
 def outcomes(curve: Series) -> list[str]:
-    """Say at which sizes the quantized side is faster, slower, or not different."""
+    """List the sizes with a win, with a loss, and without a difference."""
     where: dict[str, list[int]] = {"Faster": [], "Slower": [], "unsure": [], "beyond": []}
     for cell in curve.cells:
         if (speed := speed_up(cell.row)) is not None:
@@ -346,7 +346,7 @@ def cautions(curve: Series) -> list[str]:
 
 
 def shared_cautions(several: Sequence[Series]) -> list[str]:
-    """List the cautions that all curves share; [] for a single curve."""
+    """List the cautions common to all curves; [] for a single curve."""
     told = [cautions(curve) for curve in several]
     return [text for text in told[0] if all(text in others for others in told)] if len(told) > 1 else []
 

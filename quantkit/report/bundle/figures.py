@@ -237,7 +237,7 @@ def scored(rows: Sequence[Row]) -> str:
 
 
 def counted(row: Row) -> str:
-    """Name the unit that a row counts."""
+    """Name the unit of a row's count."""
     if of_classes(row):
         return next((unit for unit in ("sample", "text", "pair") if f"ci95-by-{unit}" in row.flags), "image")
     if row.name in RECALL or "ci95-by-pair" in row.flags:

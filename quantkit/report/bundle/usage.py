@@ -68,7 +68,7 @@ def layout(manifest: Manifest) -> Layout | None:
 
 
 def libraries(manifest: Manifest) -> list[str]:
-    """List the pip packages that transformers needs for the checkpoint."""
+    """List the pip packages required by transformers for the checkpoint."""
     stored = layout(manifest)
     return [name.replace("_", "-") for name in stored.libraries] if stored is not None else []
 

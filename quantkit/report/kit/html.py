@@ -37,7 +37,7 @@ _EXACT = {"versions", "seed", "A's content", "B's content"}
 
 
 def demand() -> None:
-    """Raise MissingDependency without plotly, which a page needs (extra `report`)."""
+    """Check for plotly. Raises MissingDependency: plotly, extra `report`."""
     if not machine.has("plotly"):
         raise MissingDependency("plotly", extra="report", purpose="the page")
 
@@ -88,7 +88,7 @@ def page_of_site(folder: Path, template: str, **values: Any) -> str:
 
 
 def read(name: str) -> str:
-    """Read a file that all pages share: `page.css`, `page.js`."""
+    """Read a shared file of all pages: `page.css`, `page.js`."""
     return (_TEMPLATES / name).read_text(encoding="utf-8")
 
 

@@ -170,5 +170,5 @@ def indented(*shown: RenderableType, by: int = 2) -> list[RenderableType]:
 
 
 def copied(text: object) -> Text:
-    """Mark text to copy, which is never wrapped."""
+    """Mark text to copy; it is never wrapped."""
     return Text(str(text), no_wrap=True)

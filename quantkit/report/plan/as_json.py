@@ -71,7 +71,7 @@ def ranked_as_dict(outlook: Outlook, ranked: Sequence[Ranked]) -> dict[str, Any]
 
 
 def _named(thing: object, *names: str) -> dict[str, Any]:
-    """Return attributes that have the same name in JSON."""
+    """Return attributes with the same name in JSON."""
     return {name: getattr(thing, name) for name in names}
 
 

@@ -188,7 +188,7 @@ def _two(value: float) -> str:
 
 
 def fitting(candidate: PlannedRecipe) -> list[PlannedBatch]:
-    """List the batches that fit, or may fit."""
+    """Drop the batches known not to fit."""
     return [row for row in candidate.rows if row.fits is not False]
 
 
