@@ -156,7 +156,7 @@ def plan(
     allow_code: bool = False,
     device: str = "cpu",
 ) -> Outlook:
-    """What `quantkit plan` says, before anything is done: does it fit, how fast at best, what it costs. No torch.
+    """Predict memory, speed and cost before any work, as `quantkit plan` does. No torch.
 
     Args:
         model: a shipped name (`llama-3-8b`), a folder, its `config.json`, or a bundle.
@@ -219,7 +219,7 @@ def load(path: str | Path) -> Bundle:
 
 
 def _opened(bundle: Bundle | str | Path) -> Bundle:
-    """A bundle as it is on disk now."""
+    """Open a bundle as it is on disk now."""
     from quantkit.bundle import Bundle
 
     return load(bundle.path if isinstance(bundle, Bundle) else bundle)

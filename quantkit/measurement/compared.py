@@ -248,7 +248,7 @@ def layer_pairs(
     b: Sequence[LayerEntry],
     outputs: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
 ) -> list[LayerPair]:
-    """Pair the layers that either side quantizes, in A's order, then B's other layers.
+    """Pair all layers quantized on either side, in A's order, then B's other layers.
 
     `outputs` holds the relative output error by layer, for A and for B.
     """

@@ -161,7 +161,7 @@ def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, A
 
 
 def _torch_blind() -> str:
-    """Return the reason that torch sees no GPU, or "": timing and engine inputs need torch's GPU memory."""
+    """Return why torch sees no GPU, or "": timing and engine inputs need torch's GPU memory."""
     try:
         import torch
     except ImportError:

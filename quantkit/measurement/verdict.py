@@ -440,7 +440,7 @@ def advise(
     traffic: Mapping[int, float] | None = None,
     subject: str = "",
 ) -> Verdict:
-    """Advise which format to ship, with up to three reasons.
+    """Advise on the format to ship, with up to three reasons.
 
     Args:
         measured: formats, all measured against one baseline.

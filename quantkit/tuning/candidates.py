@@ -150,7 +150,7 @@ def _changed(base: WeightScheme, change: Mapping[str, Any], recipe: str) -> Weig
 def _possible(
     prepared: Prepared, asked: Mapping[WeightScheme, None], named: bool, decisions: list[Decision]
 ) -> dict[WeightScheme, Layers]:
-    """Return the schemes that the layout, the target and the exports each support for a whole model."""
+    """Return the schemes supported by the layout, the target and the exports for a whole model."""
     laid_out = {}
     for scheme in asked:
         try:
@@ -188,7 +188,7 @@ def _accept(prepared: Prepared, layers: Layers, schemes: Mapping[str, WeightSche
 def _together(
     prepared: Prepared, possible: dict[WeightScheme, Layers], decisions: list[Decision]
 ) -> dict[WeightScheme, Layers]:
-    """Return candidates that the exports support in one model, without zero points if that is necessary."""
+    """Return candidates supported by the exports in one model, without zero points if that is necessary."""
     try:
         _accept_mixed(prepared, possible)
     except InputError as problem:
@@ -218,6 +218,6 @@ def _accept_mixed(prepared: Prepared, possible: Mapping[WeightScheme, Layers]) -
 
 
 def _named(recipe: Recipe, layers: Layers) -> set[str]:
-    """Return the linears that the recipe's overrides match, and the head."""
+    """Return the linears matched by the recipe's overrides, and the head."""
     globs = [override.match for override in recipe.overrides]
     return {name for name in layers.shapes if name == layers.head or any(fnmatchcase(name, glob) for glob in globs)}

@@ -200,7 +200,7 @@ def best(tables: Tables, budget: Budget, factor: float = 1.0) -> FrontPoint:
 
 
 def _unreachable(tables: Tables, budget: Budget, factor: float) -> InputError:
-    """Name the limits that no choice meets; if each alone can be met, say that all together cannot."""
+    """Name the limits met by no choice; if each alone can be met, say that all together cannot."""
     smallest, kindest = least(tables.bits), least(tables.harm)
     nearest = {
         "bits": tables.mean_bits(smallest),

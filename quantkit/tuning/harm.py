@@ -189,7 +189,7 @@ class _Measurement:
             variant.state = self.calls.run_all(module, index, variant.state)
 
     def _share(self, first: int, last: int, index: int) -> float:
-        """Return the share that is done, counted in blocks run: the variants of block i run through n − i blocks."""
+        """Return the share done so far, counted in blocks run: the variants of block i run through n − i blocks."""
         count = self.count
         whole = (count - self.start) * (count - self.start + 1) / 2
         before = sum(count - block for block in range(self.start, first))

@@ -255,7 +255,7 @@ class _Search:
         return text
 
     def _key(self, calibrated: list[list[int]] | None) -> dict[str, Any]:
-        """Return everything that a harm depends on; its hash names the cache file."""
+        """Return all inputs of a harm; its hash names the cache file."""
         recipe = self.request.recipe.as_dict()
         relevant = ("torch", "transformers", "numpy")
         return {

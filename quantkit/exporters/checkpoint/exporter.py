@@ -178,7 +178,7 @@ class Checkpoint(Exporter):
 
 
 def demand_loadable(layout: str, schemes: Mapping[str, WeightScheme], merged: Collection[str], partly: bool) -> None:
-    """Refuse packed experts that transformers would lose or misread. Raises InputError `layout-unsupported`.
+    """Refuse packed experts if transformers would lose or misread them. Raises InputError `layout-unsupported`.
 
     transformers 5 merges the linears of experts into 3-D parameters while it loads them, and unpacks packed ones
     (`integrations/compressed_tensors.py`, `CompressedTensorsDequantize`). It reads codes, scales and shapes, but no

@@ -439,7 +439,7 @@ def _unit(vectors: Array) -> Array:
 
 
 def _partners(left: Array, right: Array) -> tuple[Array, bool]:
-    """Return (number of `right` that rank before the partner [n], True if there is a tie)."""
+    """Return (number of `right` ranked before the partner [n], True if there is a tie)."""
     rank = np.empty(left.shape[0], np.int64)
     tied = False
     own = (left * right).sum(axis=1)

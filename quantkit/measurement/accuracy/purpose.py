@@ -219,7 +219,7 @@ class TextResults:
         self.ids, self.skip = _texts(self.purpose, stream.source, tokens)
 
     def decisions(self) -> list[Decision]:
-        """Record that the score differs from the model's purpose."""
+        """Record a score unlike the model's purpose."""
         why = self.purpose.doubt
         reason = f"scored on the mean of the last hidden states, because {why}"
         return [decision("score", ON_MEAN, "score", reason)] if why else []

@@ -120,7 +120,7 @@ def variant_of(name: str) -> FormatVariant:
 
 
 def check_shape(variant: FormatVariant | ForeignVariant, linear: LinearShape) -> None:
-    """Refuse a K that the group does not divide. Raises InputError `group-indivisible`."""
+    """Refuse a K not divisible by the group. Raises InputError `group-indivisible`."""
     if variant.group and linear.K % variant.group:
         able = [str(size) for size in (32, 64, 128) if linear.K % size == 0]
         value = f"K {linear.K} in groups of {variant.group}"

@@ -74,7 +74,7 @@ class SweepJob:
 
 
 def demand(threads: int) -> None:
-    """Check that all packages are installed. Raises MissingDependency."""
+    """Check for missing packages. Raises MissingDependency."""
     for package in ("onnxruntime", "onnx", "scipy", "torch") if threads else ("triton", "scipy", "torch"):
         if not machine.has(package):
             extra = "gpu" if package == "triton" else "compile"
@@ -82,7 +82,7 @@ def demand(threads: int) -> None:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Return the environment variables that set a child's threads; `threads` is 0 for a GPU."""
+    """Return environment variables for a child's threads; `threads` is 0 for a GPU."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {**{name: str(threads or 1) for name in names}, "GOMP_SPINCOUNT": "0"}
 

@@ -76,7 +76,7 @@ class StepCost:
         return self.many_bytes if 0 < self.many_rows <= rows else self.weight_bytes
 
     def bytes(self, batch: float, tokens: float, context: float) -> float:
-        """Return the bytes that a step moves, with `tokens` new and `context` cached tokens a sequence."""
+        """Return the bytes moved by a step, with `tokens` new and `context` cached tokens a sequence."""
         moved = (context + tokens) * self.kv_bytes_per_token + tokens * self.io_bytes_per_token
         return self.weights(batch * tokens) + batch * moved
 
