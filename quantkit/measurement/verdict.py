@@ -273,25 +273,27 @@ def _p99(row: Row) -> tuple[float, float, float] | None:
 
 
 def sentence(row: Row) -> str:
-    """Phrase a row: `batch 8, context 128: 11.3 ms a step against 30.1 ms, 2.66 times as fast (2.60 to 2.70)`."""
+    """Phrase a row: `batch 8, context 128: 11.3 ms a step against 30.1 ms, 2.66 times as fast (2.60 to 2.70)`.
+
+    The interval is the one that decides; it includes the A/A spread.
+    """
     speed = speed_up(row)
     assert speed is not None and row.baseline is not None
-    low, high = speed.ci95
-    text = (
-        f"batch {row.batch}, {_what(row)} against {_time(row.baseline.value)},"
-        f" {speed.ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
-    )
+    low, high = speed.interval
+    times = f"batch {row.batch}, {_what(row)} against {_time(row.baseline.value)}, {speed.ratio:.2f} times as fast"
+    text = f"{times} ({low:.2f} to {high:.2f})"
     if speed.doubt == "ceiling":
         return f"{text}, but bytes and operations allow {speed.most:.2f} at most: a time or a ceiling is wrong"
     standing, tail = state(row), _p99(row)
     noise = f"two measurements of one side differ by {100 * speed.spread:.1f} %" if speed.doubt == "noise" else ""
-    noise = "the machine was busy" if speed.noisy else noise
+    if speed.noisy:
+        return f"{text}, not decided: the machine was busy"
     if standing == "open":
-        return f"{text}, too noisy to tell{f': {noise}' if noise else ''}"
+        return f"{times}, not decided: with this machine's noise the interval is {low:.2f} to {high:.2f}"
+    if low <= 1 < speed.ci95[0]:
+        return f"{text}, the gain is within noise{f': {noise}' if noise else ''}"
     if low <= 1:
         return text
-    if speed.interval[0] <= 1:
-        return f"{text}, the gain is within noise: {noise or 'with the A/A spread its interval includes 1'}"
     if standing == "loses" and tail is not None:
         return f"{text}, but p99 is worse: {tail[1]:.2f} times as fast ({tail[0]:.2f} to {tail[2]:.2f})"
     if (row.n or 0) >= P99_FROM and tail is not None and tail[0] <= 1:
@@ -386,12 +388,10 @@ def with_prompts(judged: Verdict, rows: Sequence[Row], *, setting: str = "") -> 
     slower = judged.answer == "ship_up_to" and max(steps, default=math.inf) > (judged.batch or 0)
     lost = [f"batches above {judged.batch}"] if slower else []
     lost += ["the other batches"] if judged.answer == "intervals" else []
-    # with a setting, lengths that gain nothing are listed too
-    behind = sorted([*by["slower"], *(by["open"] if setting else [])])
-    lost += [f"prompts of {listed(behind)} tokens"] if behind else []
+    lost += [f"prompts of {listed(by['slower'])} tokens"] if by["slower"] else []
     if not lost:
         return judged.model_copy(update={"prompts": prompts, "because": because})
-    other = f"compile with `--set {setting}`, or use " if setting else "use "
+    other = f"compile with `--set {setting}`, or use " if setting and by["slower"] else "use "
     instead = f"for {' and '.join(lost)}: {other}the float model (`--recipe float`)"
     return judged.model_copy(update={"prompts": prompts, "instead": instead, "because": [*because, instead]})
 

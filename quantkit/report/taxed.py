@@ -197,7 +197,7 @@ def _explained(data: Taxed) -> list[str]:
         f" limit.{split}",
         "Weights rotate through copies of at least three times the last-level cache"
         f"{words.bracketed(words.size(cache) if cache else '')}; both sides are timed in turns"
-        " (ABBA); A/A: difference between two measurements of one side; ~ marks noise.",
+        " (ABBA); A/A: difference between two measurements of one side, included in the interval; ~ marks noise.",
     ]
 
 

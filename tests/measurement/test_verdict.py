@@ -130,7 +130,7 @@ def test_a_gain_within_the_aa_spread_is_no_gain():
     """Both sides in one run: an interval of its own says nothing of what lasts as long as the run."""
     close = verdict(MeasuredFormat("int4", [row(1, 1.04, aa_spread=0.051)]), [1])
     assert close.answer == "inconclusive"
-    assert "too noisy to tell: two measurements of one side differ by 5.1 %" in close.because[0]
+    assert close.because[0].endswith("not decided: with this machine's noise the interval is 0.99 to 1.10")
     assert "--seconds" in close.because[-1]
     # of a gain that is far smaller than anybody cares for, noise hides nothing
     none = verdict(MeasuredFormat("int4", [row(1, 1.01, width=0.005, aa_spread=0.015)]), [1])
@@ -182,11 +182,11 @@ def test_noise_makes_it_inconclusive():
     noisy = of(1.2, 1.1, 1.1, 0.9, width=0.4)
     found = verdict(noisy, BATCHES)
     assert found.answer == "inconclusive"
-    assert any("too noisy to tell" in reason for reason in found.because)
+    assert any("not decided: with this machine's noise" in reason for reason in found.because)
     # nor does what a busy machine gave decide anything, however large it is, and whatever its interval says
     busy = verdict(of(1.98, 1.98, 1.98, 1.98, flags=["noisy"]), BATCHES)
     assert (busy.answer, busy.batch) == ("inconclusive", None)
-    assert all("too noisy to tell: the machine was busy" in reason for reason in busy.because[:-1])
+    assert all("not decided: the machine was busy" in reason for reason in busy.because[:-1])
     # a tie that is measured well is none
     assert answer(of(1.0, 1.0, 1.0, 1.0, width=0.03))[0] == "do_not_quantize"
     # one sure win is worth more than the open rest
@@ -381,10 +381,12 @@ def test_where_it_is_slower_something_else_is_named() -> None:
     assert found.startswith("for batches above 4 and prompts of 256 tokens: compile with `--set onnx.prefill=int8`")
 
 
-def test_a_setting_is_named_for_prompts_that_gain_nothing_too() -> None:
-    level = [prompt(256, 1.0)]
-    assert with_prompts(STEPS, level).instead == ""
-    assert "prompts of 256 tokens" in with_prompts(STEPS, level, setting="onnx.prefill=int8").instead
+def test_a_setting_is_named_only_for_prompts_that_are_slower() -> None:
+    level, up_to = [prompt(256, 1.0)], Verdict(answer="ship_up_to", batch=0)
+    assert with_prompts(STEPS, level, setting="onnx.prefill=int8").instead == ""
+    steps = [*level, *of(1.5).rows]
+    said = with_prompts(up_to, steps, setting="onnx.prefill=int8").instead
+    assert said == "for batches above 0: use the float model (`--recipe float`)"
 
 
 def test_what_is_slower_nowhere_needs_nothing_instead() -> None:

@@ -82,7 +82,7 @@ def test_levels_are_curves_of_their_own() -> None:
 def test_a_brief_line_has_both_sides_in_one_unit() -> None:
     head, body = curves.brief(curves.series(judged(), timed_rows())[0])
     assert head == ["batch", "p50, ms", "speed-up", "95 %", "p99, ms", "token/s", "of read"]
-    assert body[0] == ["1", "31.2 → 13.0", "2.40×", "2.33 to 2.47", "35.9 → 15.6", "76.8", "52 %"]
+    assert body[0] == ["1", "31.2 → 13.0", "2.40×", "2.32 to 2.48", "35.9 → 15.6", "76.8", "52 %"]
 
 
 def test_without_a_ceiling_there_is_no_share_of_it() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from quantkit.bundle import Verdict
 from quantkit.measurement.rows import Row
+from quantkit.report.bundle import figures
 from quantkit.report.bundle.summary import closing
 from report.shown import printed
 
@@ -45,11 +46,11 @@ def test_it_says_size_accuracy_speed_verdict_and_what_to_type_next(monkeypatch: 
     assert said == [
         "made      ./a-model (1 layer in int4)",
         "size      3.16× smaller: 538 MB → 170 MB",
-        "accuracy  KL divergence 0.143 nats (0.135 to 0.151); the original has 0",
+        "accuracy  KL divergence 0.143 nats (0.135 to 0.151)",
         "          perplexity 16.9 → 19.5: 1.154 times (1.142 to 1.167)",
-        "speed     batch 1: 12.6 → 5.10 ms a token, 2.47× faster (2.44 to 2.50)",
-        "          128-token prompt: 171 → 190 ms, 1.11× slower (1.08 to 1.15)",
-        "verdict   ship it at batch 1 (batches up to 16 are not timed yet)",
+        "speed     batch 1: 12.6 → 5.10 ms a token, 2.47× faster (2.43 to 2.51)",
+        "          128-token prompt: 171 → 190 ms, 1.11× slower (1.07 to 1.15)",
+        "verdict   ship it at batch 1; batches 4 to 16 not timed yet",
         "",
         'quantkit generate ./a-model --prompt "The capital of France is"',
         "quantkit export ./a-model --to onnx",
@@ -60,6 +61,48 @@ def test_it_says_size_accuracy_speed_verdict_and_what_to_type_next(monkeypatch: 
 def test_a_busy_machine_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said = lines(monkeypatch, [*planted.rows(), step(0.0051, 0.0126, spread=0.3)])
     assert "speed     batch 1: 12.6 → 5.10 ms a token, not decided: the machine was busy" in said
+
+
+def test_what_noise_decided_not_is_said_with_the_interval_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [*planted.rows(), step(0.012, 0.0126, spread=0.09)]
+    said = lines(monkeypatch, rows, verdict={"answer": "inconclusive", "because": []})
+    assert "speed     batch 1: 12.6 → 12.0 ms a token, not decided: noise (0.959 to 1.15)" in said
+    assert "verdict   not decided: noise; batches 4 to 16 not timed yet" in said
+
+
+def test_a_smaller_checkpoint_and_a_larger_graph_both_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = next(row for row in planted.rows() if row.name == "size.bytes")
+    assert whole.baseline is not None
+    sizes = []
+    for export, count in (("model", 170e6), ("onnx", 600e6), ("engine", 180e6)):
+        against = whole.baseline.model_copy(update={"ratio": 538e6 / count})
+        change = {"value": count, "settings": {"export": export}, "baseline": against}
+        sizes.append(whole.model_copy(update=change))
+    said = lines(monkeypatch, [*(row for row in planted.rows() if row.name != "size.bytes"), *sizes])
+    at = said.index("size      checkpoint 3.16× smaller: 538 MB → 170 MB")
+    assert said[at + 1] == "          ONNX 1.12× larger: 538 MB → 600 MB"
+    assert not any("engine" in line for line in said)
+
+
+def test_on_a_target_without_the_runtime_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = {"name": "h100", "runtimes": ["torch", "vllm"]}
+    said = lines(monkeypatch, planted.rows(), target=target)
+    assert "vllm serve ./a-model/model" in said and not any("onnx" in line for line in said)
+    layer = planted.manifest().layers[0].model_dump()
+    layer["scheme"] = {"format": "fp8_e4m3", "granularity": "channel", "symmetric": True, "scale": "float32"}
+    said = lines(monkeypatch, planted.rows(), layers=[layer])
+    assert not any("onnx" in line for line in said), "no graph holds float codes"
+
+
+def test_the_caption_counts_positions_by_runtime() -> None:
+    here = [row for row in planted.rows() if row.name.startswith("accuracy.")]
+    shape = {"sequences": 4}
+    fewer = [row.model_copy(update={"data": row.data and row.data.model_copy(update={"items": 2044}), "shape": shape})
+             for row in here]  # fmt: skip
+    there = [row.model_copy(update={"runtime": "onnxruntime"}) for row in here]
+    said = figures.scored([*fewer, *there])
+    assert said.startswith("2,044 positions in torch, 6,132 positions in onnxruntime, all of prose-en (eval); ")
+    assert figures.scored(here).startswith("6,132 positions of prose-en (eval) in 12 sequences; ")
 
 
 def test_what_was_not_timed_is_said_and_what_times_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,15 @@ def test_the_verdict_stands_first_with_its_reasons(monkeypatch: pytest.MonkeyPat
         ({"answer": "intervals", "because": ["wins at batch 2 to 8"]}, "ship it at some batches only"),
         ({"answer": "do_not_quantize"}, "do not quantize here"),
         ({"answer": "use_instead", "format": "int8", "batch": 4}, "use int8 instead, up to batch 4"),
-        ({"answer": "inconclusive"}, "not decided"),
+        ({"answer": "inconclusive"}, "not decided: noise"),
+        (
+            {"answer": "inconclusive", "prompts": {"open": [64]}},
+            "not decided, for steps and prompts: noise",
+        ),
+        (
+            {"answer": "inconclusive", "prompts": {"slower": [64]}},
+            "not decided: noise; prompts of 64 tokens are slower",
+        ),
         ({"answer": "ship_it", "forecast": True}, "forecast: ship it"),
         (
             {"answer": "ship_it", "prompts": {"faster": [64], "slower": [1024]}},
@@ -135,7 +143,7 @@ def test_every_verdict_is_a_sentence(verdict: dict[str, object], said: str, monk
 
 def test_speed_is_a_line_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     text = " ".join(shown(monkeypatch, judged(), everything()).split())
-    assert "1 31.2 → 13.0 2.40× 2.33 to 2.47 35.9 → 15.6 76.8 52 %" in text
+    assert "1 31.2 → 13.0 2.40× 2.32 to 2.48 35.9 → 15.6 76.8 52 %" in text
     assert "Break-even at batch 10 (95 % 9.6 to 11, ideal 19)" in text
     assert all(said in text for said in ("A/A spread 1.3 %", "peak memory", "23.1 GB/s"))
     assert "quantkit measure" not in text

@@ -120,7 +120,7 @@ def measure(
             "inconclusive",
             str(bundle),
             "; ".join(verdict.because),
-            "the interval has to lie above or below 1",
+            "the interval, this machine's noise included, has to lie above or below 1",
             f"measure again on a quieter machine, or for longer: --seconds {3 * plan.seconds:g}",
         )
     shown: list[Part] = [document(manifest, rows, notes, path=opened.path, whole=False)]

@@ -125,7 +125,7 @@ def tax(
             "inconclusive",
             "quantkit tax",
             "; ".join(reason for advice in measured.advice.values() for reason in advice.because),
-            "the interval has to lie above or below 1",
+            "the interval, this machine's noise included, has to lie above or below 1",
             f"time it again on a quieter machine, or for longer: --seconds {3 * seconds:g}",
         )
     shown = [tree, *(Code("", str(path)) for path in (html, out) if path is not None)]

@@ -49,6 +49,7 @@ class CurvePoint:
         doubtful: True if the speed-up is within noise, or more than bytes and operations allow.
         bound: least possible time of the quantized side; `original_bound`: of the original.
         ratio: speed-up, the original's time over the quantized side's.
+        ratio_ci95: interval of the speed-up that decides; it includes the A/A spread.
         promised: speed-up at the limits, `original_bound / bound`.
         gain: share of the promised gain that was measured; None if the speed-up is doubtful or the weights may have
             been
@@ -95,7 +96,7 @@ def point(x: int, row: Row, tax: Row | None, bandwidth: Row | None = None) -> Cu
     doubtful = bool(NOISY & set(row.flags)) or (speed is not None and bool(speed.doubt))
     bound, least = (op.bound_s, op.hp_bound_s) if op is not None else (None, None)
     original = base.value if base is not None and base.value > 0 else None
-    sure = base.ratio_ci95 if base is not None else None
+    sure = speed.interval if speed is not None and speed.ci95[0] > 0 else None
     counted = tokens(row) * (row.batch or 1)
     share = bandwidth.settings.get("share_of_ceiling") if bandwidth is not None else None
     void = tax is None or doubtful or "weights-near-cache" in flags
@@ -109,7 +110,7 @@ def point(x: int, row: Row, tax: Row | None, bandwidth: Row | None = None) -> Cu
         least,
         original,
         ratio=base.ratio if base is not None and (base.ratio or 0) > 0 else None,
-        ratio_ci95=sure if sure and sure[0] > 0 else None,
+        ratio_ci95=sure,
         promised=least / bound if bound and least else None,
         gain=None if void or tax is None else captured_gain(tax),
         excess=original - least if original and least else None,

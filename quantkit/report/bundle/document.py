@@ -103,11 +103,13 @@ def _head(manifest: Manifest, rows: Sequence[Row], path: Path | None, files: usa
         text = f" This model misses a limit of its recipe: {which}"
         parts.append(Remark((Styled("A gate failed.", "bad"), text), "note"))
     commands = []
+    place = "." if path is None else shlex.quote(near(path))
     if manifest.layers and not figures.timed(rows):
-        text = "\n".join(usage.measure(manifest, "." if path is None else shlex.quote(near(path)), files))
-        commands = [Code("its speed is not measured yet; to measure it:", text, on=On.SCREEN | On.PAGE)] if text else []
-    elif manifest.layers and manifest.verdict is None:
-        commands = [Code("to get a verdict:", "\n".join(usage.measure(manifest)), on=On.PAGE)]
+        label, lines = "its speed is not measured yet; to measure it:", usage.measure(manifest, place, files)
+        label, lines = (label, lines) if lines else ("to serve it:", usage.on_target(manifest, place))
+        commands = [Code(label, "\n".join(lines), on=On.SCREEN | On.PAGE)] if lines else []
+    elif manifest.layers and manifest.verdict is None and (lines := usage.measure(manifest)):
+        commands = [Code("to get a verdict:", "\n".join(lines), on=On.PAGE)]
     nothing = manifest.verdict is not None and manifest.verdict.answer == "do_not_quantize"
     if (nothing or manifest.state == "gate_failed") and (text := usage.recommend(manifest, files)):
         commands.append(Code("which recipe to try instead:", text, on=On.SCREEN | On.PAGE))
@@ -250,11 +252,12 @@ def _tiles(manifest: Manifest, rows: Sequence[Row]) -> list[FigureTile]:
         # decode before prefill, then the smallest size
         row = min(timed, key=lambda r: (r.name, (r.shape or {}).get("context", 0), r.batch or 0, curves.tokens(r)))
         tiles.append(_speed_tile(manifest, row))
-    sized = [row for row in rows if row.name == "size.bytes" and row.value and row.baseline and row.baseline.ratio]
-    if sized and (base := sized[-1].baseline):
-        ratio = base.ratio or 0.0
+    for export, _, sized in figures.sizes(rows):
+        base = sized.baseline
+        assert base is not None
+        ratio = base.ratio or 1.0
         label, number = ("smaller on disk", ratio) if ratio >= 1 else ("larger on disk", 1 / ratio)
-        detail = f"{words.size(base.value)} to {words.size(sized[-1].value or 0.0)}"
+        detail = words.joined(export, f"{words.size(base.value)} to {words.size(sized.value or 0.0)}")
         tiles.append(FigureTile(words.times(number), label, detail, "bad" if ratio < 1 else ""))
     scored = {row.name: row for row in rows if row.value is not None and "surer_than" not in row.settings}
     first = ("accuracy.perplexity", "accuracy.top1", "accuracy.recall_at_1", "accuracy.top1_agreement")
@@ -289,13 +292,12 @@ def _accuracy_tile(row: Row) -> FigureTile | None:
 
 
 def _speed_tile(manifest: Manifest, row: Row) -> FigureTile:
-    ratio, sure = (row.baseline.ratio or 0.0, row.baseline.ratio_ci95) if row.baseline else (0.0, None)
+    ratio, speed_ = row.baseline.ratio or 0.0 if row.baseline else 0.0, speed_up(row)
     kind = {"latency.decode_step": "decode", "latency.prefill": "prefill"}.get(row.name, "one operation")
     kind = "a pass" if row.name == "latency.prefill" and curves.tokens(row) == 1 else kind
-    shown = f"95\u00a0% {words.between(sure, words.times)}" if sure else ""
+    shown = f"95\u00a0% {words.between(speed_.interval, words.times)}" if speed_ is not None else ""
     detail = words.joined(figures.where(row), row.runtime or "", shown)
     undecided = manifest.verdict is not None and manifest.verdict.answer == "inconclusive"
-    speed_ = speed_up(row)
     if undecided or speed_ is None or speed_.doubt or speed_.interval[0] <= 1 <= speed_.interval[1]:
         measured = f"{words.times(ratio)} measured, {detail}"
         return FigureTile("not decided", f"the speed in {kind}", measured, "inconclusive")

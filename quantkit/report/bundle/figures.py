@@ -14,6 +14,7 @@ from quantkit.measurement.accuracy.outputs import NOTHING
 from quantkit.measurement.accuracy.positions import standard_error
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing.schedule import LARGEST
+from quantkit.measurement.verdict import speed_up
 from quantkit.model.source.alias import ALIASES
 from quantkit.planning.assigned import FLOATS_LIMIT
 from quantkit.report.kit import words
@@ -193,6 +194,15 @@ def variant(row: Row) -> str:
     return words.joined(row.runtime or "", leveled, cached, named, str(row.settings.get("way", "")))
 
 
+def sizes(rows: Sequence[Row]) -> list[tuple[str, str, Row]]:
+    """List (export or "", times smaller, row) of the first export, and of any on the other side of the original."""
+    known = [row for row in rows if row.name == "size.bytes" and row.value and row.baseline and row.baseline.ratio]
+    smaller = [bool(row.baseline and (row.baseline.ratio or 0) >= 1) for row in known]
+    shown = [row for i, row in enumerate(known) if i == 0 or smaller[i] != smaller[0]]
+    names = (export(row) if "export" in row.settings else "" for row in shown)
+    return [(name, _smaller(row, row.value or 0.0)[2], row) for name, row in zip(names, shown, strict=True)]
+
+
 def export(row: Row) -> str:
     """Name the folder of a row of sizes: `checkpoint` for `model`, `ONNX` for `onnx`."""
     folder = str(row.settings.get("export") or "this bundle")
@@ -220,13 +230,14 @@ def scored(rows: Sequence[Row]) -> str:
     if row is None or row.data is None:
         return ""
     sequences, groups = ((row.shape or {}).get(name) for name in ("sequences", "clusters"))
-    what = f"{words.plural(row.data.items, counted(row))} of {row.data.set} ({row.data.split})"
-    if sequences:
-        what += f" in {words.plural(sequences, 'sequence')}{begins(row.data.begins)}"
-    fewer = {
-        other.runtime: other.data.items for other in rows if other.name == "accuracy.kl" and other.data is not None
-    }
-    what += "".join(f", {n:,} of them in {runtime}" for runtime, n in fewer.items() if n < row.data.items)
+    items = {one.runtime: one.data.items for one in rows if one.name == "accuracy.kl" and one.data is not None}
+    if len(set(items.values())) > 1:
+        by_runtime = (f"{words.plural(n, counted(row))} in {runtime}" for runtime, n in items.items())
+        start = begins(row.data.begins).replace("each", "each sequence")
+        what = f"{', '.join(by_runtime)}, all of {row.data.set} ({row.data.split}){start}"
+    else:
+        what = f"{words.plural(row.data.items, counted(row))} of {row.data.set} ({row.data.split})"
+        what += f" in {words.plural(sequences, 'sequence')}{begins(row.data.begins)}" if sequences else ""
     over = "" if groups is None else f" over {words.plural(groups, 'group')} of similar {counted(row)}s"
     paired = any(row.baseline is not None and row.baseline.difference is not None for row in rows)
     how = ", ± standard error" if sequences and not of_classes(row) else ""
@@ -388,7 +399,8 @@ def _answer(manifest: Manifest, rows: Sequence[Row], *, prompts: bool) -> tuple[
     text = text.format(batch=judged.batch, format=judged.format)
     if judged.answer == "use_instead" and judged.batch is not None:
         text += f", up to batch {judged.batch}"
-    text += _prompts(judged.prompts) if prompts else ""
+    shown = judged.prompts if prompts else None
+    text += _undecided(rows, shown) if judged.answer == "inconclusive" else _prompts(shown)
     return (f"forecast: {text}" if judged.forecast else text), [reason.rstrip(". ") for reason in judged.because]
 
 
@@ -400,6 +412,16 @@ def _prompts(prompts: PromptVerdict | None) -> str:
     states.append((prompts.open, "do not differ beyond noise"))
     parts = ", ".join(f"of {words.listed(lengths)} tokens {verb}" for lengths, verb in states if lengths)
     return f"; prompts {parts}" if parts else ""
+
+
+def _undecided(rows: Sequence[Row], prompts: PromptVerdict | None) -> str:
+    """Format `, for steps and prompts: the machine was busy`; only `: noise` without prompts."""
+    alone = prompts is not None and not prompts.faster and not prompts.slower
+    also = ", for steps and prompts" if alone else ""
+    speeds = [speed for row in rows if row.name.startswith("latency.") and (speed := speed_up(row)) is not None]
+    why = "a time or a ceiling is wrong" if any(speed.doubt == "ceiling" for speed in speeds) else "noise"
+    why = "the machine was busy" if any(speed.noisy for speed in speeds) else why
+    return f"{also}: {why}{'' if alone else _prompts(prompts)}"
 
 
 def tone(manifest: Manifest) -> str:

@@ -119,7 +119,7 @@ def explained(rows: Sequence[Row], several: Sequence[Series]) -> list[str]:
         )
     sentences += [few] if (few := curves.few_steps(several)) else []
     if any(series.spread is not None for series in several):
-        sentences.append("Grey band: difference between two measurements of the same side (A/A).")
+        sentences.append("Grey band: difference between two measurements of one side (A/A); the intervals include it.")
     if any(_wins(series) for series in several):
         sentences.append("Shaded: sizes with the whole interval above 1.")
     return sentences

@@ -24,7 +24,8 @@ def closing(manifest: Manifest, rows: Sequence[Row], place: str) -> list[Part]:
         facts += [(label, list(lines))] if lines else []
     answer, _ = figures.verdict(manifest, rows, prompts=False)
     left = figures.untimed(manifest, rows)
-    more = f" (batches up to {left[-1]} are not timed yet)" if left else ""
+    batches = f"batches {left[0]} to {left[-1]}" if len(left) > 1 else f"batch {left[0]}" if left else ""
+    more = f"; {batches} not timed yet" if left else ""
     facts.append(("verdict", (Styled(answer, figures.tone(manifest)), more)))
     return [Facts(facts), Section("", [Code("", "\n".join(_next(manifest, rows, place)))])]
 
@@ -35,12 +36,11 @@ def _made(manifest: Manifest, place: str) -> str:
 
 
 def _size(rows: Sequence[Row]) -> list[str]:
-    row = next((row for row in rows if row.name == "size.bytes" and row.value and row.baseline), None)
-    if row is None or row.baseline is None or not row.value:
-        return []
-    ratio = row.baseline.value / row.value
-    how = f"{words.times(ratio)} smaller" if ratio >= 1 else f"{words.times(1 / ratio)} larger"
-    return [f"{how}: {words.size(row.baseline.value)} → {words.size(row.value)}"]
+    return [
+        f"{export} {times}: {words.size(row.baseline.value)} → {words.size(row.value or 0.0)}".lstrip()
+        for export, times, row in figures.sizes(rows)
+        if row.baseline is not None
+    ]
 
 
 def _accuracy(rows: Sequence[Row]) -> list[str]:
@@ -58,7 +58,7 @@ def _accuracy(rows: Sequence[Row]) -> list[str]:
     before, after = words.short(perplexity.baseline.value), words.short(perplexity.value or 0.0)
     sure = words.bracketed(words.between(inverse, lambda ratio: f"{ratio:.3f}"))
     return [
-        f"KL divergence {words.short(kl.value or 0.0)} nats{_sure(kl.ci95)}; the original has 0",
+        f"KL divergence {words.short(kl.value or 0.0)} nats{_sure(kl.ci95)}",
         f"perplexity {before} → {after}: {times:.3f} times{sure}",
     ]
 
@@ -82,8 +82,9 @@ def _timed(row: Row, manifest: Manifest) -> str:
     before, after = (words.figure(seconds * factor, 3) for seconds in (row.baseline.value, row.value))
     times = f"{where}: {before} → {after} {unit} {what}".rstrip()
     if state(row) == "open":
-        return f"{times}, not decided: {'the machine was busy' if speed.noisy else 'too much noise'}"
-    (low, high), ratio, how = speed.ci95, speed.ratio, "faster"
+        ends = words.between(speed.interval, words.short)
+        return f"{times}, not decided: {'the machine was busy' if speed.noisy else f'noise ({ends})'}"
+    (low, high), ratio, how = speed.interval, speed.ratio, "faster"
     if ratio < 1:
         (low, high), ratio, how = (1 / high, 1 / low), 1 / ratio, "slower"
     return f"{times}, {words.times(ratio)} {how}{_sure((low, high))}"
@@ -100,7 +101,7 @@ def _next(manifest: Manifest, rows: Sequence[Row], place: str) -> list[str]:
         runtime = "onnxruntime" if usage.has(manifest, "onnx/") else alone
         lines.append(usage.generate(typed, None if usage.has(manifest, "model/") else runtime))
     if manifest.layers and (figures.untimed(manifest, rows) or not figures.timed(rows)):
-        lines += usage.measure(manifest, typed)
+        lines += usage.measure(manifest, typed) or usage.on_target(manifest, typed)
     else:
         lines.append(f"quantkit verify {typed}")
     if usage.has(manifest, "report.html"):

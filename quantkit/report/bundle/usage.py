@@ -10,12 +10,13 @@ import yaml
 
 from quantkit import plugins
 from quantkit.bundle import CodeEntry, Manifest
-from quantkit.exporters import load_exporter
+from quantkit.errors import InputError
+from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.model import layouts
 from quantkit.model.layouts import Layout
 from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT
 from quantkit.report.kit.tree import Code
-from quantkit.scheme import WeightScheme
+from quantkit.scheme import ActivationScheme, WeightScheme
 
 PROMPT = "The capital of France is"
 _CLASSES = {"decoder": "AutoModelForCausalLM", "encoder": "AutoModel", "network": "AutoModelForImageClassification"}
@@ -96,13 +97,22 @@ def commands(manifest: Manifest) -> list[Code]:
         listed.append(Code("TensorRT", "\n".join(lines)))
     if has(manifest, "onnx/genai_config.json"):
         listed.append(Code("onnxruntime-genai", _GENAI, "python"))
-    stored = layout(manifest)
-    # if vLLM has a kernel for all layers in this layout
-    schemes = [WeightScheme.model_validate(layer.scheme) for layer in manifest.layers]
-    if decodes and stored is not None and all(map(stored.served, schemes)):
-        remark = [f"# {stored.serving}"] if stored.serving else []
-        listed.append(Code("vLLM", "\n".join([*remark, "vllm serve ./model"])))
+    if lines := serve(manifest):
+        listed.append(Code("vLLM", "\n".join(lines)))
     return listed
+
+
+def serve(manifest: Manifest, place: str = ".") -> list[str]:
+    """Return the command to serve the checkpoint; nothing if vLLM has no kernel for a layer in its layout."""
+    stored, schemes = layout(manifest), (WeightScheme.model_validate(layer.scheme) for layer in manifest.layers)
+    if manifest.model.kind != "decoder" or stored is None or not all(map(stored.served, schemes)):
+        return []
+    return [*([f"# {stored.serving}"] if stored.serving else []), f"vllm serve {place}/model"]
+
+
+def on_target(manifest: Manifest, place: str = ".") -> list[str]:
+    """Return the command to serve the checkpoint on its target; nothing for a target without vLLM."""
+    return serve(manifest, place) if "vllm" in (manifest.target or {}).get("runtimes", []) else []
 
 
 def recommend(manifest: Manifest, files: Files = _AS_NAMED) -> str:
@@ -116,7 +126,7 @@ def recommend(manifest: Manifest, files: Files = _AS_NAMED) -> str:
 
 
 def measure(manifest: Manifest, place: str = ".", files: Files = _AS_NAMED) -> list[str]:
-    """Return the commands to measure and judge the speed.
+    """Return the commands to measure and judge the speed; nothing if no runtime of the target can be timed.
 
     An engine is timed on its GPU: a decoder's by quantkit, others by the library's own tool.
 
@@ -130,10 +140,26 @@ def measure(manifest: Manifest, place: str = ".", files: Files = _AS_NAMED) -> l
             return ["# on the GPU that the engine is for", *_measure_engine(manifest, place, files)]
         if (runtime := file_runtime(manifest)) is not None:
             return [_measured(manifest, place, runtime, files)]
-        if experts(manifest):
-            return []  # experts have no ONNX graph, so there is nothing to time
+        if not _exportable(manifest):
+            return []
         export = [f"quantkit export {place} --to onnx"]
     return [*export, _measured(manifest, place, "onnxruntime", files)]
+
+
+def _exportable(manifest: Manifest) -> bool:
+    """Tell whether an ONNX graph can be made from the checkpoint, for a runtime of the target."""
+    graphs, read = map(load_exporter, plugins.exporters_that_store("graph")), (manifest.target or {}).get("runtimes")
+    exporter = next(one for one in graphs if "onnxruntime" in one.runtimes)
+    if experts(manifest) or not packed(manifest) or (read and not set(exporter.runtimes) & set(read)):
+        return False
+    schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in manifest.layers}
+    inputs = {layer.name: layer.activations for layer in manifest.layers if layer.activations is not None}
+    activations = {name: ActivationScheme.model_validate(scheme) for name, scheme in inputs.items()}
+    try:
+        exporter.holds(exporter.Options(), exporter.runtimes[0], LayerSpec(schemes, activations=activations))
+    except InputError:
+        return False
+    return True
 
 
 def experts(manifest: Manifest) -> list[str]:
