@@ -232,9 +232,14 @@ def measure(
     *,
     calibration: str | Path | None = None,
     speed: bool = True,
+    quick: bool = False,
+    seconds: float | None = None,
+    batches: Sequence[int] = (),
     progress: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure a bundle's accuracy, size and speed again; the rows also go into its `measurements.jsonl`.
+
+    The timing alone takes about five minutes: `quick=True` or `seconds=60` shortens it, `speed=False` leaves it out.
 
     Args:
         bundle: or its path.
@@ -242,20 +247,29 @@ def measure(
         runtime: `torch` or `onnxruntime` (speed too); None is onnxruntime where the bundle has a graph.
         calibration: the set to score on, its `eval` split; None is the bundle's own.
         speed: time it too, where the runtime is onnxruntime.
+        quick: time only the few shapes that a compile times.
+        seconds: time for all shapes, 1 or more; None is 300, or what `quick` takes.
+        batches: sizes to time; none: the target's, up to 32.
         progress: show how far it is, as `compile` does.
     """
     from quantkit import given
     from quantkit.pipeline import measure_bundle
+    from quantkit.pipeline.measure import timing_plan
     from quantkit.pipeline.progress import showing
 
     against = None if baseline is None else given.model(baseline, "baseline")
     text = None if calibration is None else given.model(calibration, "calibration")
     runs = given.word(runtime, "runtime", "a runtime's name")
-    given.flags(speed=speed)
-    opened = _opened(bundle)
+    given.flags(speed=speed, quick=quick)
+    given.numbers(seconds=seconds)
+    if seconds is not None and seconds < 1:
+        raise given.wrong("seconds", seconds, "a number from 1 up")
+    sizes, opened = given.batches(batches), _opened(bundle)
+    asked = quick or seconds is not None or sizes
+    plan = timing_plan(opened, few=quick, batches=sizes, seconds=seconds) if asked else None
     with showing(progress) as shown:
         shown.begin(f"opening {opened.path.name}")
-        rows = measure_bundle(opened, against, shown, runtime=runs, calibration=text, speed=speed)
+        rows = measure_bundle(opened, against, shown, runtime=runs, calibration=text, plan=plan, speed=speed)
     return [row.as_dict() for row in rows]
 
 

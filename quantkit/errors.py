@@ -148,7 +148,7 @@ class MissingDependency(QuantkitError):
             where=package,
             value=f"{package} is not installed",
             rule=f"{purpose} needs it",
-            remedy=f"pip install 'quantkit[{extra}]'" if extra else f"pip install {package}",
+            remedy=install(extra) if extra else f"pip install {package}",
         )
 
     @classmethod
@@ -162,6 +162,11 @@ class MissingDependency(QuantkitError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild_missing, (self._asked,))
+
+
+def install(extra: str) -> str:
+    """Write the command to install an extra of quantkit from its clone; PyPI has no quantkit."""
+    return f"in the clone of quantkit: pip install -e '.[{extra}]'"
 
 
 def _rebuild_missing(fields: dict[str, Any]) -> MissingDependency:

@@ -46,7 +46,7 @@ def test_a_missing_dependency_stays_one_through_a_pickle_and_says_what_to_instal
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is MissingDependency
     assert back.line() == error.line()
-    assert "pip install 'quantkit[compile]'" in back.line()
+    assert "pip install -e '.[compile]'" in back.line()
     assert "quantizing needs it" in back.line()
 
 

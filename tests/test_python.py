@@ -27,6 +27,9 @@ RECIPE = {"summary": "mine", "scheme": INT8, "passes": ["rtn"]}
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a model that is a number": (lambda: quantkit.plan(3), r"\[usage\] model: got 3; a name or a path"),  # type: ignore[arg-type]
     "a module that is a number": (lambda: quantkit.compile(3), r"\[module-kind\] model: an int; "),  # type: ignore[arg-type]
+    "weights alone": (lambda: quantkit.compile({}), r"\[module-kind\] model: a dict; .*load it into the model first"),  # type: ignore[arg-type]
+    "no time to measure": (lambda: quantkit.measure("./x", seconds=0), r"\[usage\] seconds: got 0; a number from 1 up"),
+    "a folder that is there": (lambda: quantkit.compile("./x", out="."), r"out-exists.*in Python, out="),
     "a recipe that is a list": (lambda: quantkit.compile("x", recipe=["rtn"]), r"\[usage\] recipe: got \['rtn'\]"),  # type: ignore[arg-type]
     "a recipe with a slip": (lambda: quantkit.compile("x", recipe={**RECIPE, "pases": []}), r"recipe-invalid.*passes"),
     "changes that are a text": (lambda: quantkit.compile("x", changes="seed=1"), r"\[set-invalid\] changes: got 's"),
@@ -106,7 +109,7 @@ def test_the_rows_as_a_table(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) ->
     assert arrow.num_rows == len(rows) and arrow.column("value").to_pylist() == [row["value"] for row in rows]
     with pytest.raises(InputError, match="pandas or pyarrow"):
         bundle.frame("polars")  # type: ignore[arg-type]
-    for name, remedy in (("pandas", "pip install pandas"), ("pyarrow", r"quantkit\[data\]")):
+    for name, remedy in (("pandas", "pip install pandas"), ("pyarrow", r"-e '\.\[data\]'")):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(MissingDependency, match=remedy):
             bundle.frame(name)  # type: ignore[arg-type]
@@ -131,7 +134,7 @@ def test_a_chart(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"nothing-to-plot.*quantkit measure"):
         bare.plot()
     monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(MissingDependency, match=r"quantkit\[report\]"):
+    with pytest.raises(MissingDependency, match=r"-e '\.\[report\]'"):
         bundle.plot()
 
 

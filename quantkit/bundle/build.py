@@ -364,7 +364,7 @@ def _unfinished(folder: Path) -> InputError:
 
 def exists_already(out: Path, value: str = "exists already") -> InputError:
     """Make the error `out-exists`."""
-    remedy = "choose another --out, or delete it"
+    remedy = "choose another folder (--out; in Python, out=), or delete it"
     return InputError("out-exists", str(out), value, "nothing is overwritten", remedy)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -160,9 +160,26 @@ class Bundle:
         runner = Kind[_ModelLoader]("runtimes").load(name, where="runtime")
         return str(runner.generate(self, prompt, new_tokens=new_tokens, chat=chat)["text"])
 
-    def measure(self, baseline: str | Path | None = None, **how: Any) -> list[dict[str, Any]]:
-        """Measure again; takes the arguments of `quantkit.measure`."""
-        rows: list[dict[str, Any]] = import_module("quantkit").measure(self, baseline, **how)
+    def measure(
+        self,
+        baseline: str | Path | None = None,
+        runtime: str | None = None,
+        *,
+        calibration: str | Path | None = None,
+        speed: bool = True,
+        quick: bool = False,
+        seconds: float | None = None,
+        batches: Sequence[int] = (),
+        progress: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Measure again; the arguments are those of `quantkit.measure`.
+
+        The timing alone takes about five minutes: `quick=True` or `seconds=60` shortens it, `speed=False`
+        leaves it out.
+        """
+        how: dict[str, Any] = {"calibration": calibration, "speed": speed, "quick": quick, "seconds": seconds}
+        how |= {"batches": batches, "progress": progress}
+        rows: list[dict[str, Any]] = import_module("quantkit").measure(self, baseline, runtime, **how)
         return rows
 
     def demand_writable(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import InputError
+from quantkit.errors import InputError, install
 from quantkit.kernels.dispatch import HUMMING
 
 # name as a candidate in a table
@@ -74,9 +74,8 @@ class HummingLinear(torch.nn.Module):
             layer.load_from_tensors({name: part.to(device) for name, part in stored.items()})
             layer.transform()
         except ImportError as error:
-            raise _refused(
-                str(error), "no kernel of ours, and humming is not installed: pip install 'quantkit[humming]'"
-            ) from None
+            absent = f"no kernel of ours, and humming is not installed; {install('humming')}"
+            raise _refused(str(error), absent) from None
         except (AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise _refused(str(error).partition("\n")[0] or type(error).__name__, "humming refuses it too") from None
         self.product = layer

@@ -72,7 +72,7 @@ def not_a_folder(path: Path, ref: str) -> InputError:
     """Make the error for a file that is no model, from its suffix."""
     value, remedy = _FILES.get(path.suffix.lower(), ("is a file", ""))
     if (path.parent / "config.json").is_file():
-        remedy = f"give its folder: {_as_typed(path.parent)}"
+        value, remedy = "is a file", f"give its folder: {_as_typed(path.parent)}"
     rule = "a model is a Hugging Face folder, a .gguf file or an .onnx file"
     return InputError("not-a-folder", where=ref, value=value, rule=rule, remedy=remedy or "give a folder")
 

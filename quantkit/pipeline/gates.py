@@ -237,6 +237,7 @@ def _written(taken: Decision) -> str:
         UNJUDGED: f"take the gate out: --set {taken.where}=null",
         "expert-unrouted": "calibrate on more text (calibration.samples), "
         "or be content with less: --set calibration.expert_tokens=1",
+        "form-chosen": "ask for it: --set calibration.template=chat, or give plain text",
         EMULATED: "take another recipe or target",
     }
     if taken.code in ways:

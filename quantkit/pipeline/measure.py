@@ -534,6 +534,12 @@ def batches_of(bundle: Bundle) -> list[int]:
     return [size for size in target_of(bundle.manifest).batches if size <= LARGEST] or [1]
 
 
+def timing_plan(bundle: Bundle, *, few: bool, batches: Sequence[int] | None, seconds: float | None) -> TimingPlan:
+    """Return the shapes and seconds that a user asks for; `few` takes those of a compile."""
+    plan = quick(bundle.manifest.model.kind) if few else TimingPlan(batches=batches_of(bundle))
+    return with_changes(plan, batches, seconds)
+
+
 def with_changes(plan: TimingPlan, batches: Sequence[int] | None, seconds: float | None) -> TimingPlan:
     """Replace some of a plan's numbers."""
     plan = replace(plan, batches=tuple(sorted(set(batches)))) if batches else plan

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quantkit import content
 from quantkit.bundle import Bundle, Check
-from quantkit.errors import InputError, MissingDependency, QuantkitError
+from quantkit.errors import InputError, MissingDependency, QuantkitError, install
 from quantkit.exporters import load_exporter
 from quantkit.measurement.accuracy import layerwise
 from quantkit.measurement.accuracy.layerwise import LayerError
@@ -160,16 +160,16 @@ def reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
     checks = loaded(bundle)
     if not all(check.ok for check in checks):
         return checks, []
-    install = "(pip install 'quantkit[compile]')"
+    needs = f"({install('compile')})"
     if holds_graph(bundle):
         try:
             return [*checks, *reload_graph(bundle)], []
         except (ImportError, MissingDependency) as problem:
-            return checks, [f"not loaded: {problem} {install}; files and hashes hold"]
+            return checks, [f"not loaded: {problem} {needs}; files and hashes hold"]
     try:
         import torch  # noqa: F401
     except ImportError as problem:
-        return checks, [f"not loaded: {problem.name} is not installed {install}; files and hashes hold"]
+        return checks, [f"not loaded: {problem.name} is not installed {needs}; files and hashes hold"]
     notes = []
     for name in (next(iter(step)) for step in bundle.manifest.recipe.get("export", [])):
         try:
@@ -177,7 +177,7 @@ def reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
         except (ImportError, MissingDependency) as problem:
             missing = problem.where if isinstance(problem, MissingDependency) else problem.name
             why = f"{missing} is not installed" if missing else str(problem)
-            notes.append(f"{name} not loaded: {why} {install}")
+            notes.append(f"{name} not loaded: {why} {needs}")
     return checks, notes
 
 

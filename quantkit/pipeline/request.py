@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import content, given, machine, plugins
 from quantkit.bundle import Decision
+from quantkit.bundle.build import exists_already
 from quantkit.content import cache_dir
 from quantkit.errors import InputError, MissingDependency, one
 from quantkit.exporters import LayerSpec, load_exporter
@@ -27,6 +28,7 @@ from quantkit.model.sight import demand_no_adapter, demand_possible
 from quantkit.model.source.alias import ALIASES, Alias, materialize
 from quantkit.model.source.files import file_sha256
 from quantkit.model.source.weights import disk_errors
+from quantkit.passes import NOTE, decision
 from quantkit.planning import support
 from quantkit.planning.support import Support
 from quantkit.recipe import CalibrationChoice, ExportStep, Recipe
@@ -142,8 +144,7 @@ class Request:
         answer = support.ask(chosen, aimed, kind)
         where = given.path(out, "out")
         if where is not None and where.exists() and not resume:
-            rule, remedy = "nothing is overwritten", "choose another --out, or delete it"
-            raise InputError("out-exists", where=str(where), value="exists already", rule=rule, remedy=remedy)
+            raise exists_already(where)
         limits = chosen.gates.model_dump().items()
         asked = (gate for gate, limit in limits if limit is not None)
         return cls(
@@ -287,11 +288,20 @@ def with_module(request: Request, module: nn.Module, example_inputs: Any, tokeni
     name = type(module).__name__
     if not isinstance(module, nn.Module):
         value, rule = one(name), "a model is a name, a path or a torch.nn.Module"
-        raise InputError("module-kind", where="model", value=value, rule=rule, remedy="check what is given")
+        remedy = "check what is given"
+        if isinstance(module, Mapping):
+            remedy = "weights alone are no model: load it into the model first, model.load_state_dict(...)"
+        raise InputError("module-kind", where="model", value=value, rule=rule, remedy=remedy)
     if example_inputs is None and "PreTrainedModel" in [base.__name__ for base in type(module).__mro__]:
-        from quantkit.model.source.open import save_in_memory
+        from quantkit.model.source.open import has_tokenizer, save_in_memory
 
-        return replace(request, model=str(save_in_memory(module, tokenizer)))
+        saved, taken = save_in_memory(module, tokenizer), request.taken
+        if tokenizer is None and has_tokenizer(saved):
+            came_from = Path(str(module.name_or_path))
+            origin = came_from.name if came_from.is_dir() else str(came_from)
+            reason = f"none was given: the one of {origin}, where the model was loaded from, is taken"
+            taken = (*taken, decision("open", NOTE, "tokenizer", reason))
+        return replace(request, model=str(saved), taken=taken)
     if tokenizer is not None:
         rule = "a module that is exported to ONNX takes tensors"
         raise InputError("usage", "tokenizer", f"given with {one(name)}", rule, "leave it out")

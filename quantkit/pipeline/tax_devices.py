@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit import content, machine, plugins
-from quantkit.errors import InputError, MissingDependency, did_you_mean, unknown_name
+from quantkit.errors import InputError, MissingDependency, did_you_mean, install, unknown_name
 from quantkit.kernels import GPUS, too_old
 from quantkit.model.sizes.shapes import LinearShapes
 from quantkit.pipeline.request import this_machine
@@ -155,7 +155,7 @@ class Graphics:
         gpus, reason = machine.gpus()
         if not gpus:
             value, rule = f"no GPU here: {reason}", "kernels are timed on the device that they are for"
-            remedy = "run it where there is one, with pip install 'quantkit[gpu]'; --device cpu times this processor"
+            remedy = f"run it where there is one ({install('gpu')}); --device cpu times this processor"
             raise InputError("device-absent", where="--device cuda", value=value, rule=rule, remedy=remedy)
         name, capability = str(gpus[0]["name"]), str(gpus[0]["sm"])
         if too_old(capability):

@@ -352,9 +352,11 @@ def test_ids_are_no_conversations(id_file, chat_tokenizer):
 
 
 def test_what_no_template_can_write_is_refused(talks, own_text, bos_tokenizer, chat_tokenizer):
-    assert "--set calibration.template=chat" in refused(
-        "calibration-template", only_messages(talks), tokenizer=chat_tokenizer
+    assert "chat_template.jinja beside its tokenizer, or give plain text" in refused(
+        "calibration-template", only_messages(talks), tokenizer=bos_tokenizer
     )
+    encoder = refused("calibration-template", only_messages(talks), tokenizer=chat_tokenizer, special="around")
+    assert "only a decoder's chat template" in encoder
     assert "has no chat template" in refused("calibration-template", own_text, tokenizer=bos_tokenizer, template="chat")
     refused("calibration-tokenizer", own_text, template="chat")
     # the text beside the messages is taken where no template writes them

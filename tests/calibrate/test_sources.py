@@ -226,7 +226,7 @@ def test_a_path_may_name_the_column(data, suffix, tmp_path):
     assert parse(data, suffix=suffix, where="a", column="body") == Texts(("one", "two"))
     part = read(f"{tmp_path}/a{suffix}:body", "calib", chat=False)
     assert part.content is not None and part.content.documents[0].startswith("one")
-    with pytest.raises(InputError, match=r"COLUMN|:KEY") as caught:
+    with pytest.raises(InputError, match=r"no column .bodies.; .*body.*; write .*:body") as caught:
         read(f"{tmp_path}/a{suffix}:bodies", "calib", chat=False)
     assert caught.value.code == "calibration-fields"
 
@@ -236,3 +236,39 @@ def test_a_csv_that_cannot_be_read_says_why(data):
     with pytest.raises(InputError, match=r"a\.csv") as caught:
         parse(data, suffix=".csv", where="a.csv")
     assert caught.value.code in ("calibration-fields", "calibration-unreadable")
+
+
+def test_alpaca_is_text_in_its_own_prompts_where_no_template_writes_it():
+    rows = [ALPACA, {**ALPACA, "input": "The sky."}]
+    parsed = parse(json.dumps(rows).encode(), suffix=".json", where="own.json", chat=None)
+    assert isinstance(parsed, Texts)
+    assert parsed.alpaca
+    without, context = parsed.documents
+    assert without.startswith("Below is an instruction that describes a task. Write a response")
+    assert without.endswith("\n\n### Instruction:\nWhy?\n\n### Response:\nBecause.")
+    assert "a task, paired with an input" in context
+    assert "### Instruction:\nWhy?\n\n### Input:\nThe sky.\n\n### Response:" in context
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+def test_a_column_that_cannot_be_read_is_told_with_those_that_can(suffix):
+    table = {".csv": b"review,stars\nGood.,5\nBad.,\n", ".json": b'[{"review": "Good.", "stars": 5}]'}[suffix]
+    wrong = {
+        "stars": ("the column 'stars' holds numbers", f"write mine{suffix}:review"),
+        "revew": ("no column 'revew'", f"columns: review, stars; write mine{suffix}:review"),
+    }
+    for column, (value, remedy) in wrong.items():
+        with pytest.raises(InputError) as caught:
+            parse(table, suffix=suffix, where=f"mine{suffix}:{column}", column=column)
+        assert caught.value.code == "calibration-fields"
+        assert value in str(caught.value)
+        assert remedy in str(caught.value)
+
+
+def test_a_folder_of_texts_is_told_what_is_read(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("Words.")
+    with pytest.raises(InputError) as caught:
+        read(str(tmp_path), "calib", chat=False)
+    assert caught.value.code == "calibration-folder"
+    assert f"give one file: {tmp_path}/a.txt, {tmp_path}/b.txt; or join them: cat {tmp_path}/*.txt" in str(caught.value)

@@ -56,7 +56,7 @@ def test_what_needs_torch_says_what_to_install(
         done = without_packages(*arguments)
         assert done.returncode == 2
         assert "error: [missing-dependency]" in done.stderr
-        assert "pip install 'quantkit[compile]'" in done.stderr
+        assert "pip install -e '.[compile]'" in done.stderr
         assert "Traceback" not in done.stderr
 
 

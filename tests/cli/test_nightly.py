@@ -68,7 +68,7 @@ def test_a_missing_package_names_the_extra_of_its_command(
     monkeypatch.setattr(Store, "open", fail)
     ran = quantkit(*arguments)
     assert ran.code == 2
-    assert f"pip install 'quantkit[{extra}]'" in ran.err
+    assert f"pip install -e '.[{extra}]'" in ran.err
 
 
 def test_a_question_and_its_answer(store: Store, quantkit: Any) -> None:

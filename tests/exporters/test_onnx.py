@@ -402,7 +402,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from quantkit.errors import MissingDependency
 
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(MissingDependency, match=r"onnxscript.*pip install 'quantkit\["):
+    with pytest.raises(MissingDependency, match=r"onnxscript.*pip install -e '\.\["):
         EXPORT.accepts(EXPORT.Options(), LayerSpec())
 
 

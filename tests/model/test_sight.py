@@ -65,6 +65,13 @@ def test_a_file_is_refused_by_its_suffix(suffix: str, tmp_path: Path) -> None:
     assert caught.value.remedy
 
 
+def test_a_file_of_a_model_is_answered_with_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"is a file; .*give its folder") as caught:
+        demand_possible(str(tmp_path / "config.json"))
+    assert caught.value.remedy == f"give its folder: {tmp_path}"
+
+
 def test_torch_is_not_imported_for_what_is_refused(tmp_path: Path) -> None:
     """By the command itself, in one process."""
     for number, name in enumerate(WHY):

@@ -119,7 +119,9 @@ def test_a_language_model_in_memory_is_saved_with_its_tokenizer_and_measured_aga
     saved = type(model).from_pretrained(folder, dtype="auto").state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
     assert str(tmp_path) not in "".join(path.read_text() for path in folder.glob("*.json"))
-    again = quantkit.measure(bundle, speed=False)
+    notes = [step.reason for step in bundle.manifest.decisions if step.where == "tokenizer"]
+    assert notes == (["none was given: the one of mine, where the model was loaded from, is taken"] if beside else [])
+    again = bundle.measure(speed=False, quick=True)
     assert [row["value"] for row in again if row["name"] == "accuracy.kl"]
     twice = quantkit.compile(model, "gptq-int4", out=tmp_path / "two", **asked)
     assert twice.manifest.model.source.sha256 == source.sha256

@@ -321,7 +321,7 @@ def test_without_torch_what_can_be_measured_is_said(made: Made, monkeypatch: pyt
     both = Bundle.load(made.both)
     assert "--recipe float" in refused("baseline-needed", both, plan=PLAN)
     for options in ({"speed": False}, {"runtime": "torch"}):
-        assert "quantkit[compile]" in refused("missing-dependency", both, str(made.floating), **options)
+        assert "-e '.[compile]'" in refused("missing-dependency", both, str(made.floating), **options)
         refused("missing-dependency", both, **options)
 
 

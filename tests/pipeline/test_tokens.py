@@ -248,6 +248,36 @@ def test_a_template_is_for_decoders_that_have_one(chat_tokenizer: Any, bos_token
         assert "--set calibration.template=null" in str(caught.value)
 
 
+def test_conversations_are_written_by_the_chat_template_and_a_decision_says_so(
+    tmp_path: Path, chat_tokenizer: Any, bos_tokenizer: Any
+) -> None:
+    share, alpaca = tmp_path / "sharegpt.json", tmp_path / "alpaca.json"
+    talks = [
+        [{"from": "human", "value": f"What is {n}?"}, {"from": "gpt", "value": "A number. " * 9}] for n in range(200)
+    ]
+    share.write_text(json.dumps([{"conversations": talk} for talk in talks]))
+    records = [{"instruction": f"Add {n}.", "input": f"to {n}", "output": "Done. " * 9} for n in range(200)]
+    alpaca.write_text(json.dumps(records))
+    cases = [(share, chat_tokenizer, "chat"), (alpaca, chat_tokenizer, "chat"), (alpaca, bos_tokenizer, "alpaca")]
+    for path, tokenizer, form in cases:
+        taken: list[Any] = []
+        calibration, scoring = tokens.load(recipe(str(path)), source(tokenizer), calibrate=True, decisions=taken)
+        chosen = [step for step in taken if step.code == tokens.FORM]
+        assert [(step.pass_, step.where, step.from_, step.to) for step in chosen] == [
+            ("calibrate", "calibration.template", None, form)
+        ]
+        assert calibration.form == scoring.form == form
+        if form == "chat":
+            assert all(tokenizer.decode(row).startswith("<s>[user]") for row in (*calibration.ids, *scoring.ids))
+        # `quantkit measure --calibration` loads the set alone
+        alone: list[Any] = []
+        again = tokens.again(recipe(), source(tokenizer), str(path), None, alone)
+        assert (again.sha256, [step.to for step in alone if step.code == tokens.FORM]) == (scoring.sha256, [form])
+    with pytest.raises(InputError, match="give plain text") as caught:
+        tokens.load(recipe(str(share)), source(bos_tokenizer), calibrate=True, decisions=[])
+    assert caught.value.code == "calibration-template"
+
+
 def test_an_encoder_sees_what_the_tokenizer_puts_around_a_text(byte_tokenizer: Any) -> None:
     calibration, scoring = tokens.load(recipe(), source(byte_tokenizer, "encoder"), calibrate=True, decisions=[])
     for found in (calibration, scoring):

@@ -196,7 +196,7 @@ def test_plotly_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(MissingDependency) as caught:
         page(planted.manifest(), [], [])
-    assert caught.value.remedy == "pip install 'quantkit[report]'"
+    assert caught.value.remedy == "in the clone of quantkit: pip install -e '.[report]'"
 
 
 def test_flags_become_warnings_and_what_is_in_every_curve_is_told_once() -> None:

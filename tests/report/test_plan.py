@@ -364,5 +364,5 @@ def test_what_the_page_needs(monkeypatch: pytest.MonkeyPatch, page: str, tmp_pat
     with pytest.raises(InputError, match="file-unwritable"):
         html.write(tmp_path / "nowhere" / "x.html", page)
     monkeypatch.setattr(machine, "has", lambda name: False)
-    with pytest.raises(MissingDependency, match=r"quantkit\[report\]"):
+    with pytest.raises(MissingDependency, match=r"-e '\.\[report\]'"):
         html.demand()

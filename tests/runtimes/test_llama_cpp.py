@@ -152,7 +152,7 @@ def test_what_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp
     from quantkit.runtimes.llama_cpp import library
 
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(MissingDependency, match=r"quantkit\[gguf\]"):
+    with pytest.raises(MissingDependency, match=r"-e '\.\[gguf\]'"):
         library.LlamaLibrary()
 
 

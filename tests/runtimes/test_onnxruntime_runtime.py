@@ -515,7 +515,7 @@ def test_an_encoder_generates_nothing_and_has_no_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize("package", ["onnxruntime", "tokenizers"])
 def test_a_missing_package_is_named(small: Small, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependency, match=rf"{package}.*quantkit\[onnx\]"):
+    with pytest.raises(MissingDependency, match=rf"{package}.*-e '\.\[onnx\]'"):
         RUNTIME.generate(Bundle.load(small.folder), "The")
 
 

@@ -160,7 +160,7 @@ def test_what_none_of_our_kernels_takes_goes_to_another_library_if_it_is_there(
     )
     assert "not stored: weight_zero_point" in why(None)
     monkeypatch.setitem(sys.modules, "humming.layer", None)
-    assert "pip install 'quantkit[humming]'" in why(None)
+    assert "pip install -e '.[humming]'" in why(None)
 
 
 def test_what_cannot_be_is_refused(compiled: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ class TokenSet:
         generated: number of samples, the last ones, written by the model itself.
         longest: most ids of a text of the pairs, for the model's positions.
         whole: `sha256` of the full set, if these samples are only its first; else empty.
+        form: form chosen for records without being asked for, `chat` or `alpaca`; else None.
     """
 
     ids: torch.Tensor
@@ -70,6 +71,7 @@ class TokenSet:
     generated: int = 0
     longest: int = LONGEST
     whole: str = ""
+    form: Literal["chat", "alpaca"] | None = None
 
     def first(self, samples: int) -> TokenSet:
         """Keep the first samples."""
@@ -124,15 +126,21 @@ def load_tokens(
         vocab_size: upper limit of the ids.
         special: the tokenizer's own tokens in a sequence: those before a text, as in a decoder's prompts; those around
             it, as in an encoder's inputs; or none, as in older bundles.
-        template: `chat` for the model's own chat template; `special` is then ignored.
+        template: `chat` for the model's own chat template; `special` is then ignored. None has it write conversations
+            alone, where the tokenizer has one.
 
     Raises:
         InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,
             `split`, `kind`, `folder`, `suffix`, `empty`, `short`, `not-text`, `json`, `fields`, `mixed`, `unreadable`,
             `ids`, `messages`, `tokenizer`, `template`, `random`.
     """
-    part = sources.read(reference, split, chat=template is not None)
+    able = special != "around" and pack.has_template(tokenizer)
+    part = sources.read(reference, split, chat=True if template else False if able else None)
     asked = _Asked(part, split, tokenizer, samples, tokens, seed)
+    form: Literal["chat", "alpaca"] | None = None
+    if template is None:
+        alpaca = isinstance(part.content, Texts) and part.content.alpaca
+        form = "chat" if able and isinstance(part.content, Conversations) else "alpaca" if alpaca else None
     before, after = frame(tokenizer)
     notes = list(part.notes)
     if template is not None and not isinstance(part.content, Texts | Conversations):
@@ -140,9 +148,10 @@ def load_tokens(
     if isinstance(part.content, Ids):
         ids = _as_given(asked, part.content, vocab_size)
         notes += _not_as_prompts(ids, before, tokenizer, part.name) if special != "none" else []
-    elif template is not None and part.content is not None:
+    elif (template or form == "chat") and part.content is not None:
         ids = _from_chat(asked, part.content, before)
-        notes.append(f"{part.name} is written as conversations by the model's chat template")
+        if template:  # else the form is a decision
+            notes.append(f"{part.name} is written as conversations by the model's chat template")
     else:
         before = before if special != "none" else []
         if special == "before" and after and not part.sampling.special_tokens:
@@ -154,7 +163,8 @@ def load_tokens(
         ids[:, : len(before)], ids[:, ids.shape[1] - len(after) :] = before, after
     check_vocabulary(ids, vocab_size, part.where)
     opening = begins(ids, tokenizer)
-    return TokenSet(torch.from_numpy(ids), part.name, split, ids_sha256(ids), tuple(notes), begins=opening)
+    whole = torch.from_numpy(ids)
+    return TokenSet(whole, part.name, split, ids_sha256(ids), tuple(notes), begins=opening, form=form)
 
 
 @dataclass(frozen=True)
@@ -178,7 +188,7 @@ class _Asked:
         if (count := len(ids)) >= self.samples:
             return ids
         value = f"{count} sequence{'' if count == 1 else 's'} of {self.tokens} tokens in it"
-        remedy = f"calibration.samples={count}, fewer tokens each, or more text"
+        remedy = f"--set calibration.samples={count}, fewer tokens each, or more text"
         remedy = remedy if count else "fewer tokens each, or more text"
         rule = f"{self.samples} were asked for"
         raise InputError("calibration-short", self.part.where, value, rule, remedy)
@@ -209,7 +219,7 @@ def _as_given(asked: _Asked, listed: Ids, vocab_size: int) -> NDArray[np.int64]:
     for row, place in zip(rows, listed.places, strict=False):
         if len(row) < asked.tokens:
             rule = f"{asked.tokens} tokens a sequence were asked for"
-            remedy = f"calibration.tokens={len(row)}, or longer lists" if row else "longer lists"
+            remedy = f"--set calibration.tokens={len(row)}, or longer lists" if row else "longer lists"
             raise InputError("calibration-short", place, f"{len(row)} ids", rule, remedy)
         # before numpy, which cannot hold an int of 30 digits
         _check_range(min(row), max(row), vocab_size, place)
@@ -232,8 +242,10 @@ def _from_text(asked: _Asked, text: Texts | Conversations, room: int, before: Se
     part = asked.part
     encode = asked.encoder(special_tokens=part.sampling.special_tokens)
     if isinstance(text, Conversations):
-        rule = "conversations need the model's chat template, which the recipe must ask for"
-        remedy = "--set calibration.template=chat"
+        rule = "only a decoder's chat template writes conversations"
+        if not pack.has_template(asked.tokenizer):
+            rule = "conversations need a chat template, and the model's tokenizer has none"
+        remedy = "put the model's chat_template.jinja beside its tokenizer, or give plain text: .txt, or a key `text`"
         raise InputError(pack.CODE, part.where, f"conversations (`{sources.MESSAGES}`)", rule, remedy)
     how: dict[str, Any] = {"samples": asked.samples, "tokens": room, "generator": asked.generator}
     ids: NDArray[np.int64] = asked.demand(

@@ -174,6 +174,14 @@ _DAY = datetime.datetime(2024, 7, 26, 12)
 _ASKED = 0.25
 
 
+def has_template(tokenizer: Any) -> bool:
+    """Tell whether a tokenizer has a chat template; several without a default count as none."""
+    try:
+        return bool(tokenizer.get_chat_template())
+    except (AttributeError, ValueError):
+        return False
+
+
 def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
     """Return a function from messages, and their place for errors, to token ids.
 

@@ -12,7 +12,8 @@ A record holds one of these, or anything in a column that the path names (`./rev
     text            a string
     messages        [{role, content}, ...], a conversation as OpenAI writes it
     conversations   [{from, value}, ...], one as ShareGPT writes it
-    instruction     with `output`, and `input` where there is one: a conversation of two messages, as Alpaca writes it
+    instruction     with `output`, and `input` where there is one: a conversation of two messages, as Alpaca writes it;
+                    a text in Alpaca's own form of prompt where the tokenizer has no chat template
     input_ids       a list of token ids
 
 Where several are there, `input_ids` wins: somebody has tokenized on purpose. Of a text and the messages that it was
@@ -25,11 +26,12 @@ there are 20 or more, else by the length of the text; conversations are never cu
 from __future__ import annotations
 
 import csv
+import difflib
 import io
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,10 @@ IDS, TEXT, MESSAGES = "input_ids", "text", "messages"
 # as ShareGPT and Alpaca call their conversations, and what each conversation is read from beside that
 _SHAREGPT, _ALPACA = ("conversations", "system"), ("instruction", "output", "input", "system")
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"}
+_PROMPT = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.",
+    ", paired with an input that provides further context",
+)
 _KINDS = "`text`, `messages`, `conversations`, `instruction` with `output`, or `input_ids`"
 SUFFIXES = (".txt", *content.TABLES)
 # what Hugging Face calls the three splits
@@ -55,10 +61,11 @@ _BY_DOCUMENT = 20
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents, in order; `joiner` is put between them."""
+    """Documents, in order; `joiner` is put between them; `alpaca` tells that records were written in Alpaca's form."""
 
     documents: tuple[str, ...]
     joiner: str = "\n\n"
+    alpaca: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,12 +98,12 @@ class SplitData:
     notes: tuple[str, ...] = ()
 
 
-def read(reference: str, split: Split, *, chat: bool) -> SplitData:
+def read(reference: str, split: Split, *, chat: bool | None) -> SplitData:
     """Return one split of a calibration set.
 
     Args:
         reference: a shipped name, or a path; see `ids.load_tokens`.
-        chat: whether a chat template will write what is in it.
+        chat: True if a chat template will write all data, False if it may write conversations, None if there is none.
 
     Raises:
         InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,
@@ -118,7 +125,11 @@ def read(reference: str, split: Split, *, chat: bool) -> SplitData:
     elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         whole, own_splits = read_dataset(path, split, where=reference, chat=chat)
     else:
-        rule, remedy = "a folder with card.yaml, or one written by datasets' save_to_disk", "name the file inside it"
+        inside = sorted(str(Path(reference) / file.name) for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
+        rule = f"a set is a file ({', '.join(SUFFIXES)}), a folder with card.yaml, or one of datasets' save_to_disk"
+        remedy = f"give one file: {', '.join(map(_typed, inside[:5]))}" if inside else "give a file of text"
+        if len(inside) > 1 and all(name.endswith(".txt") for name in inside):
+            remedy += f"; or join them: cat {reference.rstrip('/')}/*.txt > joined.txt"
         raise InputError("calibration-folder", reference, "neither a card.yaml nor a saved dataset in it", rule, remedy)
     if own_splits:
         return SplitData(whole, SetSampling(), name, reference)
@@ -137,7 +148,7 @@ def _joined(parts: Sequence[Content], split: Split, where: str) -> Content:
         value = f"texts, conversations or input_ids, not one kind, in the split {split!r}"
         raise InputError("calibration-mixed", where=where, value=value)
     if isinstance(first, Texts):
-        return Texts(tuple(document for part in parts for document in part.documents))  # type: ignore[union-attr]
+        return replace(first, documents=tuple(document for part in parts for document in part.documents))  # type: ignore[union-attr]
     places = tuple(place for part in parts for place in part.places)  # type: ignore[union-attr]
     if isinstance(first, Ids):
         return Ids(tuple(row for part in parts for row in part.rows), places)  # type: ignore[union-attr]
@@ -153,7 +164,7 @@ def _own_split(whole: Texts | Conversations, split: Split) -> tuple[Content, str
         return part, f"conversations {first + 1} to {last} of {count}"
     if (count := len(whole.documents)) >= _BY_DOCUMENT:
         first, last = cards.bounds(split, count)
-        return Texts(whole.documents[first:last], whole.joiner), f"documents {first + 1} to {last} of {count}"
+        return replace(whole, documents=whole.documents[first:last]), f"documents {first + 1} to {last} of {count}"
     text = whole.joiner.join(whole.documents)
 
     def cut(share: float) -> int:
@@ -164,15 +175,15 @@ def _own_split(whole: Texts | Conversations, split: Split) -> tuple[Content, str
         return place if place < len(text) else int(len(text) * share)
 
     first, last = cards.bounds(split, len(text), cut)
-    return Texts((text[first:last].strip(),), whole.joiner), f"characters {first} to {last} of {len(text)}"
+    return replace(whole, documents=(text[first:last].strip(),)), f"characters {first} to {last} of {len(text)}"
 
 
-def parse(data: bytes, *, suffix: str, where: str, chat: bool = False, column: str | None = None) -> Content:
+def parse(data: bytes, *, suffix: str, where: str, chat: bool | None = False, column: str | None = None) -> Content:
     """Return the content of one file.
 
     Args:
         suffix: of its name, with the dot.
-        chat: whether a chat template will write what is in it.
+        chat: as of `read`.
         column: key of a record that holds the text, the conversation or the ids; None takes those of the module.
 
     Raises:
@@ -198,6 +209,9 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False, column: s
     if suffix == ".csv":
         rows = _csv(text, where)
         columns = _columns(list(rows[0]), where, chat, column)
+        words = [name for name in rows[0] if not all(_is_number(row[name]) for row in rows[1:])]
+        if column is not None and column not in words and rows[1:]:
+            raise _numbers(where, column, words)
         named = ((f"{where}: row {n}", {key: row[key] for key in columns}) for n, row in enumerate(rows[1:]))
         return _records(named, where, chat, column)
     if suffix == ".json":
@@ -208,7 +222,7 @@ def parse(data: bytes, *, suffix: str, where: str, chat: bool = False, column: s
     return Texts(tuple(part for part in re.split(r"\n[^\S\n]*\n\s*", text.strip()) if part))
 
 
-def read_dataset(folder: Path, split: Split, *, where: str, chat: bool = False) -> tuple[Content, bool]:
+def read_dataset(folder: Path, split: Split, *, where: str, chat: bool | None = False) -> tuple[Content, bool]:
     """Return a `datasets` folder's content, and True if it is a split of its own.
 
     Raises:
@@ -251,7 +265,7 @@ def _csv(text: str, where: str) -> list[dict[str, Any]]:
     return [dict(zip(rows[0], row, strict=True)) for row in rows if row]
 
 
-def _parquet(data: bytes, where: str, chat: bool, column: str | None) -> Content:
+def _parquet(data: bytes, where: str, chat: bool | None, column: str | None) -> Content:
     with MissingDependency.unless_found("pyarrow", extra="data", purpose="a .parquet file"):
         import pyarrow.parquet
     with cards.reading(where):
@@ -268,21 +282,50 @@ def _parquet(data: bytes, where: str, chat: bool, column: str | None) -> Content
     return _tabular(rows, where, chat, column)
 
 
-def _wanted(chat: bool) -> tuple[str, ...]:
+def _wanted(chat: bool | None) -> tuple[str, ...]:
     return (IDS, MESSAGES, TEXT) if chat else (IDS, TEXT, MESSAGES)
 
 
-def _columns(names: list[str], where: str, chat: bool, column: str | None = None) -> list[str]:
+def _columns(names: list[str], where: str, chat: bool | None, column: str | None = None) -> list[str]:
     """Choose the columns of a table to read. Raises InputError `calibration-fields`."""
     if column is not None and column in names:
         return [column]
+    if column is not None:
+        raise _no_column(names, where, column)
     ways: dict[str, list[tuple[str, ...]]] = {MESSAGES: [(MESSAGES,), _SHAREGPT, _ALPACA], IDS: [(IDS,)]}
     for way in (way for wanted in _wanted(chat) for way in ways.get(wanted, [(TEXT,)])):
-        if column is None and set(way) - {"input", "system"} <= set(names):
+        if set(way) - {"input", "system"} <= set(names):
             return [name for name in way if name in names]
-    rule = f"a column {_KINDS}" if column is None else f"a column {column!r}, as the path says"
     value = f"columns {', '.join(map(repr, names)) or 'none'}"
-    raise InputError("calibration-fields", where, value, rule, _name_it(where, "column"))
+    raise InputError("calibration-fields", where, value, f"a column {_KINDS}", _name_it(where, "column"))
+
+
+def _no_column(names: Iterable[str], where: str, column: str) -> InputError:
+    """Make the error for a column that is not there, with the nearest name."""
+    names = list(names)
+    near = (difflib.get_close_matches(column, names, n=1) or ["COLUMN"])[0]
+    rule, remedy = f"columns: {', '.join(names) or 'none'}", f"write {content.column_of(where)[0]}:{near}"
+    return InputError("calibration-fields", where, f"no column {column!r}", rule, remedy)
+
+
+def _numbers(where: str, column: str, words: Sequence[str]) -> InputError:
+    """Make the error for a column of numbers; `words` are the columns of text."""
+    file = content.column_of(where)[0]
+    remedy = f"write {' or '.join(f'{file}:{name}' for name in words)}" if words else "name a column of text"
+    return InputError("calibration-fields", where, f"the column {column!r} holds numbers", "a column of text", remedy)
+
+
+def _is_number(value: Any) -> bool:
+    """Tell whether a table's field is a number, or empty."""
+    try:
+        return value is None or value == "" or float(value) is not None
+    except (TypeError, ValueError):
+        return False
+
+
+def _typed(path: str) -> str:
+    """Return a path as a reference: a relative one begins with `./`."""
+    return path if content.is_path(path) and path[0] in "/.~" else f"./{path}"
 
 
 def _name_it(where: str, what: str) -> str:
@@ -293,8 +336,18 @@ def _name_it(where: str, what: str) -> str:
     )
 
 
-def _tabular(rows: list[Any], where: str, chat: bool, column: str | None = None) -> Content:
+def _tabular(rows: list[Any], where: str, chat: bool | None, column: str | None = None) -> Content:
     return _records(((f"{where}: row {n}", row) for n, row in enumerate(rows)), where, chat, column)
+
+
+def _as_prompt(record: dict[str, Any]) -> str | None:
+    """Return a record of Alpaca as text, in the form that Alpaca was trained on; None for any other record."""
+    asked, answer, context = (record.get(key) for key in _ALPACA[:3])
+    if not isinstance(asked, str) or not isinstance(answer, str) or isinstance(record.get(TEXT), str):
+        return None
+    opening = record.get("system") or _PROMPT[0].format(_PROMPT[1] if context else "")
+    parts = [("Instruction", asked), *([("Input", context)] if context else []), ("Response", answer)]
+    return "\n\n".join([opening, *(f"### {title}:\n{words}" for title, words in parts)])
 
 
 def _as_messages(record: dict[str, Any]) -> dict[str, Any]:
@@ -316,21 +369,28 @@ def _as_messages(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, MESSAGES: turns}
 
 
-def _of_column(record: Any, column: str) -> Any:
+def _of_column(record: dict[str, Any], column: str) -> Any:
     """Return the contents of the named column, under the name of its kind."""
-    value = record.get(column) if isinstance(record, dict) else None
+    value = record[column]
     if not isinstance(value, list):
         return {TEXT: value} if isinstance(value, str) else record
     turns = bool(value) and isinstance(value[0], dict)
     return {_SHAREGPT[0] if turns else IDS: value}
 
 
-def _records(records: Iterable[tuple[str, Any]], where: str, chat: bool, column: str | None = None) -> Content:
-    read: dict[str, list[Any]] = {}
+def _records(records: Iterable[tuple[str, Any]], where: str, chat: bool | None, column: str | None = None) -> Content:
+    alpaca, read = False, dict[str, list[Any]]()
     places: list[str] = []
     for place, record in records:
         value = {IDS: record} if isinstance(record, list) else record
-        value = value if column is None else _of_column(value, column)
+        if column is not None and isinstance(value, dict):
+            if column not in value:
+                raise _no_column(value, where, column)
+            if isinstance(value[column], int | float):
+                raise _numbers(where, column, [name for name, held in value.items() if isinstance(held, str)])
+            value = _of_column(value, column)
+        if chat is None and isinstance(value, dict) and (prompt := _as_prompt(value)) is not None:
+            value, alpaca = {TEXT: prompt}, True
         value = _as_messages(value) if isinstance(value, dict) else value
         kind = next((key for key in _wanted(chat) if _holds(value, key)), None)
         if kind is None:
@@ -357,7 +417,7 @@ def _records(records: Iterable[tuple[str, Any]], where: str, chat: bool, column:
     documents = tuple(dict.fromkeys(text for text in read.get(TEXT, ()) if text.strip()))
     if not documents:
         raise cards.empty(where, "no text and no ids in it")
-    return Texts(documents)
+    return Texts(documents, alpaca=alpaca)
 
 
 def _holds(record: Any, key: str) -> bool:

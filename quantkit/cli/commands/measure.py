@@ -45,12 +45,10 @@ def measure(
     """Score, weigh and time a bundle again, here or on a device."""
     from quantkit.bundle import Decision
     from quantkit.measurement.engine_layers import stored
-    from quantkit.measurement.timing.schedule import TimingPlan
     from quantkit.passes import NOTE
     from quantkit.pipeline.gates import failed_gate
     from quantkit.pipeline.graphs.bundles import holds_graph
-    from quantkit.pipeline.measure import batches_of, default_runtime, measure_bundle, with_changes
-    from quantkit.pipeline.measure import quick as few
+    from quantkit.pipeline.measure import default_runtime, measure_bundle, timing_plan
     from quantkit.report.bundle import engine, figures
     from quantkit.report.bundle.document import document
     from quantkit.report.kit.tree import Part
@@ -65,8 +63,7 @@ def measure(
     if holds_graph(opened) and not known.graph:
         rule = "the runtime has to run graphs"
         raise InputError("runtime-unsupported", "--runtime", chosen, rule, f"use {default_runtime(opened)}")
-    plan = few(opened.manifest.model.kind) if quick else TimingPlan(batches=batches_of(opened))
-    plan = with_changes(plan, batches(batch), seconds)
+    plan = timing_plan(opened, few=quick, batches=batches(batch), seconds=seconds)
     decisions: list[Decision] = []
     with showing() as progress:
         progress.begin(f"measuring {bundle}")

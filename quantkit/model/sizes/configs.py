@@ -45,8 +45,14 @@ def read(reference: str) -> Architecture:
     if reference not in shipped_names():
         error = unknown_name("model", reference, shipped_names())
         rule = "plan reads config.json: a shipped one, or the one of a folder"
-        raise InputError(error.code, "", error.value, rule, f"{error.remedy}; a folder is ./{reference}")
+        remedy = folder_called(reference) or f"{error.remedy}; a folder is ./{reference}"
+        raise InputError(error.code, "", error.value, rule, remedy)
     return from_config(shipped(reference).config, reference)
+
+
+def folder_called(name: str) -> str:
+    """Write the remedy for a folder that was named without `./`; "" where there is no such folder."""
+    return f"did you mean ./{name}? a path begins with ./, / or ~" if Path(name).is_dir() else ""
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Architecture:

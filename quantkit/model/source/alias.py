@@ -126,7 +126,7 @@ def unknown_model(name: str, where: str = "") -> InputError:
     """Make the error for an unknown short name, and for a model with known sizes but no weights."""
     if name not in configs.shipped_names():
         error = unknown_name("model", name, ALIASES, where=where)
-        remedy = f"{error.remedy}; a folder is written ./{name}, a hub model hf:org/name"
+        remedy = configs.folder_called(name) or f"{error.remedy}; a folder is written ./{name}, a hub model hf:org/name"
         return InputError(error.code, where, error.value, remedy=remedy)
     hub = re.search(r"[\w.-]+/[\w.-]+", configs.shipped(name).source)
     remedy = f"`quantkit plan {name}` needs none; weights are opened from a folder (./{name}) or the hub"

@@ -267,8 +267,12 @@ def _tokenizer_beside(came_from: str, revision: str | None) -> Any:
             folder = Path(snapshot_download(came_from, revision=revision, local_files_only=True))
         except (errors.HFValidationError, errors.LocalEntryNotFoundError, OSError):
             return None
-    held = came_from and any((folder / name).is_file() for name in _TOKENIZERS)
-    return pretrained.tokenizer(folder) if held else None
+    return pretrained.tokenizer(folder) if came_from and has_tokenizer(folder) else None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether a folder holds a tokenizer's files."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def open_written(folder: Path) -> Source:

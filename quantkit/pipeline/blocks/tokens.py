@@ -29,6 +29,8 @@ _TEXT = 64
 _FALLBACK = "prose-en"
 # text of the set is taken for what a model would write
 INSTEAD = "set-instead"
+# records of a set are written in a form that the recipe does not name
+FORM = "form-chosen"
 _IDS = (".jsonl", ".json", ".parquet")
 
 
@@ -112,6 +114,7 @@ def load(
         common["samples"] = -(-SCORED // common["tokens"])
         return seen, load_pair_tokens(choice.set, "eval", **common)
     calibration = _calibrating(recipe, source, common, decisions, write=write) if calibrate else None
+    decisions += [] if calibration is None else _forms(calibration, "calibrate")
     if source.kind == "encoder" and purpose_of(source).gives == "text":
         common["tokens"] = min(tokens, _TEXT)  # one answer a text: more texts rather than longer ones
     positions = SCORED if whole or source.kind != "decoder" else _fewest()
@@ -120,6 +123,7 @@ def load(
         scoring = _scoring(choice.set, positions, common)
         if calibration is None:  # else it has the same to say
             decisions += [decision("score", NOTE, public(choice.set), note) for note in scoring.notes]
+            decisions += _forms(scoring, "score")
         if calibration is None or not _overlap(calibration, scoring):
             return calibration, scoring
         problem = "it has nothing that calibration did not see"
@@ -139,6 +143,16 @@ def load(
         raise _nothing(choice.set, problem, remedy)
     decisions.append(decision("score", code, public(choice.set), problem, public(choice.set), _FALLBACK))
     return calibration, _scoring(_FALLBACK, positions, common)
+
+
+def _forms(loaded: TokenSet, step: str) -> list[Decision]:
+    """Return the decision on the form of a set's records, where one was taken."""
+    if loaded.form is None:
+        return []
+    reason = f"{loaded.name} holds conversations, which the model's chat template writes"
+    if loaded.form == "alpaca":
+        reason = f"{loaded.name} holds Alpaca's records, and the tokenizer has no chat template: Alpaca's own prompts"
+    return [decision(step, FORM, "calibration.template", reason, None, loaded.form)]
 
 
 def _fewest() -> int:

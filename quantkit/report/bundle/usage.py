@@ -10,7 +10,7 @@ import yaml
 
 from quantkit import plugins
 from quantkit.bundle import CodeEntry, Manifest
-from quantkit.errors import InputError
+from quantkit.errors import InputError, install
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.model import layouts
 from quantkit.model.layouts import Layout
@@ -85,14 +85,14 @@ def commands(manifest: Manifest) -> list[Code]:
         lines.append('tokenizer = AutoTokenizer.from_pretrained("./model")')
         listed.append(Code("transformers", "\n".join(lines), "python"))
     if has(manifest, "onnx/"):
-        lines = ["# pip install 'quantkit[onnx]'", *([generate(".", "onnxruntime")] if decodes else [])]
+        lines = [f"# {install('onnx')}", *([generate(".", "onnxruntime")] if decodes else [])]
         listed.append(Code("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
     if (runtime := file_runtime(manifest)) is not None:
-        lines = ["# pip install 'quantkit[gguf]'", generate(".", runtime), _measured(manifest, ".", runtime)]
+        lines = [f"# {install('gguf')}", generate(".", runtime), _measured(manifest, ".", runtime)]
         lines += ["llama-cli -m gguf/model.gguf", "llama-server -m gguf/model.gguf"]
         listed.append(Code("llama.cpp", "\n".join(lines)))
     if has(manifest, "engine/"):
-        lines = ["# pip install 'quantkit[tensorrt]'; on the GPU that it was built for"]
+        lines = [f"# {install('tensorrt')}; on the GPU that it was built for"]
         lines += [generate(".", engine_runtime(manifest))] if decodes else _measure_engine(manifest, ".")
         listed.append(Code("TensorRT", "\n".join(lines)))
     if has(manifest, "onnx/genai_config.json"):

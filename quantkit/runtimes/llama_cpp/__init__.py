@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import machine
 from quantkit.bundle import Bundle
-from quantkit.errors import MissingDependency
+from quantkit.errors import MissingDependency, install
 from quantkit.runtimes import FileRuntime
 from quantkit.runtimes.llama_cpp.library import SAMPLING, Vocabulary
 from quantkit.runtimes.llama_cpp.session import FOLDER, MODEL, LlamaModel
@@ -42,7 +42,7 @@ class LlamaCpp(FileRuntime):
         """Return the reason as `Runtime.why_not_here` does."""
         if machine.has("llama_cpp"):
             return None
-        return "llama-cpp-python is not installed: pip install 'quantkit[gguf]' (it compiles for minutes)"
+        return f"llama-cpp-python is not installed; {install('gguf')} (it compiles for minutes)"
 
     def context(self, folder: Path) -> int:
         """Read it from the file, also without llama.cpp: only a device may have it.

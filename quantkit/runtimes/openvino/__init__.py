@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantkit import machine
+from quantkit.errors import install
 from quantkit.runtimes import FileRuntime
 from quantkit.runtimes.openvino.open import FOLDER, MODEL
 from quantkit.runtimes.openvino.session import OpenvinoGraph, OpenvinoModel
@@ -22,7 +23,7 @@ class OpenvinoRuntime(FileRuntime):
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """Return the reason as `Runtime.why_not_here` does."""
-        return None if machine.has("openvino") else "openvino is not installed: pip install 'quantkit[openvino]'"
+        return None if machine.has("openvino") else f"openvino is not installed; {install('openvino')}"
 
     def opens_graph(self, file: Path, threads: int | None = None) -> OpenvinoGraph:
         """Open as `Runtime.opens_graph` does. Raises as `OpenvinoGraph`."""
