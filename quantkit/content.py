@@ -89,6 +89,14 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quantkit"
 
 
+def near(path: Path) -> str:
+    """Return a path as a user would type it: relative if it is below the current folder."""
+    try:
+        return f"./{path.resolve().relative_to(Path.cwd().resolve())}"
+    except (ValueError, OSError):
+        return str(path)
+
+
 def names(kind: Kind) -> list[str]:
     """List the shipped names, sorted: YAML stems of recipes and targets, folders with a card for calibration sets."""
     root = folder(kind)

@@ -15,7 +15,7 @@ from typing import Any
 
 from quantkit import limits
 from quantkit.bundle.manifest import MANIFEST
-from quantkit.content import is_path
+from quantkit.content import is_path, near
 from quantkit.errors import InputError, absent
 from quantkit.model.source.weights import INDEX, SINGLE, no_weights
 from quantkit.model.structure.kinds import by_python, judge, model_graph, takes
@@ -72,7 +72,7 @@ def not_a_folder(path: Path, ref: str) -> InputError:
     """Make the error for a file that is no model, from its suffix."""
     value, remedy = _FILES.get(path.suffix.lower(), ("is a file", ""))
     if (path.parent / "config.json").is_file():
-        value, remedy = "is a file", f"give its folder: {_as_typed(path.parent)}"
+        value, remedy = "is a file", f"give its folder: {near(path.parent)}"
     rule = "a model is a Hugging Face folder, a .gguf file or an .onnx file"
     return InputError("not-a-folder", where=ref, value=value, rule=rule, remedy=remedy or "give a folder")
 
@@ -81,12 +81,17 @@ def no_config(path: Path, ref: str) -> InputError:
     """Make the error for a folder without config.json; the remedy names a model file in it, or models below it."""
     others = [file for suffix in (".gguf", ".onnx") for file in sorted(path.glob(f"*{suffix}"))]
     rule = "a model folder has config.json, safetensors and tokenizer files"
-    remedy = f"give the file: {_as_typed(others[0])}" if others else "model.save_pretrained(folder) writes all of it"
-    value, below = f"no config.json in {path.name}", [] if others else _models_below(path)
-    if below:
-        value += f", but {len(below)} model{'s' if len(below) > 1 else ''} below it"
-        remedy = f"give one of them: {', '.join(map(_as_typed, below[:_LISTED]))}{', ...' if below[_LISTED:] else ''}"
-    return InputError("config-missing", ref, value, rule, remedy)
+    remedy = f"give the file: {near(others[0])}" if others else "model.save_pretrained(folder) writes all of it"
+    count, below = (0, "") if others else models_below(path)
+    more = f", but {count} model{'s' if count > 1 else ''} below it" if count else ""
+    return InputError("config-missing", ref, f"no config.json in {path.name}{more}", rule, below or remedy)
+
+
+def models_below(path: Path) -> tuple[int, str]:
+    """Return how many models a folder holds, and a remedy that names the first; "" for none."""
+    below = _models_below(path)
+    listed = f"{', '.join(map(near, below[:_LISTED]))}{', ...' if below[_LISTED:] else ''}"
+    return len(below), f"give one of them: {listed}" if below else ""
 
 
 def _models_below(path: Path) -> list[Path]:
@@ -97,11 +102,6 @@ def _models_below(path: Path) -> list[Path]:
         file.parent for below in ("*", "snapshots/*", "*/snapshots/*") for file in path.glob(f"{below}/config.json")
     }
     return sorted(folders | set(path.glob("*/*.gguf")))
-
-
-def _as_typed(path: Path) -> str:
-    """Return a path as a user would type it in the current folder."""
-    return f"./{path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _demand_kind(config: Mapping[str, Any], where: str) -> None:

@@ -33,7 +33,15 @@ from quantkit.measurement.timing.schedule import LARGEST, TimingPlan
 from quantkit.passes import decision
 from quantkit.pipeline.baseline import float_export, float_format
 from quantkit.pipeline.engines import look
-from quantkit.pipeline.graphs.bundles import demand_inputs, file_of, float_file, holds_graph, is_network, scoring
+from quantkit.pipeline.graphs.bundles import (
+    baseline_needed,
+    demand_inputs,
+    file_of,
+    float_file,
+    holds_graph,
+    is_network,
+    scoring,
+)
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import RUNTIME, export_of, format_of, keep, options_of, target_of
 from quantkit.recipe import Recipe
@@ -458,18 +466,13 @@ def _opened(bundle: Bundle, baseline: str | None, timed: str | None) -> Measured
             folder=load_runtime(timed).checked(other) if timed else None,
         )
     if has_torch:
-        from quantkit.model.source.open import open_model, saved_in_memory
+        from quantkit.model.source.open import open_again, open_model
         from quantkit.model.streaming.stream import StreamedModel
 
-        if baseline is None and (kept := saved_in_memory(source.sha256)) is not None:
-            baseline = str(kept)
-        if baseline is None and source.ref.startswith("path:"):
-            name = source.ref.removeprefix("path:")
-            value = f"the bundle was made from a folder or file called {name!r}"
-            rule = "a bundle holds no path of the machine it was made on"
-            remedy = f"--baseline ./{name}, where it lies"
-            raise InputError("baseline-needed", where="--baseline", value=value, rule=rule, remedy=remedy)
-        opened = open_model(baseline or source.ref.removeprefix("alias:"), trust_remote_code=None)
+        opened = open_again(source.sha256) if baseline is None and source.ref.startswith("path:") else None
+        if opened is None and baseline is None and source.ref.startswith("path:"):
+            raise baseline_needed(source)
+        opened = opened or open_model(baseline or source.ref.removeprefix("alias:"), trust_remote_code=None)
         _demand_alike(bundle, opened.kind, opened.config, baseline or opened.ref)
         return MeasuredAgainst(opened.sha256, stream=StreamedModel(opened))
     if timed:

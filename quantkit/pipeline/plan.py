@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from quantkit import content, machine, plugins
+from quantkit.bundle.manifest import MANIFEST, Manifest
 from quantkit.errors import InputError, unknown_name
 from quantkit.exporters import load_exporter
 from quantkit.kinds import Kind
@@ -18,6 +19,7 @@ from quantkit.model.device import CPU
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture
 from quantkit.model.sizes.storage import Storage
+from quantkit.model.source.alias import ALIASES
 from quantkit.pipeline.estimate import unopened
 from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.planning import efficiency
@@ -42,6 +44,7 @@ from quantkit.planning.roofline import FLOATS, WIDTH, ModelStep, compute_type, p
 from quantkit.planning.support import ask, caveats, demand_kind, fitted, shipped, stored_formats
 from quantkit.planning.traffic import OUTPUT, PROMPT, traffic
 from quantkit.recipe import Recipe
+from quantkit.report.bundle import usage
 from quantkit.target import ComputeType, Stored, Target
 
 # decisions that change what is stored, in a way that nobody may expect
@@ -146,6 +149,19 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
         missing = f"{target.name} has no figure for {', '.join(unmeasured)}"
         notes.append(f"{missing}: on that machine, quantkit doctor --write --target {target.name} measures them")
     return Outlook(architecture, target, workload, candidates, recommend(candidates, workload), notes, question.model)
+
+
+def demand_ranked(model: str) -> None:
+    """Refuse a bundle or a network. Raises InputError: `model-kind` of a network, `already-quantized`."""
+    alias, place = ALIASES.get(model), Path(model).expanduser()
+    if alias is not None and alias.kind == "network":
+        rule = "recommend ranks language models; a network takes int8-network"
+        raise InputError("model-kind", model, "a network", rule, f"quantkit compile {model} --recipe int8-network")
+    if content.is_path(model) and (place / MANIFEST).is_file():
+        manifest = Manifest.read(place / MANIFEST)
+        remedy = usage.recommend(manifest, usage.here(manifest)) or "give the model that it was made from"
+        rule = "recommend ranks recipes for a model that is to be compiled"
+        raise InputError("already-quantized", model, "a bundle", rule, remedy)
 
 
 def every(question: PlanQuestion) -> PlanQuestion:

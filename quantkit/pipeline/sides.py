@@ -148,7 +148,7 @@ class BundleSide:
     def measure(self, *options: str) -> str:
         """Return the command for measuring it."""
         path = shlex.quote(str(self.bundle.path))
-        return " ".join(["quantkit measure", path, *options, *usage.against(self.manifest)])
+        return " ".join(["quantkit measure", path, *options, *usage.against(self.manifest, usage.here(self.manifest))])
 
 
 def open_sides(a: Bundle | str | Path, b: Bundle | str | Path) -> tuple[BundleSide, BundleSide]:

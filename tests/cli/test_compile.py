@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quantkit.bundle.manifest import MEASUREMENTS
+from quantkit.bundle import Bundle
+from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS
 from quantkit.cli.commands import compile as command
 from quantkit.pipeline import DEFAULT_MODEL, Request
 from quantkit.recipe import Recipe
+from quantkit.report.bundle import usage
 
 
 def test_defaults_are_the_pipeline_s() -> None:
@@ -63,11 +66,36 @@ def test_compile_verify_measure_generate(quantkit: Any, tiny: Path, recipe: Path
     assert measured.code == 0, measured.err
     again = {row["name"]: row["value"] for row in measured.envelope["result"]["measurements"]}
     assert again["accuracy.kl"] == pytest.approx(rows["accuracy.kl"]["value"], rel=1e-6)
-    assert quantkit("measure", out).err.splitlines()[-1].startswith("error: [baseline-needed]")
     made = quantkit("generate", out, "--prompt", "ab", "--new-tokens", "3", "--json").envelope["result"]
     assert made["tokens"] <= 3
     assert quantkit("generate", out, "--prompt", "x", "--runtime", "torhc").err.count("did you mean 'torch'") == 1
     assert quantkit("verify", out).code == 0
+
+
+def test_measure_knows_where_the_model_of_a_compile_lies(
+    quantkit: Any, tiny: Path, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copytree(tiny, tmp_path / "below" / "tiny.model"))
+    monkeypatch.chdir(tmp_path)
+    typed = "./below/tiny.model"
+    asked = ["compile", typed, "--recipe", recipe]
+    ran = quantkit(*asked, "--out", "./bad", "--set", "gates.kl_max=1e-9")
+    assert ran.code == 1 and f"\n  quantkit recommend {typed} --target" in ran.out
+    ran = quantkit(*asked, "--out", "./out")
+    assert ran.code == 0 and "quantkit measure ./out" in ran.out and "--baseline" not in ran.out
+    assert typed not in (tmp_path / "out" / "report.html").read_text() + (tmp_path / "out" / MANIFEST).read_text()
+    assert f"quantkit recommend {typed} --target" in quantkit("recommend", "./out").err
+    assert quantkit("measure", "./out").code == 0
+    manifest = Bundle.load("./out").manifest
+    assert usage.against(manifest, usage.here(manifest)) == []
+    (model / "config.json").write_text((model / "config.json").read_text() + "\n")
+    assert f"which has changed; a bundle holds neither its original nor the path of it; --baseline {typed}" in (
+        quantkit("measure", "./out").err
+    )
+    model.rename(tmp_path / "moved")
+    error = quantkit("measure", "./out").err.splitlines()[-1]
+    assert error.startswith("error: [baseline-needed]") and "--baseline ./tiny.model, where it lies" in error
+    assert usage.against(manifest, usage.here(manifest)) == ["--baseline ./tiny.model"]
 
 
 def test_compile_json_has_result_and_error_of_a_failed_gate(

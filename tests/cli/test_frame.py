@@ -95,6 +95,18 @@ def test_recommend_ranks_recipes_on_a_target(quantkit: Any) -> None:
     assert quantkit("recommend", "llama-3-80b", "--json").envelope["error"]["code"] == "unknown-model"
 
 
+def test_recommend_refuses_what_it_cannot_rank(quantkit: Any, bundle: Path) -> None:
+    assert "quantkit recommend hf:org/a-model@main --target" in quantkit("recommend", bundle).err
+    network = quantkit("recommend", "fashion-mnist-cnn").err
+    assert "recommend ranks language models; a network takes int8-network" in network
+    models = bundle.parent / "models"
+    (models / "one").mkdir(parents=True)
+    (models / "one" / "config.json").write_text("{}")
+    assert f"1 model below it; plan reads sizes off a config.json; give one of them: {models / 'one'}" in (
+        quantkit("recommend", models).err
+    )
+
+
 def test_version(quantkit: Any) -> None:
     import quantkit as package
 

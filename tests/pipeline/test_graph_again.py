@@ -86,7 +86,10 @@ def test_it_is_scored_again_on_a_named_set(made: Path, bundle: Path) -> None:
         ({"baseline": "tiny.onnx", "calibration": "fashion-mnist"}, "calibration-shape"),
     ],
 )
-def test_what_is_missing_is_said(made: Path, bundle: Path, asked: dict[str, str], code: str) -> None:
+def test_what_is_missing_is_said(
+    made: Path, bundle: Path, asked: dict[str, str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     given = {name: value if value == "fashion-mnist" else str(made / value) for name, value in asked.items()}
     with pytest.raises(InputError) as caught:
         quantkit.measure(bundle, speed=False, **given)  # type: ignore[arg-type]
@@ -96,8 +99,11 @@ def test_what_is_missing_is_said(made: Path, bundle: Path, asked: dict[str, str]
 def test_the_command_that_a_bundle_prints_measures_it(
     made: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the folder where the model and the set lie; its remedies name both too."""
+    """In the folder where the model and the set lie; its remedies name both too, of an empty cache."""
     monkeypatch.chdir(made)
+    known: dict[str, Any] = {"calibration": made / "set.npz", "speed": False}
+    assert quantkit.measure(bundle, **known) == quantkit.measure(bundle, baseline=str(made / "tiny.onnx"), **known)
+    monkeypatch.setenv("QUANTKIT_CACHE", str(bundle.parent / "cache"))
     (command,) = usage.measure(quantkit.load(bundle).manifest, str(bundle))
     assert cli.run([*shlex.split(command)[1:], "--no-speed"]) == 0, capsys.readouterr().err
     given: dict[str, Any] = {}

@@ -292,7 +292,8 @@ def test_a_damaged_bundle_is_refused_whichever_side_it_is_on(name: str, made: Ma
     assert name in refused("hash-mismatch", Bundle.load(made.both), str(bundle.path), plan=PLAN)
 
 
-def test_a_baseline_that_lacks_what_is_needed(made: Made, tmp_path: Path) -> None:
+def test_a_baseline_that_lacks_what_is_needed(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     both = Bundle.load(made.both)
     assert "llama.tiny" in refused("baseline-needed", both, plan=PLAN)
     refused("baseline-needed", both, runtime="torch")

@@ -9,7 +9,7 @@ import pytest
 
 from quantkit.bundle import Verdict
 from quantkit.measurement.rows import Row
-from quantkit.report.bundle import figures
+from quantkit.report.bundle import figures, usage
 from quantkit.report.bundle.summary import closing
 from report.shown import printed
 
@@ -38,7 +38,7 @@ TIMES = [step(0.0051, 0.0126), step(0.19, 0.171, name="prefill", new_tokens=128,
 def lines(monkeypatch: pytest.MonkeyPatch, rows: list[Row], **changes: Any) -> list[str]:
     manifest = planted.manifest(**changes)
     manifest.target["batches"] = [1, 4, 16, 128]
-    return printed(closing(manifest, rows, "./a-model"), monkeypatch, 80).splitlines()
+    return printed(closing(manifest, rows, "./a-model", usage.Files()), monkeypatch, 80).splitlines()
 
 
 def test_it_says_size_accuracy_speed_verdict_and_what_to_type_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,3 +115,11 @@ def test_a_baseline_has_no_speed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     said = lines(monkeypatch, planted.rows(), layers=[])
     assert not [line for line in said if line.startswith("speed")]
     assert said[-1] == "quantkit verify ./a-model"
+
+
+def test_a_recipe_to_try_instead_comes_first_where_the_model_is_not_to_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = "quantkit recommend hf:org/a-model@main --target cpu-x86"
+    assert first not in lines(monkeypatch, [*planted.rows(), *TIMES], verdict=VERDICT.model_dump(mode="json"))
+    for changes in ({"verdict": {"answer": "do_not_quantize", "because": ["it is slow"]}}, {"state": "gate_failed"}):
+        said = lines(monkeypatch, [*planted.rows(), *TIMES], **changes)
+        assert said[said.index("") + 1] == first

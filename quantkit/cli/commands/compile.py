@@ -47,7 +47,7 @@ def compile(  # noqa: A001 (the word of the command line)
     from quantkit.pipeline.gates import failed_gate
     from quantkit.report import terminal
     from quantkit.report.bundle.document import document, took
-    from quantkit.report.bundle.usage import Files
+    from quantkit.report.bundle.usage import here
 
     changes = list(set_ or ())
     changes += [f"tensorrt.build_timeout={build_timeout}"] if build_timeout is not None else []
@@ -80,7 +80,7 @@ def compile(  # noqa: A001 (the word of the command line)
         compiled.warnings,
         path=compiled.bundle.path,
         took=took(compiled.seconds, compiled.memory_peak_bytes),
-        files=Files(model, calibration),
+        files=here(manifest, model, calibration),
     )
     taken = [decision.as_dict() for decision in compiled.decisions]
     return Answer(compiled.as_dict(), [shown], taken, compiled.warnings, failed_gate(manifest))

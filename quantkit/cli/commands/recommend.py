@@ -15,7 +15,7 @@ def recommend(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A name (llama-3-8b, qwen3-30b-a3b, …), a folder or a config.json (./config.json), or a bundle.",
+            help="A name (llama-3-8b, qwen3-30b-a3b, …), a folder or a config.json (./config.json).",
         ),
     ] = "smollm2-135m",
     target: Target = None,
@@ -28,12 +28,13 @@ def recommend(
 ) -> Answer:
     """Rank the recipes for a model on a target: memory, size, time of a step, expected loss. Nothing is run."""
     import quantkit
-    from quantkit.pipeline.plan import PlanQuestion, every
+    from quantkit.pipeline.plan import PlanQuestion, demand_ranked, every
     from quantkit.pipeline.plan import plan as answer
     from quantkit.planning.ranking import rank
     from quantkit.report.plan.as_json import ranked_as_dict
     from quantkit.report.plan.document import ranking
 
+    demand_ranked(model)
     sizes = tuple(batches(batch) or ())
     outlook, ranked = rank(answer(every(PlanQuestion(model, (), target, batches=sizes, prompt=prompt, output=output))))
     tree = ranking(outlook, ranked, quantkit.__version__)

@@ -23,6 +23,7 @@ from quantkit import limits
 from quantkit.bundle.manifest import MANIFEST, Manifest
 from quantkit.content import Closed, is_path, read_yaml, validated
 from quantkit.errors import InputError, MissingDependency, absent, one, unknown_name
+from quantkit.model.sight import models_below
 from quantkit.model.sizes.architecture import Architecture, Figures
 from quantkit.model.sizes.families import FAMILIES, TEXT, VISION, assumed_family, decoder, text_encoder, vision_encoder
 
@@ -134,6 +135,10 @@ def _present(folder: Path, *inside: str) -> Path:
     for path in (folder / place / CONFIG for place in inside):
         if path.is_file():
             return path
+    count, below = models_below(folder)
+    if count:
+        value = f"no {CONFIG} in it, but {count} model{'s' if count > 1 else ''} below it"
+        raise InputError("config-missing", str(folder), value, f"plan reads sizes off a {CONFIG}", below)
     raise _missing(folder, f"no {CONFIG} in it")
 
 

@@ -63,6 +63,27 @@ def _check(key: dict[str, object], sha256: str) -> str:
     return hashlib.sha256(f"{json.dumps(key, sort_keys=True)} {sha256}".encode()).hexdigest()[:16]
 
 
+def remember(sha256: str, path: Path) -> None:
+    """Keep the place of a source in the cache, under the hash of its content; no bundle holds it."""
+    slot, stated = _slot(sha256), json.dumps({"path": str(path)})
+    with suppress(Exception):  # without a writable cache the user names the place again
+        if not slot.is_file() or slot.read_text(encoding="utf-8") != stated:
+            slot.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(slot, stated.encode())
+
+
+def remembered(sha256: str) -> Path | None:
+    """Return the place of a source that was opened here, changed or not; None where nothing lies there now."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        path = Path(json.loads(_slot(sha256).read_text(encoding="utf-8"))["path"])
+        return path if path.exists() else None
+    return None
+
+
+def _slot(sha256: str) -> Path:
+    return cache_dir() / "sources" / f"{sha256}.json"
+
+
 def source_changed(ref: str) -> InputError:
     """Make the error `source-changed`."""
     value, rule = "its files changed while it was compiled", "a bundle records its source"

@@ -16,7 +16,7 @@ import glob
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,16 @@ from quantkit.model.sight import demand_no_adapter, no_config, not_a_folder
 from quantkit.model.source import converted, pretrained
 from quantkit.model.source.alias import ALIASES, demand_no_graph, materialize, unknown_model
 from quantkit.model.source.alias import converted as converted_once
-from quantkit.model.source.files import PATTERNS, files_of, identity, modules_of, pools, source_changed
+from quantkit.model.source.files import (
+    PATTERNS,
+    files_of,
+    identity,
+    modules_of,
+    pools,
+    remember,
+    remembered,
+    source_changed,
+)
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
 from quantkit.model.source.weights import Weights, checked_file, disk_errors, strict_json
 from quantkit.model.structure.kinds import class_name, cut_config, kind_of, native_class, unknown_architecture
@@ -180,7 +189,7 @@ class Source:
 
 
 def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool = True) -> Source:
-    """Open a model by path, hub id or alias.
+    """Open a model by path, hub id or alias; the cache remembers the place of a hashed one, for `open_again`.
 
     Args:
         trust_remote_code: True to let the folder's own code run; None for code that was trusted before.
@@ -197,11 +206,12 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
         import transformers  # noqa: F401
     was: str | None = None
     notes: list[str] = []
+    place: Path | None = None
     if ref.startswith("hf:"):
         path, full = _from_hub(ref, trust_remote_code is not False), ref
         name = ref[3:].split("@", maxsplit=1)[0].rpartition("/")[2]
     elif is_path(ref):
-        path = _from_path(ref)
+        place = path = _from_path(ref)
         full, name = f"path:{path.name}", path.name
         if path.suffix.lower() == GGUF:
             name = path.stem
@@ -217,7 +227,23 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
     trusted = pretrained.is_trusted(path) if trust_remote_code is None else trust_remote_code
     if trust_remote_code:
         pretrained.trust(path)
-    return _open_folder(path, full, name, trusted, was=was, notes=notes, hashed=hashed)
+    source = _open_folder(path, full, name, trusted, was=was, notes=notes, hashed=hashed)
+    if place is not None and hashed:
+        remember(source.sha256, place)
+    return source
+
+
+def open_again(sha256: str) -> Source | None:
+    """Open the model of this hash where it lay when it was opened last, or where `save_in_memory` kept it.
+
+    Returns:
+        The source; None where it is gone, or has changed.
+    """
+    for place in (remembered(sha256), saved_in_memory(sha256)):
+        with suppress(InputError):
+            if place is not None and (source := open_model(str(place), trust_remote_code=None)).sha256 == sha256:
+                return source
+    return None
 
 
 def save_in_memory(model: PreTrainedModel, tokenizer: Any = None) -> Path:

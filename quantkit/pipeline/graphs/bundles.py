@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +13,11 @@ import numpy as np
 
 from quantkit import content
 from quantkit.bundle import Bundle, Check
-from quantkit.bundle.manifest import MANIFEST
+from quantkit.bundle.manifest import MANIFEST, SourceEntry
 from quantkit.errors import InputError
-from quantkit.graph.open import is_graph
+from quantkit.graph.open import is_graph, open_graph
 from quantkit.model.source.alias import ALIASES, Alias, materialize
-from quantkit.model.source.files import file_sha256
+from quantkit.model.source.files import file_sha256, remembered
 from quantkit.pipeline.request import REF, place
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
@@ -105,17 +107,19 @@ def reload_graph(bundle: Bundle) -> list[Check]:
 
 def float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None]:
     """Find the float graph to compare with. Raises InputError `baseline-needed`, `baseline-kind`."""
-    ref, sha256 = bundle.manifest.model.source.ref, bundle.manifest.model.source.sha256
+    source = bundle.manifest.model.source
+    ref, sha256 = source.ref, source.sha256
     own = ALIASES.get(ref.removeprefix("alias:"))
     if baseline is None:
         if own is not None:
             return materialize(own) / MODEL, own
         if ref.startswith(REF) and place(sha256).is_file() and file_sha256(place(sha256)) == sha256:
             return place(sha256), None
-        name = ref.removeprefix("path:")
-        rule = "a bundle does not hold the float graph, and no path of the machine it was made on"
-        remedy = f"--baseline ./{name}, where it lies" if name.endswith(".onnx") else "--baseline ./model.onnx"
-        raise InputError("baseline-needed", "--baseline", f"the bundle was made from {ref}", rule, remedy)
+        path = remembered(sha256)
+        with suppress(InputError):
+            if path is not None and open_graph(path).sha256 == sha256:
+                return path, None
+        raise baseline_needed(source)
     alias = ALIASES.get(baseline)
     if alias is not None and alias.kind == "network":
         return materialize(alias) / MODEL, alias
@@ -125,6 +129,16 @@ def float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None
         remedy = "--baseline ./model.onnx"
         raise InputError("baseline-kind", where=where, value="no .onnx file", rule=rule, remedy=remedy)
     return path, own
+
+
+def baseline_needed(source: SourceEntry) -> InputError:
+    """Make the error `baseline-needed`, for an original that is not where it was, or was never opened here."""
+    name, path = source.ref.removeprefix("path:"), remembered(source.sha256)
+    value = f"the bundle was made from {name!r}, which {'has changed' if path else 'lies at no place known here'}"
+    rule = "a bundle holds neither its original nor the path of it"
+    typed = shlex.quote(f"./{name}" if path is None else content.near(path))
+    remedy = f"--baseline {typed}, where it lies" if source.ref.startswith("path:") else "--baseline ./model.onnx"
+    return InputError("baseline-needed", where="--baseline", value=value, rule=rule, remedy=remedy)
 
 
 def demand_inputs(bundle: Bundle, graph: FloatGraph) -> None:

@@ -23,6 +23,7 @@ from quantkit.errors import InputError, did_you_mean, one
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.exporters.tensorrt import EXPORT as TENSORRT
 from quantkit.model.device import AUTO, CPU
+from quantkit.model.source.files import remember
 from quantkit.passes import NOTE, decision, pass_of
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.mixed import Mixed
@@ -92,6 +93,8 @@ def prepare(request: Request) -> PreparedGraph:
 
     recipe, file = request.recipe, located(request)
     graph, engine = open_graph(file.path, file.name), wanted(recipe)
+    if file.alias is None:
+        remember(graph.sha256, file.path.absolute())
     # an encoder is a graph all the same, and compiled as networks are
     demand_kind(recipe, request.target, (graph.kind, "network"), file.ref, f"{one(graph.kind)}, as an ONNX graph")
     tokens.demand_talking(recipe.calibration, graph.kind)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.bundle import Manifest
+from quantkit.content import near
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import Inspected
 from quantkit.measurement.rows import Row
@@ -52,9 +53,10 @@ def document(
         devices: rows of each remote device.
         path: folder of the bundle, for a screen.
         took: time and memory of the compile, right after it.
-        files: places of the model and the calibration set, if known.
+        files: places of the model and the calibration set; None on a screen is what the cache knows.
         whole: True to show decisions, checks and the next commands on a screen.
     """
+    files = files or (usage.Files() if path is None else usage.here(manifest))
     chapters: list[tuple[str, str, On, list[Part]]] = [
         ("run", "Run it", On.CARD, _run(manifest)),
         ("stored", "How the numbers are stored", On.CARD, _stored(manifest)),
@@ -67,7 +69,7 @@ def document(
         ("size", "Size", On.PAGE, list(harms.sizes(manifest, rows))),
         ("decisions", "Decisions and checks", On.ALL if whole else _FILES, _decisions(manifest, took)),
         ("run", "Run it", On.PAGE, _run(manifest)),
-        ("short", "", On.SCREEN, closing(manifest, rows, near(path)) if whole and path is not None else []),
+        ("short", "", On.SCREEN, closing(manifest, rows, near(path), files) if whole and path is not None else []),
         ("origin", "Where it comes from", On.CARD, _origin(manifest, rows)),
     ]
     ok, name = manifest.state == "complete", str(manifest.recipe.get("name", "quantized"))
@@ -78,7 +80,7 @@ def document(
     return tree.Document(
         (MARK[judged], " ", Styled(manifest.model.name, "strong"), about),
         [_about(manifest)],
-        _head(manifest, rows, path, files or usage.Files()),
+        _head(manifest, rows, path, files),
         [Section(title, parts, place, on=on) for place, title, on, parts in chapters if parts],
         _facts(manifest, rows),
         f"Made by quantkit {manifest.quantkit} from the bundle's manifest and measurements.",
@@ -110,8 +112,7 @@ def _head(manifest: Manifest, rows: Sequence[Row], path: Path | None, files: usa
         commands = [Code(label, "\n".join(lines), on=On.SCREEN | On.PAGE)] if lines else []
     elif manifest.layers and manifest.verdict is None and (lines := usage.measure(manifest)):
         commands = [Code("to get a verdict:", "\n".join(lines), on=On.PAGE)]
-    nothing = manifest.verdict is not None and manifest.verdict.answer == "do_not_quantize"
-    if (nothing or manifest.state == "gate_failed") and (text := usage.recommend(manifest, files)):
+    if figures.is_refused(manifest) and (text := usage.recommend(manifest, files)):
         commands.append(Code("which recipe to try instead:", text, on=On.SCREEN | On.PAGE))
     tone = figures.tone(manifest) if manifest.verdict or manifest.state == "gate_failed" else ""
     conclusion = tree.Conclusion(answer, tone, because, label="verdict", commands=commands)
@@ -207,14 +208,6 @@ def _run(manifest: Manifest) -> list[Part]:
     link = Styled("report.html", href="report.html")
     page = ("All figures and decisions are in ", link, ", a page that needs no network.")
     return [Remark(here), *([Remark(page, on=On.CARD)] if usage.has(manifest, "report.html") else []), *commands]
-
-
-def near(path: Path) -> str:
-    """Return a path as a user would type it: relative if it is below the current folder."""
-    try:
-        return f"./{path.resolve().relative_to(Path.cwd().resolve())}"
-    except (ValueError, OSError):
-        return str(path)
 
 
 def took(seconds: Mapping[str, float | None], memory: int | None) -> str:

@@ -362,6 +362,12 @@ _ANSWERS = {
 }
 
 
+def is_refused(manifest: Manifest) -> bool:
+    """Tell whether the verdict is not to quantize, or a gate failed."""
+    answer = manifest.verdict.answer if manifest.verdict else ""
+    return answer == "do_not_quantize" or manifest.state == "gate_failed"
+
+
 def verdict(manifest: Manifest, rows: Sequence[Row], *, prompts: bool = True) -> tuple[str, list[str]]:
     """Return (the verdict in words, its reasons), or why there is no verdict.
 

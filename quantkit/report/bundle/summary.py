@@ -17,8 +17,8 @@ from quantkit.report.kit import words
 from quantkit.report.kit.tree import Cell, Code, Facts, Line, Part, Section, Styled
 
 
-def closing(manifest: Manifest, rows: Sequence[Row], place: str) -> list[Part]:
-    """Build the summary; `place` is the bundle's folder as a user would type it."""
+def closing(manifest: Manifest, rows: Sequence[Row], place: str, files: usage.Files) -> list[Part]:
+    """Build the summary; `place` is the bundle's folder as a user would type it, `files` are those of the model."""
     facts: list[tuple[Line, Cell]] = [("made", _made(manifest, place))]
     for label, lines in (("size", _size(rows)), ("accuracy", _accuracy(rows)), ("speed", _speed(manifest, rows))):
         facts += [(label, list(lines))] if lines else []
@@ -27,7 +27,7 @@ def closing(manifest: Manifest, rows: Sequence[Row], place: str) -> list[Part]:
     batches = f"batches {left[0]} to {left[-1]}" if len(left) > 1 else f"batch {left[0]}" if left else ""
     more = f"; {batches} not timed yet" if left else ""
     facts.append(("verdict", (Styled(answer, figures.tone(manifest)), more)))
-    return [Facts(facts), Section("", [Code("", "\n".join(_next(manifest, rows, place)))])]
+    return [Facts(facts), Section("", [Code("", "\n".join(_next(manifest, rows, place, files)))])]
 
 
 def _made(manifest: Manifest, place: str) -> str:
@@ -94,14 +94,15 @@ def _sure(interval: tuple[float, float] | None) -> str:
     return words.bracketed(words.between(interval, words.short))
 
 
-def _next(manifest: Manifest, rows: Sequence[Row], place: str) -> list[str]:
-    typed, lines = shlex.quote(place), []
+def _next(manifest: Manifest, rows: Sequence[Row], place: str, files: usage.Files) -> list[str]:
+    typed, instead = shlex.quote(place), usage.recommend(manifest, files) if figures.is_refused(manifest) else ""
+    lines = [instead] if instead else []
     if manifest.model.kind == "decoder":
         alone = usage.file_runtime(manifest) or usage.engine_runtime(manifest)
         runtime = "onnxruntime" if usage.has(manifest, "onnx/") else alone
         lines.append(usage.generate(typed, None if usage.has(manifest, "model/") else runtime))
     if manifest.layers and (figures.untimed(manifest, rows) or not figures.timed(rows)):
-        lines += usage.measure(manifest, typed) or usage.on_target(manifest, typed)
+        lines += usage.measure(manifest, typed, files) or usage.on_target(manifest, typed)
     else:
         lines.append(f"quantkit verify {typed}")
     if usage.has(manifest, "report.html"):

@@ -10,10 +10,12 @@ import yaml
 
 from quantkit import plugins
 from quantkit.bundle import CodeEntry, Manifest
+from quantkit.content import near
 from quantkit.errors import InputError, install
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.model import layouts
 from quantkit.model.layouts import Layout
+from quantkit.model.source.files import remembered
 from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT
 from quantkit.report.kit.tree import Code
 from quantkit.scheme import ActivationScheme, WeightScheme
@@ -38,13 +40,24 @@ print(tokenizer.decode(generator.get_sequence(0)))"""
 
 @dataclass(frozen=True)
 class Files:
-    """Places of the user's own files, as typed; None: the current folder, under the names in the bundle."""
+    """Places of the user's own files, as typed; None: the current folder, under the names in the bundle.
+
+    Attributes:
+        known: True if the cache knows the model's place, so that `measure` needs no `--baseline`.
+    """
 
     model: str | None = None
     calibration: str | None = None
+    known: bool = False
 
 
 _AS_NAMED = Files()
+
+
+def here(manifest: Manifest, model: str | None = None, calibration: str | None = None) -> Files:
+    """Return the places on this machine: those typed, else what the cache knows of the model."""
+    place = remembered(manifest.model.source.sha256)
+    return Files(model or (near(place) if place else None), calibration, place is not None)
 
 
 def has(manifest: Manifest, place: str) -> bool:
@@ -175,7 +188,7 @@ def _measured(manifest: Manifest, place: str, runtime: str, files: Files = _AS_N
 def against(manifest: Manifest, files: Files = _AS_NAMED) -> list[str]:
     """Return the options of `measure` for files outside the bundle: the model, and the scoring set of a graph."""
     kind, _, name = manifest.model.source.ref.partition(":")
-    baseline = [f"--baseline {shlex.quote(files.model or f'./{name}')}"] if kind == _PATH else []
+    baseline = [f"--baseline {shlex.quote(files.model or f'./{name}')}"] if kind == _PATH and not files.known else []
     graph = manifest.model.kind == "network" or kind == _MODULE or name.lower().endswith(".onnx")
     return [*baseline, *(_calibration(manifest, files) if graph else [])]
 
