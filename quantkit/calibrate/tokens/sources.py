@@ -312,7 +312,7 @@ def _numbers(where: str, column: str, words: Sequence[str]) -> InputError:
     """Make the error for a column of numbers; `words` are the columns of text."""
     file = content.column_of(where)[0]
     remedy = f"write {' or '.join(f'{file}:{name}' for name in words)}" if words else "name a column of text"
-    return InputError("calibration-fields", where, f"the column {column!r} holds numbers", "a column of text", remedy)
+    return InputError("calibration-fields", where, f"the column {column!r} holds numbers", "text is read", remedy)
 
 
 def _is_number(value: Any) -> bool:
