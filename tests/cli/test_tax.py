@@ -75,7 +75,7 @@ def test_noise_that_hides_the_answer_ends_with_three(quantkit: Any, monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--shape", "100x64"), "group divides K"),
+        (("--shape", "100x64"), "the group must divide K"),
         (("--shape", "4096"), "KxN"),
         (("--shape", "64x64", "--batch", "0"), "numbers from 1 up"),
         (("--shape", "64x64", "--device", "cuda"), "no GPU here"),

@@ -245,7 +245,7 @@ def test_a_product_that_stays_in_float_is_named(made: Any, tmp_path: Path) -> No
 
 
 REFUSED = [
-    ({"format": "fp8_e4m3"}, WEIGHTS, "activations in fp8_e4m3.*fuses.*8-bit integers alone"),
+    ({"format": "fp8_e4m3"}, WEIGHTS, "activations in fp8_e4m3.*fuses.*only for 8-bit integers"),
     ({"format": "int8", "granularity": "group", "group": 32}, WEIGHTS, "in groups.*one scale"),
     ({"format": "int8"}, WeightScheme(format="int4", granularity="group", group=32), "weights in int4 by group"),
     ({"format": "int8"}, WeightScheme(format="int8", granularity="group", group=32), "weights in int8 by group"),

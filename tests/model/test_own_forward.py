@@ -140,7 +140,8 @@ def test_a_model_whose_parts_depend_on_how_many_blocks_there_are_is_not_cut(
     monkeypatch.setattr(Source, "load", load)
     assert own_forward.demand_equal(stream, shrink.ids(5), count - 1).ok
     assert where == [{"meta"}, {"cpu"}]
-    assert not list((tmp_path / "cache").glob("*")), "nothing is left of what was put there"
+    left = [path.name for path in (tmp_path / "cache").glob("*")]
+    assert left in ([], ["sources"]), "nothing is left of what was put there, but where the model lies"
     if name.startswith("Gemma4"):
         with pytest.raises(InputError, match="stream-differs"):
             own_forward.demand_equal(Wrong(source), shrink.ids(5), 1)

@@ -78,7 +78,7 @@ def test_the_fragile_product_is_found_and_it_alone_is_kept(files: tuple[Path, Pa
     assert {check.name: check.ok for check in bundle.manifest.checks}["integer.macs"]
     page = (bundle.path / "report.html").read_text()
     assert "Mixed precision" in page
-    assert "Keeping 1 layer high" in page
+    assert "Keeping 1 layer in high precision" in page
     assert all(check.ok for check in bundle.verify())
 
 
