@@ -27,7 +27,7 @@ Range = Literal["minmax", "moving-average", "percentile", "entropy", "mse"]
 
 
 class WeightScheme(Closed):
-    """How the weights of one linear, [N, K], are stored.
+    """Storage of the weights of one linear, [N, K].
 
     The format's file (`quantkit/formats/NAME.py`, `rules`) declares the allowed values and the defaults:
     `{format: nvfp4}` alone is a complete scheme.
@@ -113,7 +113,7 @@ def _either(names: Iterable[object]) -> str:
 
 
 class ActivationScheme(Closed):
-    """How the input [..., K] of a linear is quantized before the product: `formats/base/activation.py`.
+    """Quantization of a linear's input [..., K] before the product: `formats/base/activation.py`.
 
     Args:
         format: format that can be multiplied: `int8`, `fp8_e4m3`.
@@ -155,7 +155,7 @@ class ActivationScheme(Closed):
 
 
 class CacheScheme(Closed):
-    """How keys and values [batch, heads, tokens, features] are stored; keys after the rotary embedding.
+    """Storage of keys and values [batch, heads, tokens, features]; keys after the rotary embedding.
 
     Args:
         format: `fp8_e4m3` or `int8`.

@@ -173,7 +173,7 @@ class Profile(Closed):
 
 
 class Target(Closed):
-    """Where a model will run. `name` is the stem of the file; `power` is the limit of the whole board."""
+    """Machine that will run a model. `name` is the stem of the file; `power` is the limit of the whole board."""
 
     schema_: Annotated[Literal[1], Field(alias="schema")] = 1
     name: str = ""

@@ -152,7 +152,7 @@ def engine(job: Mapping[str, Any], outbox: Outbox) -> None:
 
 @dataclass(frozen=True)
 class _Timed:
-    """How two models are timed.
+    """Settings for timing two models.
 
     Args:
         load: loads both; only an engine is loaded earlier.

@@ -1,4 +1,4 @@
-"""What a bundle's weights weigh: bytes on disk, and bits for each quantized weight.
+"""Size of a bundle's weights: bytes on disk, and bits for each quantized weight.
 
     bits per weight = Σ bits_l · N_l·K_l / Σ N_l·K_l      over the quantized layers, scales and zero points counted
 

@@ -70,7 +70,7 @@ class BuildJob:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How a job ended: `missing` without a machine for it; otherwise with the five fields of its error unless it is
+    """Outcome of a job: `missing` without a machine for it; otherwise with the five fields of its error unless it is
     done."""
 
     job: BuildJob

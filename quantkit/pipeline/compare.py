@@ -73,7 +73,7 @@ _LABELLED = (
 
 @dataclass(frozen=True)
 class Text:
-    """What was scored: ids `[samples, tokens]`, None where they are not at hand, and how they are decoded: as numbers,
+    """Scored text: ids `[samples, tokens]`, None where they are not at hand, and how they are decoded: as numbers,
     where the tokenizer is not at hand."""
 
     ids: Array | None

@@ -1,4 +1,4 @@
-"""What a compile takes of memory and disk, in words and for refusals; of an open model: `blocks/prepared.py`."""
+"""Estimate the memory and disk of a compile, in words and for refusals; of an open model: `blocks/prepared.py`."""
 
 from __future__ import annotations
 

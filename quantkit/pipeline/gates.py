@@ -1,4 +1,4 @@
-"""What ends a compile: gates, held against its measurements, a check that failed, a decision that nobody asked for.
+"""Judge a finished compile: gates against its measurements, failed checks, decisions that nobody asked for.
 
 A shipped recipe names gates for every kind of model that it is for; those of other kinds are a note. A gate that
 somebody asked for and that nothing scored can judge is said: a decision, a warning, and an error under `--strict`. So

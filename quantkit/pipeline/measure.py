@@ -69,7 +69,7 @@ _MAKING = 15
 
 @dataclass(frozen=True)
 class MeasuredAgainst:
-    """What a bundle is measured against, and on what.
+    """The original that a bundle is measured against, and the data.
 
     Attributes:
         subject: its identity in the rows: of the model that the bundle was made from, the hash of that; else of a

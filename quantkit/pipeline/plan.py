@@ -68,7 +68,7 @@ _TEXT_ALONE = ("vllm", "llama_cpp")
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What is asked.
+    """Question to `plan`.
 
     Attributes:
         model: shipped name, folder, `config.json` or bundle.

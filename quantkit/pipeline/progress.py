@@ -1,4 +1,4 @@
-"""How the pipeline tells whoever watches how far it is, and what each stage of it took."""
+"""Report the progress of the pipeline, and the seconds of each stage."""
 
 from __future__ import annotations
 

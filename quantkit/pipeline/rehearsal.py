@@ -56,7 +56,7 @@ _Taken = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was learnt before it would have been.
+    """Figures that a rehearsal gives before the work.
 
     Attributes:
         code: that of the error it would have been.

@@ -1,4 +1,4 @@
-"""What is asked of a compile, validated as a whole before torch is imported; which models are float ONNX graphs.
+"""The request for a compile, validated as a whole before torch is imported; models that are float ONNX graphs.
 
 A torch module is exported into the user's cache, and named after what it is. A bundle of it says `module:CLASS` and the
 hash of the exported graph; `quantkit measure` looks that up in the cache.

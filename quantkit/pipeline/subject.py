@@ -1,4 +1,4 @@
-"""What is compiled: a transformer in blocks, or a float graph in products, from the open model to the last row.
+"""The subject of a compile: a transformer in blocks, or a float graph in products, from the open model to the last row.
 
 `compile.py` alone knows the order of the steps. Each adds its decisions and checks to those of the subject, and commits
 what takes long, so that a resume does not do it again.

@@ -52,7 +52,7 @@ _BLOCK = re.compile(r"\.\d+\.")
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, as it was typed.
+    """Question to `tax`, as it was typed.
 
     Attributes:
         model: a bundle, a folder with a config or weights, a `config.json`, or a shipped name; None: `shapes`.
@@ -142,7 +142,7 @@ class BundleWays:
 
 @dataclass(frozen=True)
 class TaxPlan:
-    """What will be timed, all of it known to fit.
+    """Products to time, all of them known to fit.
 
     Attributes:
         bundle: what was asked about, if it is one.

@@ -1,4 +1,4 @@
-"""What `quantkit tax` can be asked about: ONNX Runtime against float32 on this processor, or kernels on a GPU.
+"""The two devices of `quantkit tax`: ONNX Runtime against float32 on this processor, or kernels on a GPU.
 
 On a GPU our kernels, torch's operators and foreign kernels are timed against bfloat16.
 """

@@ -188,7 +188,7 @@ def _checked(what: str, model: type[Document], values: dict[str, Any]) -> Docume
 
 
 class Recipe(Closed):
-    """What to do: an ordered list of passes with settings, exports, and gates.
+    """Instructions of a compile: an ordered list of passes with settings, exports, and gates.
 
     Args:
         keep: layers that stay in the source's dtype: globs or roles. `lm_head` is the only role that could be

@@ -57,36 +57,31 @@ def _listed(text: str, path: Path) -> str:
     return f"{path.relative_to(ROOT)}: {text[:110]}"
 
 
+def _paragraphs() -> Iterator[tuple[Path, str]]:
+    for path in pages():
+        for paragraph in paragraphs(path.read_text(encoding="utf-8")):
+            yield path, paragraph
+
+
+def _sentences() -> Iterator[tuple[Path, str]]:
+    for path, paragraph in _paragraphs():
+        for sentence in sentences(paragraph):
+            yield path, sentence
+
+
 def long_sentences() -> list[str]:
     """List sentences of more than 35 words."""
-    return [
-        _listed(sentence, path)
-        for path in pages()
-        for paragraph in paragraphs(path.read_text(encoding="utf-8"))
-        for sentence in sentences(paragraph)
-        if _words(sentence) > LONGEST_SENTENCE
-    ]
+    return [_listed(sentence, path) for path, sentence in _sentences() if _words(sentence) > LONGEST_SENTENCE]
 
 
 def long_paragraphs() -> list[str]:
     """List paragraphs of more than 90 words."""
-    return [
-        _listed(paragraph, path)
-        for path in pages()
-        for paragraph in paragraphs(path.read_text(encoding="utf-8"))
-        if _words(paragraph) > LONGEST_PARAGRAPH
-    ]
+    return [_listed(paragraph, path) for path, paragraph in _paragraphs() if _words(paragraph) > LONGEST_PARAGRAPH]
 
 
 def clauses_first() -> list[str]:
     """List sentences whose subject is a clause: "What is read is ..."."""
-    return [
-        _listed(sentence, path)
-        for path in pages()
-        for paragraph in paragraphs(path.read_text(encoding="utf-8"))
-        for sentence in sentences(paragraph)
-        if opens_with_clause(sentence)
-    ]
+    return [_listed(sentence, path) for path, sentence in _sentences() if opens_with_clause(sentence)]
 
 
 def opens_with_clause(sentence: str) -> bool:

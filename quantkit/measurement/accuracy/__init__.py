@@ -1,1 +1,1 @@
-"""How far a model has moved from its original: by position, by item, by layer, by context."""
+"""Distance of a model from its original: by position, by item, by layer, by context."""

@@ -1,4 +1,4 @@
-"""Which solvers run as one kernel, and a format's grid in the form that kernels take.
+"""List the solvers that run as one kernel; give a format's grid in the form that kernels take.
 
 Except on a CPU, a launch takes as long as a thousand additions, so a solver's loop is one kernel
 (`quantkit/kernels/solving/`).

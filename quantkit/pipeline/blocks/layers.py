@@ -45,7 +45,7 @@ _HEAD = "the recipe keeps the head"
 
 
 class _Fate(NamedTuple):
-    """What becomes of a tensor."""
+    """Fate of a tensor: quantized, carried over or unused."""
 
     state: Literal["quantized", "carried", "unused"]
     reason: str

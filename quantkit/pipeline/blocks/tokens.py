@@ -1,4 +1,4 @@
-"""Which tokens calibrate and which score; what calibrates never scores, and both begin as the model's prompts do."""
+"""Choose the tokens that calibrate and the others that score; both begin as the model's prompts do."""
 
 from __future__ import annotations
 

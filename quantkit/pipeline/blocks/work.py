@@ -89,7 +89,7 @@ Places = tuple[Mapping[str, Fold], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Known:
-    """What was learnt of a block, for those like it.
+    """Facts of a block that hold for its equals.
 
     Attributes:
         folds: proved on each block again, except on those that compute what `computed` says.
@@ -317,7 +317,7 @@ def work(
 
 @dataclass
 class _Loop:
-    """What all blocks have in common; see `work`."""
+    """Inputs common to all blocks; see `work`."""
 
     stream: BlockStream
     steps: Sequence[PassRun]
