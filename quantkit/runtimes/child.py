@@ -14,6 +14,7 @@ them end when the parent does: the child then reaches the end of its standard in
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -245,6 +246,7 @@ def main(function: str, where: str) -> None:
     module, _, name = function.partition(":")
     try:
         getattr(import_module(module), name)(job, caller)
+        gc.freeze()  # else the interpreter searches all objects for cycles before it ends, and the parent waits
         return
     except QuantkitError as problem:
         met = problem
