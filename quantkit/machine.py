@@ -38,7 +38,7 @@ PACKAGES = (
 )
 # a cgroup without a limit says "max" (version 2) or a huge page-aligned number (version 1)
 _NO_LIMIT = 1 << 60
-# of mallopt(3), and bytes of the largest freed block that the heap keeps: more would be of a model that fills the memory
+# of mallopt(3), and bytes of the largest freed block to keep: a larger one is of a model that fills the memory
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT = 512 << 20
 
