@@ -1,4 +1,4 @@
-"""Sole owner of the order of things: from a request to a bundle.
+"""Sole owner of the order of a compile, from request to bundle.
 
 Importing this package is cheap: a request is validated whole before torch is imported.
 """

@@ -1,7 +1,7 @@
-"""The unquantized model as an exporter writes it: what every speed is set against.
+"""Export the unquantized model: the baseline of every speed.
 
-Made once by the exporter that makes the quantized one, with the same fusions, and kept in the user's cache by the
-source's hash.
+The exporter of the quantized model writes it once, with the same fusions. The user's cache keeps it by the source's
+hash.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Two bundles of one model, or a bundle and its float model: which is better, by token, by batch, by size, by layer.
+"""Compare two bundles of one model, or a bundle and its float model: by token, by batch, by size, by layer.
 
-Everything that was measured is decided together (`stats.decision`), on what both bundles already hold; only `measure`
-runs anything. Next words that flipped are shown with their text: the scored tokens are read again, and known by hash.
+All differences are decided together (`stats.decision`) from the rows and items that both bundles hold; only `measure`
+runs a model. Flipped next words are shown with their text. For that the scored tokens are read again and recognised by
+their hash.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ _LABELLED = (
 
 @dataclass(frozen=True)
 class Text:
-    """Scored text: ids `[samples, tokens]`, None where they are not at hand, and how they are decoded: as numbers,
-    where the tokenizer is not at hand."""
+    """Scored ids `[samples, tokens]`, None where they are not at hand, and a function that decodes them to text;
+    without the tokenizer, to numbers."""
 
     ids: Array | None
     decode: Decode
@@ -207,13 +208,13 @@ def _loaded(folder: Path) -> Any:
 
 @dataclass(frozen=True)
 class Margins:
-    """Differences of less are nobody's concern.
+    """Smallest differences that count.
 
     Attributes:
-        accuracy: one item in a hundred, 0.01 nats of KL, a perplexity 1 % higher, 0.01 of a cosine. None: those, and
-            what is worse by more is still no failure where the gates of B's recipe allow it.
-        latency: 0.05 is 5 % slower. Two runs of one thing are rarely closer. None: that, and what is slower than the
-            float model is still no failure where B's own verdict ships it.
+        accuracy: 0.01 is one item in a hundred, 0.01 nats of KL, 1 % of perplexity, or 0.01 of a cosine. None takes
+            these, and allows a larger loss where the gates of B's recipe allow it.
+        latency: 0.05 is 5 % slower; two runs of the same model are rarely closer. None takes this, and allows steps
+            slower than the float model's where B's own verdict ships it.
         size: 0.01 is 1 % larger.
     """
 

@@ -1,10 +1,10 @@
-"""Model + recipe + target -> bundle: the order of things, of transformers and of float graphs alike.
+"""Model + recipe + target -> bundle: the order of steps, for transformers and float graphs alike.
 
     open -> refuse -> prove -> [unit: solve -> commit] -> export -> reload and check -> engines
          -> measure: score -> gates -> measure: speed -> verdict -> page -> bundle
 
-Everything that can be refused is refused before the first unit is touched. Every step that took time is committed, so
-a killed compile goes on where it was and ends with the same `content_sha256`.
+All refusals come before the first unit is touched. Every slow step is committed, so a killed compile goes on where it
+stopped and ends with the same `content_sha256`.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from quantkit.report.kit import words
 
 @dataclass(frozen=True)
 class Compiled:
-    """The result of a compile.
+    """Result of a compile.
 
     Attributes:
         seconds: `quantize_cpu` (processor seconds from calibration to packed weights) and `total` (wall clock).
-        memory_peak_bytes: the most that this process had resident.
-        warnings: what a reader must know about the figures.
-        stages: of a resume, what is done now.
+        memory_peak_bytes: largest resident size of this process.
+        warnings: warnings about the figures.
+        stages: finished stages; after a resume, those of this run.
     """
 
     bundle: Bundle

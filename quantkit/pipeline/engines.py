@@ -1,7 +1,7 @@
-"""Engines in a bundle that has their network: built for the GPU of this machine or a named one, and looked into.
+"""Engines of a bundle that holds their network: built for this machine's GPU or a named one, and inspected.
 
-An engine is tied to a GPU and to the version that built it, so a bundle may have several, and one is made anew where it
-no longer loads. The network is content and stays as it is; engines are not, and `content_sha256` is what it was.
+An engine is tied to a GPU and to the library version that built it. A bundle may hold several, and one that no longer
+loads is built anew. The network counts toward `content_sha256`; engines do not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Add an export to a finished bundle: made beside it, checked in its runtime, moved in when it is right."""
+"""Add an export to a finished bundle: write it beside the bundle, check it in its runtime, then move it in."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _SAMPLES = 16
 
 @dataclass(frozen=True)
 class Exported:
-    """An export that was added.
+    """An added export.
 
     Attributes:
-        bundle: with it; of a dry run, as it was.
-        to: the exporter.
-        engine: the engine that was built from the network that the bundle had, if that is all.
+        bundle: bundle with the export; unchanged after a dry run.
+        to: name of the exporter.
+        engine: engine that was built, if the bundle already had its network.
     """
 
     bundle: Bundle

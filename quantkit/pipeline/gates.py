@@ -1,8 +1,8 @@
-"""Judge a finished compile: gates against its measurements, failed checks, decisions that nobody asked for.
+"""Judge a finished compile by its gates, its failed checks, and its decisions that the request did not ask for.
 
-A shipped recipe names gates for every kind of model that it is for; those of other kinds are a note. A gate that
-somebody asked for and that nothing scored can judge is said: a decision, a warning, and an error under `--strict`. So
-are all gates of a recipe, where none of them can be judged.
+A shipped recipe names gates for several kinds of models; those of other kinds become a note. A user's own gate without
+a row to judge it is a decision and a warning, and an error under `--strict`. The same holds for a recipe none of whose
+gates can be judged.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _lost_interval(row: Row) -> Interval | None:
 
 @dataclass(frozen=True)
 class _Subject:
-    """Rows of a name, what has them, what is held against the limit with its interval; of a classifier's answers, or of
-    next words."""
+    """Subject of a gate: name of its rows, models that have them (`takes`), bounded value (`read`) with its interval
+    (`sure`); `classes`: rows of a classifier's answers, or of next words."""
 
     name: str
     takes: str
@@ -66,7 +66,7 @@ class _Subject:
     sure: Callable[[Row], Interval | None] = _own_interval
 
     def has(self, row: Row) -> bool:
-        """Tell whether a gate is about a row; longer contexts, and answers that the original is sure of, are told."""
+        """Tell whether the gate judges a row; longer contexts, and answers the original is sure of, are only shown."""
         shape = row.shape or {}
         if row.name != self.name or "context" in shape or "surer_than" in row.settings:
             return False

@@ -1,4 +1,4 @@
-"""An importance matrix of a model, made on a calibration set and written as llama.cpp reads it."""
+"""Write an importance matrix of a model, computed on a calibration set, in llama.cpp's format."""
 
 from __future__ import annotations
 

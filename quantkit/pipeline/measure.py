@@ -1,12 +1,12 @@
-"""Accuracy, size and speed of a bundle, against the model that it was made from or another one.
+"""Measure accuracy, size and speed of a bundle against its original or another model.
 
-`measure` is all there is of it. A compile ends by calling it, with the folder that it has just written and what it has
-open still; `quantkit measure` opens a finished bundle's original (`original_of`), calls it, and puts what came into the
-bundle (`keep`).
+`measure` does all of it. A compile ends by calling it, with the new folder and the models that are still open.
+`quantkit measure` opens a finished bundle's original (`original_of`), calls it, and writes the result into the bundle
+(`keep`).
 
-What can be measured depends on what is at hand: accuracy needs torch and the original, speed needs the float model in
-the same runtime. On a machine with the small install alone, `--baseline` names a bundle that holds it. Whatever can be
-refused is refused before the first of it: what is missing, what does not fit together, a bundle that cannot be written.
+Accuracy needs torch and the original; speed needs the float model in the same runtime. On a machine with the small
+install alone, `--baseline` names a bundle that holds the float model. All refusals come before any measurement: missing
+packages, sides that do not match, a bundle that cannot be written.
 """
 
 from __future__ import annotations
@@ -72,15 +72,14 @@ class MeasuredAgainst:
     """The original that a bundle is measured against, and the data.
 
     Attributes:
-        subject: its identity in the rows: of the model that the bundle was made from, the hash of that; else of a
-            bundle its `content_sha256`.
-        format: of its weights.
-        stream: to score against; None where it cannot be had.
-        tokens: what scores a transformer.
-        folder: of what the runtime of floats reads, where it has that already.
-        graph: the float graph; None of transformers.
-        samples: what a graph is scored and timed on.
-        cost: of one sample; None counts it.
+        subject: identity in the rows: hash of the bundle's own original, or `content_sha256` of another bundle.
+        format: format of its weights.
+        stream: model to score against; None if it is not available.
+        tokens: tokens that score a transformer.
+        folder: folder with the float model's export, if it exists already.
+        graph: float graph; None for transformers.
+        samples: samples to score and time a graph on.
+        cost: cost of one sample; None counts it.
     """
 
     subject: str
@@ -100,7 +99,7 @@ class MeasuredAgainst:
         return None if self.stream is None else self.stream.source.weights.total_bytes()
 
     def floats_in_torch(self) -> StreamedModel:
-        """Return the float model for timing steps on a GPU against. Raises InputError `baseline-needed`."""
+        """Return the float model as the baseline of steps on a GPU. Raises InputError `baseline-needed`."""
         if self.stream is None or self.format != "float32":
             rule = "on a GPU times are set against the float model in bfloat16"
             remedy = "--baseline MODEL, or --no-speed"
@@ -108,7 +107,7 @@ class MeasuredAgainst:
         return self.stream
 
     def floats(self, bundle: Bundle, runtime: str) -> tuple[Path, str]:
-        """Return the folder of the float model in what a runtime reads, and its format; made if it is not there.
+        """Return the folder and format of the float model's export for a runtime; exported if it does not exist.
 
         Raises InputError, GateError: those of `float_export`.
         """

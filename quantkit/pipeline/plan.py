@@ -1,6 +1,6 @@
-"""A plan: the model's sizes, a target's figures and what was measured before, for each recipe that is asked about.
+"""Plan each recipe from the model's sizes, the target's figures and earlier measurements.
 
-Nothing is opened but a config, and nothing heavy is imported: a second for the largest model there is.
+Only a config is opened and nothing heavy is imported, so the largest models take a second.
 """
 
 from __future__ import annotations
@@ -72,21 +72,21 @@ class PlanQuestion:
 
     Attributes:
         model: shipped name, folder, `config.json` or bundle.
-        recipes: by name or path, or formats that stand for one; none: the usual ones.
-        target: name or path; None: this machine's processor.
-        runtime: that would run them; None: the target's first that computes natively in each.
-        batches: sequences at once; none: the target's.
-        prompt: tokens that come in; None: 1,024, or half of what the model takes.
-        output: tokens that go out; None: 256, or an eighth.
+        recipes: names, paths, or formats that stand for a recipe; none takes the usual ones.
+        target: name or path; None takes this machine's processor.
+        runtime: runtime to plan for; None takes, for each recipe, the target's first that computes its format natively.
+        batches: numbers of concurrent sequences; none takes the target's.
+        prompt: tokens of a prompt; None takes 1,024, or half of the model's context.
+        output: tokens of an answer; None takes 256, or an eighth of the context.
         mix: prompts and outputs of several lengths with their shares, instead: `2000x300:0.7,8000x500:0.3`.
-        variation: of the lengths, as a share of their average.
-        context: tokens to make room for; None: the longest request.
+        variation: spread of the lengths, as a share of their mean.
+        context: tokens to make room for; None takes the longest request.
         rate: requests a second to simulate.
-        devices: that share the model; None: as few as hold it.
-        prices: a file; None: those that ship.
-        measured: files or bundles to learn efficiencies from, besides what is known.
+        devices: number of devices that share the model; None takes the fewest that hold it.
+        prices: file of prices; None takes the shipped one.
+        measured: files or bundles to learn efficiencies from, besides the known ones.
         changes: `PATH=YAML` changes to every recipe.
-        device: where the compile is to compute, as `--device` of it.
+        device: device of the compile, as in `compile --device`.
     """
 
     model: str
@@ -227,7 +227,7 @@ def _refuse_unused(question: PlanQuestion, architecture: Architecture) -> None:
 
 @dataclass(frozen=True)
 class _Planning:
-    """One recipe, with the exports that the target reads, in the runtime that would run it."""
+    """One recipe, with the exports that the target reads, in its runtime."""
 
     label: str
     recipe: Recipe

@@ -14,7 +14,7 @@ from quantkit import given, machine
 
 
 class Progress:
-    """Receives the stages, then how far each is. This one says nothing to nobody."""
+    """Receives the stages and the share of each that is done. This one shows nothing."""
 
     def begin(self, what: str) -> None:
         """Set the current activity."""
@@ -42,18 +42,18 @@ def showing(asked: bool = True) -> Iterator[Progress]:
     from quantkit.report.kit.progress import Display, notebook
 
     class Shown(Display, Progress):
-        """The display, as the pipeline knows it."""
+        """A display with the interface of `Progress`."""
 
     with Shown(sys.stderr, live=sys.stderr.isatty(), cell=notebook()) as shown:
         yield shown
 
 
 class Overall(Progress):
-    """One share of all stages together, which never runs backwards.
+    """One share for all stages together; it never falls.
 
     Args:
-        report: told that share, and the stage with its detail.
-        note: told the notes.
+        report: function called with that share, the stage and its detail.
+        note: function called with notes.
     """
 
     def __init__(self, report: Callable[[float, str], None], note: Callable[[str], None] = lambda _: None) -> None:
@@ -80,13 +80,13 @@ class Overall(Progress):
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage that has ended.
+    """A finished stage.
 
     Attributes:
         name: `open`, `prove`, `quantize`, `export`, `check`, `build`, `score`, `speed` or `finish`.
-        seconds: by the wall clock.
-        cpu_seconds: user and system, of this process, all its threads, and the processes that it waited for.
-        memory_peak_bytes: the most that this process has had resident up to its end.
+        seconds: wall-clock seconds.
+        cpu_seconds: user and system seconds of this process, its threads, and the processes that it waited for.
+        memory_peak_bytes: largest resident size of this process up to the stage's end.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Stage:
 
 
 class Stages:
-    """A stop watch: `begin` ends the stage before. The first one runs from the making of it."""
+    """Stopwatch: `begin` ends the stage before. The first stage begins with the object."""
 
     def __init__(self, first: str = "open") -> None:
         self.ended: list[Stage] = []

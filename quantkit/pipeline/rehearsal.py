@@ -1,11 +1,12 @@
-"""A compile's hardest half minute, first: the recipe on the largest block alone, by the code that will do them all.
+"""Rehearse a compile on its largest block, with the same code, to predict time, memory and failures.
 
-    open, without reading the weights -> what is refused -> the largest block cut out -> quantize, export, check that,
-    on a few sequences -> what the whole will take -> what would have failed
+    open without reading the weights -> refuse -> cut out the largest block -> quantize, export and check it on a few
+    sequences -> predict time and memory of the whole compile -> list its failures
 
-The block is cut out as a model of one layer: its folder holds the config with one layer, that block's weights under the
-number 0, and what lies outside the blocks with a few rows of the vocabulary. Its time is measured on one sequence and
-on a few, and multiplied; the peak of memory is its own, plus what sizes say that the whole takes beyond it.
+The block becomes a model of one layer. Its folder holds the config with one layer, the block's weights under the
+number 0, and the weights outside the blocks with a few rows of the vocabulary. Its time is measured on one sequence and
+on a few, and multiplied. The predicted peak of memory is the block's own, plus the bytes that the whole model needs
+beyond it.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ _Taken = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Finding:
-    """Figures that a rehearsal gives before the work.
+    """One finding of a rehearsal.
 
     Attributes:
-        code: that of the error it would have been.
-        line: for people, with the remedy.
-        fails: whether the compile would end with it.
+        code: code of the error that the compile would raise.
+        line: line for people, with the remedy.
+        fails: True if the compile would end with this error.
     """
 
     code: str
@@ -71,16 +72,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The result of a rehearsal.
+    """Result of a rehearsal.
 
     Attributes:
-        compiling: what the whole will take, corrected by what the block took; None where it never came so far.
-        findings: what would fail, and what is worth knowing.
-        block: that was run; "" where none was.
-        sequences: that it was calibrated on.
+        compiling: predicted cost of the whole compile, corrected by the block's; None if the block did not run.
+        findings: failures and notes.
+        block: name of the block that ran; "" if none did.
+        sequences: number of sequences that calibrated it.
         measured: stage -> processor seconds of the block.
-        memory_peak_bytes: of the process while it ran; None where something larger had been in it before.
-        seconds: that the rehearsal took.
+        memory_peak_bytes: peak of the process during the rehearsal; None if it had been higher before.
+        seconds: duration of the rehearsal.
     """
 
     compiling: Compiling | None
@@ -123,7 +124,7 @@ def rehearse(request: Request, progress: Progress | None = None) -> Rehearsal:
 
 
 class _Rehearsing:
-    """The steps of one rehearsal; each adds to the findings."""
+    """Steps of one rehearsal; each adds its findings."""
 
     def __init__(self, request: Request, progress: Progress) -> None:
         self.request, self.progress = request, progress

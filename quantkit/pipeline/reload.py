@@ -1,4 +1,4 @@
-"""A finished bundle loaded again, every export in its library; a network beside the float model's, layer by layer."""
+"""Load a finished bundle again, every export in its library, and compare a network with the float model by layer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The request for a compile, validated as a whole before torch is imported; models that are float ONNX graphs.
 
-A torch module is exported into the user's cache, and named after what it is. A bundle of it says `module:CLASS` and the
-hash of the exported graph; `quantkit measure` looks that up in the cache.
+A torch module is exported into the user's cache, under a name made from its content. Its bundle records `module:CLASS`
+and the hash of the exported graph; `quantkit measure` finds the graph in the cache by that hash.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ REF = "module:"
 
 @dataclass(frozen=True)
 class Request:
-    """One compile.
+    """Request for one compile.
 
     Attributes:
         model: alias, folder, `hf:org/name` or .onnx file.
-        out: the bundle's name; None chooses `./<model>--<recipe>`, then `-2`, ...
-        resume: go on with an unfinished build.
-        strict: a decision that was not asked for is an error.
-        speed: time the result against the float model, where the target is this machine.
+        out: name of the bundle; None takes `./<model>--<recipe>`, then `-2`, ...
+        resume: True to continue an unfinished build.
+        strict: True to make a decision that was not asked for an error.
+        speed: True to time the result against the float model, if the target is this machine.
         left_out: exports of the recipe that no runtime of the target reads.
-        module: class of the torch module that the .onnx file was exported from.
-        as_shipped: whether the exports are those of a shipped recipe, which says what it does, not to whom: an export
-            for the target's own runtime may be added to them.
-        gates_asked: gates that a recipe of one's own or a change names; a shipped recipe's are for several kinds of
-            models, and not all of them for each.
-        device: where it computes: `cpu`, `cuda`, `cuda:N`, or `auto`.
-        tf32: whether products of float32 round their inputs, on a GPU.
-        taken: what was done otherwise than the recipe says, before the compile began.
+        module: class of the torch module that was exported to the .onnx file.
+        as_shipped: True if the exports are those of a shipped recipe; then the target may add the export of its own
+            runtime.
+        gates_asked: gates named by a user's own recipe or change. A shipped recipe's gates are for several kinds of
+            models, so some may not apply.
+        device: device of the computation: `cpu`, `cuda`, `cuda:N`, or `auto`.
+        tf32: True to let a GPU round the inputs of float32 products.
+        taken: departures from the recipe before the compile began.
     """
 
     model: str
@@ -347,12 +347,12 @@ def _examples(inputs: Any, name: str) -> list[Tensor] | dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Located:
-    """The file of a graph.
+    """File of a graph.
 
     Attributes:
-        ref: what a manifest calls it.
-        name: what the bundle is named after.
-        alias: of a shipped model, which has a calibration set of its own, and says what becomes of images before it.
+        ref: reference in the manifest.
+        name: stem of the bundle's name.
+        alias: alias of a shipped model; it names a calibration set and the preprocessing of its images.
     """
 
     path: Path

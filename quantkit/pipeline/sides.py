@@ -1,9 +1,9 @@
-"""The two that are compared: opened, checked, how good B is against A, and how long it takes.
+"""Sides of a comparison: opened, checked, and compared in accuracy and time.
 
-A side is a bundle, or the float model that the other side's bundle was made from. Of the float model nothing is opened:
-whatever is known of the bundle is known against it, position by position and batch by batch. Accuracy is compared item
-by item where both keep their items, else by the intervals of their rows; times in one run, or by what each run of its
-own said of one baseline.
+A side is a bundle, or the float model that the other side's bundle was made from. The float model itself is not opened:
+the bundle's rows and items already compare against it, position by position and batch by batch. Accuracy is compared
+item by item where both sides keep items, otherwise by the intervals of their rows. Times come from one run, or from the
+ratios of two runs to one baseline.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ _BUSY = 1.2
 
 @dataclass(frozen=True)
 class BundleSide:
-    """One of the two.
+    """One side of a comparison.
 
     Attributes:
-        name: as it was given.
-        bundle: whose measurements count: of the float model, the other side's.
-        floating: whether this is the float model.
-        rows: of `measurements.jsonl`, the bundle's own as it is now.
+        name: name or path as typed.
+        bundle: bundle whose measurements count; for the float model, the other side's.
+        floating: True for the float model.
+        rows: current rows of the bundle's own `measurements.jsonl`.
     """
 
     name: str
@@ -277,7 +277,7 @@ def _remedy(a: BundleSide, b: BundleSide, first: Data, second: Data) -> str:
 
 
 class RoundsTimer(Protocol):
-    """Takes raw times of two sides: this machine, or a device that is reached from here."""
+    """Times two sides, on this machine or on a device."""
 
     device: str
 
@@ -296,12 +296,12 @@ class _Here:
 
 @dataclass(frozen=True)
 class BundleTiming:
-    """Two bundles that can be timed in turns, in ONNX Runtime or llama.cpp each.
+    """Two bundles to time in turns, each in ONNX Runtime or llama.cpp.
 
     Attributes:
-        job: what is timed; its samples have no file yet.
-        samples: of graphs, an array [n, ...] for each input; None else.
-        runtime: of both, for their rows.
+        job: sides and shapes; its samples have no file yet.
+        samples: for graphs, an array [n, ...] for each input; otherwise None.
+        runtime: runtime of both, for their rows.
     """
 
     job: RoundsJob

@@ -1,7 +1,7 @@
-"""The subject of a compile: a transformer in blocks, or a float graph in products, from the open model to the last row.
+"""Interface of a compile's subject: a transformer in blocks, or a float graph in products.
 
-`compile.py` alone knows the order of the steps. Each adds its decisions and checks to those of the subject, and commits
-what takes long, so that a resume does not do it again.
+`compile.py` alone knows the order of the steps. A step adds its decisions and checks to those of the subject, and
+commits its slow work for a resume.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def fingerprint(request: Request, packages: Sequence[str], **own: Any) -> dict[s
 
 
 class Subject(ABC):
-    """A model that was opened and found good, and its compile in a build.
+    """An opened and checked model, with the state of its compile.
 
     Attributes:
-        request: as it is compiled: with what its target adds or leaves out.
-        notes: what a reader has to know of the source.
-        decisions, checks: so far.
-        engines: hashes of what was compiled from the exports, by path in the bundle.
+        request: request to carry out, with the exports that the target adds or drops.
+        notes: notes about the source for the reader.
+        decisions, checks: those of the steps so far.
+        engines: path in the bundle -> hash of an engine that was compiled from the exports.
         quantize_cpu: processor seconds from calibration to packed weights; known after `export`.
     """
 

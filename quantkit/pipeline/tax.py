@@ -1,10 +1,10 @@
-"""`quantkit tax`: what quantized products cost on this machine beyond what its own limits ask for, and what to do.
+"""`quantkit tax`: the time of quantized products on this machine beyond its bound, and advice.
 
-What is asked is checked before anything is timed: shapes, formats, batches, traffic, device.
+The question is checked before anything is timed: shapes, formats, batches, traffic, device.
 
-**How a bundle multiplies** (`BundleWays`): its blocks, its head, and where its graph has a second way, many rows. A
-head that is stored otherwise than the blocks has a variant of its own. A graph with `prefill: int8` multiplies fewer
-than `ROWS` rows by its codes, and more in integers; which of both a batch takes follows from its rows alone.
+**A bundle's products** (`BundleWays`) have a variant for the blocks and one for the head. A graph exported with
+`prefill: int8` has a third: it multiplies fewer than `ROWS` rows by its codes, and more rows in integers. The number of
+rows alone decides which one a batch takes.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ _BLOCK = re.compile(r"\.\d+\.")
 
 @dataclass(frozen=True)
 class Question:
-    """Question to `tax`, as it was typed.
+    """Question to `tax`, as typed.
 
     Attributes:
-        model: a bundle, a folder with a config or weights, a `config.json`, or a shipped name; None: `shapes`.
+        model: a bundle, a folder with a config or weights, a `config.json`, or a shipped name; None takes `shapes`.
         shapes: `4096x14336`, ...
-        formats: names of formats or variants (`int4`, `int4.g32.level0`), patterns (`int4*`), `all`.
-        batches: M; empty: those of the target.
-        traffic: batch -> share of the steps; its batches are timed too.
-        device: `cpu` or `cuda`; "": that of the target.
-        runtime: `onnxruntime` on a CPU, `torch` on a GPU; "": that.
-        threads: one run each; empty: all cores.
-        seconds: for all of it.
-        target: name or path; None: this processor.
-        seed: of weights and of the order of steps.
-        cores: of what products are timed on, where that is another machine.
+        formats: names of formats or variants (`int4`, `int4.g32.level0`), patterns (`int4*`), or `all`.
+        batches: values of M; empty takes the target's.
+        traffic: batch -> share of the steps; these batches are timed too.
+        device: `cpu` or `cuda`; "" takes the target's.
+        runtime: `onnxruntime` on a CPU, `torch` on a GPU; "" takes the one for the device.
+        threads: thread counts, one run each; empty takes all cores.
+        seconds: time for all runs together.
+        target: name or path; None takes this processor.
+        seed: seed of the weights and of the order of steps.
+        cores: cores of the device that times, if it is another machine.
     """
 
     model: str | None = None
@@ -85,13 +85,13 @@ class Question:
 
 @dataclass(frozen=True)
 class BundleWays:
-    """The variants that the products of a bundle are.
+    """Variants of a bundle's products.
 
     Attributes:
-        body: of most linears.
-        head: (K, N) of the head; None where it is not quantized.
-        head_variant: of it.
-        many: of all but the head, from `ROWS` rows on; "" where there is one way.
+        body: variant of most linears.
+        head: (K, N) of the head; None if it is not quantized.
+        head_variant: variant of the head.
+        many: variant of all products but the head from `ROWS` rows on; "" if it is `body`.
     """
 
     body: str
@@ -109,9 +109,7 @@ class BundleWays:
         return self.many if self.many and rows >= ROWS else self.body
 
     def said(self, rows: Sequence[Row], shapes: LinearShapes, batches: Sequence[int]) -> list[str]:
-        """Report the time of all products at each batch, as the bundle multiplies, and the head's share; nothing if
-        there are neither several ways nor a head.
-        """
+        """Describe the time of all products at each batch, and the head's share; empty if there is only `body`."""
         if len(self.variants) < 2 and self.head is None:
             return []
         timed = {
@@ -145,11 +143,11 @@ class TaxPlan:
     """Products to time, all of them known to fit.
 
     Attributes:
-        bundle: what was asked about, if it is one.
-        variants: without the baseline.
-        batches: rising.
-        threads: one run each; 0 is a GPU.
-        ways: how the bundle multiplies, if one is asked about.
+        bundle: bundle that the question names, if it names one.
+        variants: variants without the baseline.
+        batches: rising values of M.
+        threads: thread counts, one run each; 0 is a GPU.
+        ways: variants of the bundle's products, if the question names a bundle.
     """
 
     asked: Question
@@ -174,13 +172,13 @@ class TaxPlan:
 
 @dataclass(frozen=True)
 class TaxAnswer:
-    """The tax, measured.
+    """Measured tax.
 
     Attributes:
-        rows: of all thread counts.
-        verdicts: threads -> the verdict on each variant; 0 is a GPU.
-        advice: threads -> what to do.
-        notes: what a reader must know.
+        rows: rows of all thread counts.
+        verdicts: threads -> verdict on each variant; 0 is a GPU.
+        advice: threads -> advice.
+        notes: notes for the reader.
     """
 
     plan: TaxPlan

@@ -22,10 +22,10 @@ RUNTIME = "onnxruntime"
 
 @dataclass(frozen=True)
 class Processor:
-    """A CPU, that products are timed on.
+    """A CPU that times products.
 
     Attributes:
-        target: whose figures stand beside the measured ones, and whose build settings are the usual ones.
+        target: target whose figures stand beside the measured ones, and whose build settings are the defaults.
     """
 
     target: Target
@@ -130,12 +130,12 @@ def demand_runtime(asked: str, own: str, where: str) -> None:
 
 @dataclass(frozen=True)
 class Graphics:
-    """A GPU, that products are timed on.
+    """A GPU that times products.
 
     Attributes:
-        target: whose figures stand beside the measured ones.
-        name: as the driver gives it.
-        sm: compute capability: 90.
+        target: target whose figures stand beside the measured ones.
+        name: name that the driver reports.
+        sm: compute capability, for example 90.
     """
 
     target: Target

@@ -1,6 +1,6 @@
-"""One verdict of a bundle, and what was measured of it, in it: rows of their kind are replaced, page and card follow.
+"""Keep a bundle's new measurements and give its one verdict: rows of the same kind are replaced, the pages rewritten.
 
-The verdict rests on speed against the float model's and on checks, and says beside it what other runtimes do.
+The verdict rests on checks and on the speed against the float model; the figures of other runtimes stand beside it.
 """
 
 from __future__ import annotations

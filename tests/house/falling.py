@@ -129,6 +129,18 @@ def _summaries() -> Iterator[tuple[str, list[str]]]:
                 yield f"{module}: {first[:80]}", re.findall(r"[a-z']+", first.lower())
 
 
+def clauses() -> list[str]:
+    """List summaries of modules and classes whose first word opens a clause."""
+    listed = []
+    for module in files():
+        for node in nodes(module):
+            if isinstance(node, ast.Module | ast.ClassDef) and (text := ast.get_docstring(node)):
+                first = text.split("\n", 1)[0]
+                if re.match(r"\W*(?:what|how|which|where|whether|who|whoever|of)\b", first, re.IGNORECASE):
+                    listed.append(f"{module}: {first[:80]}")
+    return listed
+
+
 def no_verb() -> list[str]:
     """Summaries of functions that begin with no verb."""
     return [place for place, spoken in _summaries() if spoken and spoken[0] in _NO_VERB and spoken[0] != "see"]
@@ -153,6 +165,7 @@ def vague() -> list[str]:
 LISTED: dict[str, Callable[[], list[str]]] = (
     {"modules in circles": in_circles, "needs that run upward": climbs}
     | {"files of an odd size": odd_files, "summaries without a verb": no_verb}
+    | {"summaries of modules and classes that open with a clause": clauses}
     | {"summaries with a relative pronoun": relative, "values named vaguely": vague}
     | {"long sentences in documents": prose.long_sentences, "long paragraphs in documents": prose.long_paragraphs}
     | {"sentences in documents that open with a clause": prose.clauses_first}

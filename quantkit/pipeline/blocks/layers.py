@@ -1,9 +1,9 @@
-"""The linears of a model: which is stored how, and that every tensor of the source is accounted for.
+"""Decide how each linear of a model is stored, and account for every tensor of the source.
 
-What counts as a linear weight is what multiplies activations as a matrix: the weights of linears, of merged experts,
-and any other parameter of two or more dimensions that is no table of embeddings, no convolution and no norm. How much
-of it stays in floats is what "4 bits per weight" leaves out, so it is said: above 5 % that the recipe did not ask for,
-it is a warning before the work, and an error under `--strict`.
+A linear weight multiplies activations as a matrix: the weights of linears, of merged experts, and any other parameter
+of two or more dimensions that is neither an embedding table nor a convolution nor a norm. "4 bits per weight" leaves
+out the linear weights that stay in floats. If more than 5 % do so without the recipe's asking, a warning comes before
+the work, and an error under `--strict`.
 """
 
 from __future__ import annotations
@@ -184,14 +184,14 @@ class Layers:
     """The linears inside the blocks, and the head if it is to be quantized.
 
     Attributes:
-        shapes: full name -> [N, K], of every one.
-        schemes: full name -> scheme, of those to quantize.
-        plain: full names of those that are `torch.nn.Linear`, which is what other libraries can load quantized.
-        decisions: those left in high precision against the default, and what is stored otherwise than the scheme says.
-        head: the language-model head's name, if it is to be quantized.
-        tied: the head again, if it shares its weight with the embedding.
-        activations: full name -> how its input is quantized, of those in `schemes` whose input is; never the head's.
-        merged: those of experts, which transformers merges while it loads them.
+        shapes: full name -> [N, K] of all of them.
+        schemes: full name -> scheme of those to quantize.
+        plain: full names of those that are `torch.nn.Linear`; only these load quantized in other libraries.
+        decisions: layers kept in high precision against the default, and departures from the scheme.
+        head: name of the language-model head, if it is to be quantized.
+        tied: the same, if it shares its weight with the embedding.
+        activations: full name -> scheme of a quantized input; the names are in `schemes` and never the head's.
+        merged: names of experts' linears that transformers merges while it loads them.
     """
 
     shapes: Mapping[str, tuple[int, int]]

@@ -1,4 +1,4 @@
-"""The same passes on an `nn.Module` that is in memory: `quantkit.Pipeline([...]).apply(model, inputs)`."""
+"""Apply passes to an `nn.Module` in memory: `quantkit.Pipeline([...]).apply(model, inputs)`."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def _plain(value: Any) -> Any:
 
 
 class Pipeline:
-    """Passes in an order, to be applied to a module.
+    """Passes to apply to a module, in order.
 
     scheme = {"format": "int4", "granularity": "group", "group": 64}
     Pipeline(["fold_norms", {"gptq": {"damping": 0.02}}], weights=scheme).apply(model, ids)
 
     Args:
         passes: names, paths, or {name: settings}; exactly one of them assigns the codes.
-        weights: the weight scheme, as in a recipe; needed where a pass assigns codes.
-        activations: how inputs are quantized, as in a recipe; hooks that stay on the module's linears do it.
+        weights: weight scheme, as in a recipe; needed if a pass assigns codes.
+        activations: scheme of the inputs, as in a recipe; hooks that stay on the module's linears apply it.
         overrides, keep, on_indivisible, seed: as in a recipe.
-        allow_code: run the files that passes name (`./my_pass.py`).
+        allow_code: True to run the files that passes name (`./my_pass.py`).
 
     Raises:
         InputError: unknown pass or setting, wrong scheme.

@@ -1,6 +1,6 @@
-"""Everything that can be refused is refused here, before the first block is touched: open, lay out, check, load.
+"""Open, lay out, check and load a request: all refusals happen here, before the first block is touched.
 
-request -> opened model -> model as passes of scope `model` will have it -> layers, steps, token sets -> device
+request -> opened model -> model after passes of scope `model` -> layers, steps, token sets -> device
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _GRAPH = ("onnx", "onnx-ir", "onnxscript")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request whose every input was opened and found good; nothing has been written.
+    """An opened and checked request; nothing has been written.
 
     Attributes:
-        original: the model as opened.
-        source: the same, untied where a pass of scope `model` will make two tensors of a tied one.
-        cpu_seconds: processor seconds that passes of scope `model` took to find out what they will do.
-        device: where it computes; `stream` is there.
+        original: model as opened.
+        source: same model, with a tied tensor untied if a pass of scope `model` will change one of the two alone.
+        cpu_seconds: processor seconds that passes of scope `model` took to plan their changes.
+        device: device of the computation; `stream` is there.
     """
 
     request: Request

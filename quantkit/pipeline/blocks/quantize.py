@@ -1,8 +1,8 @@
-"""Blocks through the passes, one at a time, each committed before the next; then the language-model head.
+"""Take the blocks through the passes, one at a time, each committed before the next; then the language-model head.
 
-A head is a product like those of a graph (`passes/assign.py`), larger than any other and with one input: what the final
-norm gives. It is solved last, on what all quantized blocks put out, and a piece of its rows at a time, so that of its
-floats few are in memory beside its codes.
+A head is a product like those of a graph (`passes/assign.py`). It is larger than any other, and its one input is the
+output of the final norm. It is solved last, on the outputs of the quantized blocks. A piece of its rows is solved at a
+time, so that only a few of its floats are in memory beside its codes.
 """
 
 from __future__ import annotations
@@ -179,19 +179,19 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
 
 
 class _Keeping:
-    """After which blocks hidden states are kept, for a resume to begin with.
+    """Choice of the blocks after which hidden states are kept for a resume.
 
     Args:
-        last: the block whose states were kept last.
-        every: seconds that have to pass between two; on a GPU writing them takes longer than a block, and those between
-            the last that was kept and the first to be done are run again.
+        last: block whose states were kept last.
+        every: least seconds between two writes. On a GPU a write takes longer than a block; a resume repeats the blocks
+            since the last write.
     """
 
     def __init__(self, last: int, every: float) -> None:
         self._last, self._every, self._at = last, every, time.monotonic()
 
     def after(self, worked: Worked) -> tuple[bool, int]:
-        """Tell whether to keep those behind a block, and the block whose states they replace."""
+        """Tell whether to keep the states after a block, and the block whose states they replace."""
         if worked.hidden is None or time.monotonic() - self._at < self._every:
             return False, self._last
         before, self._last, self._at = self._last, worked.block.index, time.monotonic()

@@ -1,8 +1,8 @@
-"""Accuracy and size of what was exported, each export in its own runtime, and whether the scores are true.
+"""Score every export in its own runtime, measure its size, and verify the scores.
 
-What was scored on the stream is held against the original and the reloaded export in plain transformers: of a decoder
-the mean loss of the original and the mean KL of the candidate, on the beginnings of a few of the scored sequences; of
-other models what they give, token by token. Neither side of that runs any code of quantkit's.
+The stream's scores are verified against the original and the reloaded export in plain transformers, on the beginnings
+of a few scored sequences: for a decoder the original's mean loss and the candidate's mean KL, for other models their
+outputs, token by token. No code of quantkit runs on either side.
 """
 
 from __future__ import annotations

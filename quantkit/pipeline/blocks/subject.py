@@ -1,4 +1,4 @@
-"""A transformer as the subject of a compile: blocks through the passes, each committed before the next."""
+"""A transformer as the subject of a compile: each block goes through the passes and is committed before the next."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _COPIES = 2
 
 
 class TransformerSubject(Subject):
-    """A transformer, block by block; the state between the steps is what is on disk."""
+    """A transformer, block by block; the state between two steps is on disk."""
 
     def __init__(self, prepared: Prepared) -> None:
         super().__init__(prepared.request, prepared.out, prepared.decisions, prepared.source.notes)

@@ -1,7 +1,7 @@
 """The loop over blocks: load, trace, run every pass, hand the outputs to the next block.
 
-Block outer, pass inner: a block is finished before the next is loaded, and the next sees what the quantized
-ones put out.
+Block outer, pass inner: a block is finished before the next is loaded, and the next receives the outputs of the
+quantized ones.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Worked:
     """One finished block, with its codes and its changed module.
 
     Attributes:
-        hidden: its output on the calibration set; None when no pass looks at data.
-        original: its output in the original stream; None when no pass looks at that.
-        calls, originals: how either goes on.
+        hidden: its output on the calibration set; None if no pass looks at data.
+        original: its output in the original stream; None if no pass looks at that.
+        calls, originals: remaining calls of either stream.
         errors: linear's full name -> relative squared weight error, [] on the block's device.
-        routed: an expert's linear, by its full name -> the calibration tokens that were routed to it.
+        routed: full name of an expert's linear -> number of calibration tokens routed to it.
     """
 
     block: Block
@@ -89,15 +89,15 @@ Places = tuple[Mapping[str, Fold], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Known:
-    """Facts of a block that hold for its equals.
+    """Facts of a block that hold for the blocks like it.
 
     Attributes:
-        folds: proved on each block again, except on those that compute what `computed` says.
-        skips: what each linear's output is added to (`model/structure/residual.py`): by comparing values, which a GPU
-            would be waited for, so that there the blocks of one structure share it.
-        structure: of the block that `skips` was learnt on.
-        computed: what the block computes that `folds` were proved on, for whatever weights; known on a GPU only, where
-            a proof is hundreds of launches and a wait.
+        folds: folds; each further block proves them again, unless it computes the same as `computed`.
+        skips: linear -> tensor that its output is added to (`model/structure/residual.py`). Values are compared to find
+            it. On a GPU that would wait for the device, so blocks of one structure share the result.
+        structure: structure of the block that gave `skips`.
+        computed: operations of the block that proved `folds`, regardless of weights; recorded on a GPU only, where a
+            proof takes hundreds of launches and a wait.
     """
 
     folds: Places = field(default_factory=lambda: ({}, {}))
@@ -107,7 +107,7 @@ class Known:
 
 
 class _Lazy(Mapping[str, V], Generic[V]):
-    """A mapping that is made when it is first looked at."""
+    """A mapping that is made at the first look."""
 
     def __init__(self, make: Callable[[], Mapping[str, V]]) -> None:
         self._make = make
@@ -123,9 +123,9 @@ class _Lazy(Mapping[str, V], Generic[V]):
 
 
 class _Folds:
-    """The folds of a block, searched and proved when first asked for: most recipes need none.
+    """Folds of a block, searched and proved on demand: most recipes need none.
 
-    Blocks are alike, so what held on the last one is proved here all at once; only if that fails are they searched for.
+    Blocks are alike, so the folds of the last block are first proved here all at once; only a failure starts a search.
     """
 
     def __init__(self, module: nn.Module, traced: Structure, call: Call, known: Known, computed: Sequence[Any]) -> None:
@@ -195,7 +195,7 @@ def check_order(steps: Sequence[PassRun]) -> None:
 
 @dataclass
 class _Running:
-    """A set of tokens on its way through the blocks; `hidden` is what the next one is given."""
+    """A set of tokens on its way through the blocks; `hidden` is the input of the next one."""
 
     calls: Calls
     visits: Sequence[int]
@@ -214,7 +214,7 @@ class _Running:
 
 @dataclass(frozen=True)
 class Rare:
-    """Experts that see fewer than so many calibration tokens, and what is done about them; see `CalibrationChoice`."""
+    """Experts that receive fewer calibration tokens than a limit, and their treatment; see `CalibrationChoice`."""
 
     tokens: int = 64
     action: Literal["force", "keep"] = "force"
@@ -317,7 +317,7 @@ def work(
 
 @dataclass
 class _Loop:
-    """Inputs common to all blocks; see `work`."""
+    """Arguments common to all blocks; see `work`."""
 
     stream: BlockStream
     steps: Sequence[PassRun]

@@ -1,4 +1,4 @@
-"""A graph's answers and its quantized self's: what one sample costs, and how far the two agree."""
+"""Compare the answers of a graph with those of its quantized version, and count the cost of a sample."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SCORED = 32
 
 @dataclass(frozen=True)
 class SampleCost:
-    """Multiply-accumulates of one sample by site, numbers that come out, and that products make on the way."""
+    """Cost of one sample: multiply-accumulates by site, numbers of the outputs, numbers between products."""
 
     macs: Mapping[str, int]
     outputs: int

@@ -1,4 +1,4 @@
-"""A finished bundle of a graph: its file, loaded again, its float graph, and the samples that it is measured on."""
+"""Open a graph's finished bundle again, with its float graph and the samples that measure it."""
 
 from __future__ import annotations
 

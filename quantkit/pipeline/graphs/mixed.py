@@ -1,12 +1,13 @@
 """Mixed precision of a graph: as many products kept in floats as the gates need (`passes/mixed.py`).
 
-    each product alone -> rank -> 0, 1, 2, 4, ... kept, until the gates are met -> halved between the last two
+    harm of each product alone -> rank -> keep 0, 1, 2, 4, ... until the gates pass -> bisect between the last two
 
-What is taken meets the gates, and one fewer does not; fewer still are not all tried.
+The chosen number meets the gates, and one fewer does not. Smaller numbers between are not all tried.
 
-Alone, a product has its codes of the whole graph, and the bias that it would have had without the others. Points are
-solved again: each weight and each bias makes up for what the products before it have lost, and nothing is lost in one
-that is kept. All of it is measured on the `tune` split, which calibrates nothing and scores nothing else.
+To measure a product alone, the others stay in floats; the product takes its codes from the graph with all products
+quantized, and its bias as if there were no others. Each further point is solved again, because each weight and bias
+compensates the error of the products before it, and a kept product has none. All points are measured on the `tune`
+split, which neither calibrates nor scores.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _DEFAULT = {True: "kl_max", False: "cosine_min"}
 
 @dataclass(frozen=True)
 class Mixture:
-    """The products that are quantized, the search for the page, and why each of the others is kept."""
+    """Quantized products, the search for the page, and the reasons for the products that stay in floats."""
 
     solved: Solved
     mixed: MixedSearch

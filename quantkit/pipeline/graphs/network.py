@@ -1,4 +1,4 @@
-"""A graph on its way to a TensorRT engine: scales, codes, the network, its checks."""
+"""Build the network of a graph for a TensorRT engine: scales, codes, file, checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LEAST = 2.0**-24
 
 
 class Network:
-    """A graph on its way to an engine; the counterpart of `QuantizedGraph`."""
+    """A graph in preparation for an engine; the counterpart of `QuantizedGraph`."""
 
     file = Path(FOLDER) / NETWORK
 

@@ -1,10 +1,10 @@
-"""A graph that is to be compiled: opened, fused, its products and samples found good, before anything is written.
+"""Open, fuse and check a graph, its products and its samples before anything is written.
 
-What TensorRT can make of a graph is refused or kept in 16 bits here, too:
+For TensorRT, products outside this table are kept in 16 bits or refused:
 
-weights and inputs      int8 or fp8_e4m3 on both sides: convolutions and products of matrices
-weights alone           int8, int4 or fp8_e4m3: products of matrices; a convolution of codes would be expanded first
-neither                 all of the graph in 16 bits
+weights and inputs      int8 or fp8_e4m3 on both sides: convolutions and matrix products
+weights alone           int8, int4 or fp8_e4m3: matrix products; TensorRT would expand a convolution's codes first
+neither                 the whole graph in 16 bits
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _ONNX = ("", "ai.onnx")
 
 @dataclass(frozen=True)
 class PreparedGraph:
-    """A float graph, opened, fused and found good; nothing has been written.
+    """An opened, fused and checked float graph; nothing has been written.
 
     Attributes:
         ref: `alias:fashion-mnist-cnn` or `path:model.onnx`.
-        sites: that are quantized.
-        held: what the choice of products to keep is measured on; None where none is made.
-        cost: of one sample.
+        sites: products to quantize.
+        held: samples that decide which products stay in floats; None where no product may.
+        cost: cost of one sample.
     """
 
     request: Request

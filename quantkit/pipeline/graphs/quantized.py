@@ -1,13 +1,13 @@
-"""A graph while it is quantized: ranges, codes, pairs, the file, its checks; each step in the build's journal.
+"""Quantize a graph in steps: ranges, codes, pairs, file, checks. The build's journal keeps each finished step.
 
-    ranges              of every tensor with a pair
-    codes-0007          codes, scales and biases of the seventh product, counted from 0, and what was decided of it
-    alone-0007          its harm alone, where some products may be kept high
+    ranges              ranges of all tensors with a pair
+    codes-0007          codes, scales, biases and decisions of the seventh product, counted from 0
+    alone-0007          its harm alone, where some products may stay in floats
     kept-0002-0007      the same product, solved again with two others kept
-    point-0002          the harm of that point; dropped-0002: its codes, once they cannot be chosen any more
+    point-0002          harm of that point; dropped-0002: its codes were deleted, because it can no longer be chosen
 
-Numbers stand in the journal, codes in files beside it, which together are as large as the weights of the result. A
-resume does no step twice.
+The journal holds numbers; files beside it hold codes, together as large as the quantized weights. A resume repeats no
+step.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _NODE, _SITE, _STEP = 200, 1500, 600
 
 
 class Steps:
-    """The steps of one compile.
+    """Steps of one compile.
 
     Args:
-        build: whose journal they stand in. None: nothing is kept, for what wants codes alone.
+        build: build with their journal; None keeps none, for callers that need only codes.
     """
 
     def __init__(self, build: Build | None = None) -> None:
@@ -112,15 +112,15 @@ class Steps:
 
 
 class Products:
-    """The products of one solve.
+    """Products of one solve.
 
     Args:
-        stem: of the steps' keys.
-        scheme: of weights that are quantized alone; None: codes of integers, with the biases that make up for rounding.
+        stem: prefix of the steps' keys.
+        scheme: scheme of weight-only quantization; None for integer products, whose biases compensate rounding.
 
     Attributes:
-        again: codes of those that were solved before an interruption.
-        decisions: by product, of each that is solved.
+        again: codes that were solved before an interruption.
+        decisions: name -> decisions of each solved product.
     """
 
     def __init__(self, steps: Steps, stem: str, names: Sequence[str], scheme: WeightScheme | None = None) -> None:
@@ -164,7 +164,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Solved:
-    """Codes of the products that are quantized, in the order in which the graph runs, and the decisions by product."""
+    """Codes of the quantized products, in the order in which the graph runs, and the decisions of each product."""
 
     codes: Mapping[str, Codes]
     decisions: Mapping[str, list[Decision]]
@@ -181,10 +181,10 @@ def stem(kept: Collection[str]) -> str:
 
 
 class QuantizedGraph:
-    """A graph while it is quantized for ONNX Runtime; its progress tells how far.
+    """A graph being quantized for ONNX Runtime, with its progress.
 
     Args:
-        steps: where what is done is kept; None: nowhere.
+        steps: keeps finished steps; None keeps none.
     """
 
     file = Path("onnx") / MODEL

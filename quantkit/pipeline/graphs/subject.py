@@ -1,8 +1,8 @@
 """A float ONNX graph as the subject of a compile: products solved one after another, each committed.
 
-What a recipe's passes mean here: `gptq`, `rtn` and `hqq` choose codes (convolutions as products of patches), `round`
-moves them, biases are always corrected, whether `bias_correct` stands there or not. The others are declined, each with
-a decision and the reason that it states itself (`on_graphs`).
+On a graph `gptq`, `rtn` and `hqq` choose codes (convolutions as products of patches), and `round` moves them. Biases
+are always corrected, with or without `bias_correct`. Other passes are declined: a decision gives the reason that the
+pass states in `on_graphs`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PACKAGES = ("python", "torch", "onnx", "onnx-ir", "onnxruntime", "numpy", "safe
 
 
 class GraphSubject(subject.Subject):
-    """A float ONNX graph; what is solved stands in the build's journal (`Steps`)."""
+    """A float ONNX graph; its solved steps stand in the build's journal (`Steps`)."""
 
     quantized: Network | QuantizedGraph
 
