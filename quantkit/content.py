@@ -1,8 +1,8 @@
 """Find and read the files that users edit: recipes, calibration sets, targets.
 
 They are at the top of a clone, and inside the package (`quantkit/content/...`) of an installed wheel. A bare word is a
-shipped name; a user's own file starts with `/`, `./` or `../`, or has a suffix. A bare word is never looked up as a
-path, and a path never as a shipped name.
+shipped name; a user's own file starts with `/`, `./` or `../`, ends with `/`, or has a suffix. A bare word is never
+looked up as a path, and a path never as a shipped name.
 
 Every document is YAML with a closed schema: a repeated key or an unknown key is an error.
 """
@@ -107,7 +107,8 @@ def names(kind: Kind) -> list[str]:
 
 def is_path(reference: str) -> bool:
     """Tell whether a reference is the path of a user's file, not a shipped name. (`qwen2.5-7b` has no suffix.)"""
-    return reference.startswith(("/", "./", "../", "~")) or Path(reference).suffix[1:2].isalpha()
+    place = reference.startswith(("/", "./", "../", "~")) or reference.endswith("/")
+    return place or Path(reference).suffix[1:2].isalpha()
 
 
 def as_reference(reference: str | Path) -> str:

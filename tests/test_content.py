@@ -77,7 +77,7 @@ def test_every_folder_says_what_lives_there_and_all_it_holds_is_plain_yaml(kind:
 @pytest.mark.parametrize(
     ("reference", "path"),
     [
-        *((path, True) for path in ("./x", "/x", "~/x", "x.yaml", "dir/x.json")),
+        *((path, True) for path in ("./x", "/x", "~/x", "x.yaml", "dir/x.json", "texts/")),
         *((name, False) for name in ("x", "qwen2.5-7b", "llama-3.1-405b", "awq-int4+kv-fp8")),
     ],
 )

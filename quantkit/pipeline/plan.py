@@ -148,7 +148,8 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     if unmeasured := target.unmeasured():
         missing = f"{target.name} has no figure for {', '.join(unmeasured)}"
         notes.append(f"{missing}: on that machine, quantkit doctor --write --target {target.name} measures them")
-    return Outlook(architecture, target, workload, candidates, recommend(candidates, workload), notes, question.model)
+    known = (architecture, target, workload, candidates, recommend(candidates, workload), notes)
+    return Outlook(*known, question.model, "" if aimed is None or isinstance(aimed, Target) else str(aimed))
 
 
 def demand_ranked(model: str) -> None:
@@ -171,7 +172,7 @@ def every(question: PlanQuestion) -> PlanQuestion:
     recipes = {name: shipped(name) for name in content.names("recipes")}
     quantizing = [name for name, recipe in recipes.items() if kind in recipe.models and recipe.passes]
     runs = [name for name in quantizing if _runs(name, kind, target)]
-    return replace(question, recipes=("float", *runs), target=target)
+    return replace(question, recipes=("float", *runs))
 
 
 def _workload(question: PlanQuestion, architecture: Architecture, target: Target) -> Workload:

@@ -235,6 +235,7 @@ class Outlook:
         candidates: plans, in the order of the request.
         notes: remarks on all of them.
         reference: name by which the model was requested: `./my-model`; "" if unknown.
+        aimed: name by which the target was requested; "" for its own name.
     """
 
     architecture: Architecture
@@ -244,6 +245,7 @@ class Outlook:
     recommendation: Recommendation
     notes: Sequence[str] = ()
     reference: str = ""
+    aimed: str = ""
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,10 @@ def test_compile_verify_measure_generate(quantkit: Any, tiny: Path, recipe: Path
     assert ran.err.startswith(f"opening {tiny}\n")
     assert "Traceback" not in ran.err
     rows = {row["name"]: row for row in map(json.loads, (out / MEASUREMENTS).read_text().splitlines())}
-    assert f"{rows['size.bits_per_weight']['value']:.2f}" in ran.out
-    assert f"{rows['accuracy.top1_agreement']['value']:.1%}".replace("%", " %") in ran.out
-    assert f"  {out}\n" in ran.out
-    assert (out / "README.md").read_text().startswith("---\n")
+    assert f"quantkit show {out}\n" in ran.out and "bits per weight" not in ran.out
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\n") and f"{rows['size.bits_per_weight']['value']:.2f}" in card
+    assert f"{rows['accuracy.top1_agreement']['value']:.1%}".replace("%", " %") in card
 
     assert quantkit("verify", out).code == 0
     measured = quantkit("measure", out, "--baseline", tiny, "--json")
@@ -88,6 +88,10 @@ def test_measure_knows_where_the_model_of_a_compile_lies(
     assert quantkit("measure", "./out").code == 0
     manifest = Bundle.load("./out").manifest
     assert usage.against(manifest, usage.here(manifest)) == []
+    shutil.copytree(model, tmp_path / "second" / "tiny.model")
+    assert quantkit("measure", "./out", "--baseline", "./second/tiny.model").code == 0
+    shutil.rmtree(tmp_path / "second")
+    assert quantkit("measure", "./out").code == 0, "the first place still holds it"
     (model / "config.json").write_text((model / "config.json").read_text() + "\n")
     assert f"which has changed; a bundle holds neither its original nor the path of it; --baseline {typed}" in (
         quantkit("measure", "./out").err

@@ -89,7 +89,7 @@ def test_recommend_ranks_recipes_on_a_target(quantkit: Any) -> None:
     assert sum("✓" in line for line in lines) == len(
         quantkit("recommend", "llama-3-8b", "--target", "h100", "--json").envelope["result"]["recipes"]
     )
-    assert "quantkit compile MODEL --recipe int4-best --target h100" in ran.out
+    assert "quantkit compile hf:meta-llama/Meta-Llama-3-8B --recipe int4-best --target h100" in ran.out
     first = quantkit("recommend", "smollm2-135m", "--target", "cpu-x86", "--json").envelope["result"]
     assert [one["recipe"] for one in first["refused"]] == ["fp8-block"]
     assert quantkit("recommend", "llama-3-80b", "--json").envelope["error"]["code"] == "unknown-model"

@@ -128,7 +128,7 @@ def test_a_plan_before_the_doctor_says_what_is_missing_and_has_no_empty_table(
     asked = ["plan", tiny, "--recipe", "float"]
     shown = quantkit(*asked).out
     assert "How long it takes" not in shown and not re.search(r"^ *\d+ *$", shown, re.MULTILINE)
-    assert f"quantkit measure BUNDLE --batch 1,2,4,8,16,32,64 --baseline {tiny}" in shown
+    assert f"quantkit measure ./{tiny.name}--float --batch 1,2,4,8,16,32,64\n" in shown
     (command,) = re.findall(r"quantkit (doctor --write --target \S+)", " ".join(shown.split()))
     measured = doctor.ceilings.measured
     monkeypatch.setattr(machine, "last_level_cache", lambda: 1 << 20)

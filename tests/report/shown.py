@@ -39,6 +39,6 @@ def printed(parts: Iterable[Any], monkeypatch: pytest.MonkeyPatch, width: int = 
     return text
 
 
-def fits(text: str, width: int = 80, besides: str = "\0") -> None:
+def fits(text: str, width: int = 80, besides: str = "quantkit ") -> None:
     """Nothing is wider than the screen but what there is to be copied."""
     assert not [line for line in text.splitlines() if len(line) > width and besides not in line]

@@ -235,3 +235,16 @@ def test_servers_stand_on_the_card_where_the_bundle_has_what_they_read() -> None
     text = card(planted.manifest(), planted.rows(), [])
     assert "vllm serve ./model" in text and "llama-server" not in text
     assert "vllm serve" not in card(onnx_only(), [], [])
+
+
+def test_every_data_set_of_the_scores_is_named() -> None:
+    one = [row for row in planted.rows() if row.name.startswith("accuracy.")]
+    change = {"set": "chat-en", "items": 511, "sha256": "c" * 64}
+    other = [
+        row.model_copy(update={"runtime": "onnxruntime", "data": row.data and row.data.model_copy(update=change)})
+        for row in one
+    ]
+    text = card(planted.manifest(), [*one, *other], [])
+    facts = text.split("## Where it comes from")[1]
+    assert "prose-en (eval), 6,132 items" in facts and "chat-en (eval), 511 items" in facts
+    assert "6,132 positions of prose-en (eval) in torch, 511 positions of chat-en (eval) in onnxruntime" in text

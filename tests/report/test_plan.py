@@ -74,8 +74,8 @@ def test_the_screen_fits_and_answers(three: Outlook, monkeypatch: pytest.MonkeyP
         "prompts of 1,024 and outputs of 256 tokens, context 1,280, batches 1 to 64",
         *("Assumed: prompts of 1,024 tokens", "forecast: take int4", "1.9×"),
         *("all times 14 steps of 3 models measured on a GPU", "nvfp4 weights: absent in vllm (TensorRT docs)"),
-        "quantkit compile MODEL --recipe int4-best --target h100",
-        "quantkit measure BUNDLE --batch 1,4,16,64 --baseline MODEL",
+        "quantkit compile hf:meta-llama/Meta-Llama-3-8B --recipe int4-best --target h100 --out ./Meta-",
+        "quantkit measure ./Meta-Llama-3-8B--int4-best --batch 1,4,16,64",
     ):
         assert said in whole
 
@@ -261,7 +261,10 @@ def test_one_offline_file_with_all_sections(page: str, three: Outlook, tmp_path:
     for figure in figures(page):
         graph_objects.Figure(figure)  # refuses what its schema does not know
     told = ("a &lt;note&gt; on <code>doctor</code>", "Take int4.", "only a measurement decides")
-    told += ("quantkit compile MODEL --recipe int4-best --target h100", three.target.memory.read_bandwidth.source)
+    told += (
+        "quantkit compile hf:meta-llama/Meta-Llama-3-8B --recipe int4-best --target h100 --out ./Meta-",
+        three.target.memory.read_bandwidth.source,
+    )
     assert all(said in page for said in (*told, "vLLM documentation", "14 steps of 3 models"))
     path = tmp_path / "plan.html"
     html.write(path, page)

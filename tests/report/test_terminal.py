@@ -12,8 +12,8 @@ from rich.text import Text
 from quantkit.bundle import Check, Manifest, WeightsEntry
 from quantkit.measurement.rows import Row
 from quantkit.report import terminal
-from quantkit.report.bundle import figures
-from quantkit.report.bundle.document import card, document, took
+from quantkit.report.bundle import figures, usage
+from quantkit.report.bundle.document import brief, card, document, took
 from quantkit.report.kit.progress import Display
 from quantkit.report.kit.screen import grid, indented, table
 from report.shown import fits, page, printed
@@ -39,9 +39,8 @@ def test_what_others_say_stays_in_its_line_on_a_screen_that_can_be_read(
 
 
 def summary(monkeypatch: pytest.MonkeyPatch, width: int = 80, **changes: object) -> str:
-    text = took({"total": 73.2, "quantize_cpu": 41.3}, 1_900_000_000)
     manifest, path = planted.manifest(**changes), Path("/somewhere/a bundle")
-    return printed([document(manifest, planted.rows(), [planted.NOTE], path=path, took=text)], monkeypatch, width)
+    return printed([document(manifest, planted.rows(), [planted.NOTE], path=path)], monkeypatch, width)
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, rows: list[Row], width: int = 80) -> str:
@@ -55,7 +54,7 @@ def test_summary_shows_every_figure_of_its_rows(monkeypatch: pytest.MonkeyPatch)
         *("82.1 %", "81.0 % to 83.2 %", "43.1 %", "41.2 %", "−1.9 points", "6,132 positions of prose-en (eval)"),
         *("gate kl_max", "0.143 ≤ 0.5", "check reload.transformers", "3e-07 ≤ 0.0001", "damping-raised (gptq)"),
         *("layers.0.mlp", "0.01 → 0.1", "no factor", planted.NOTE, "ot measured yet: nothing says"),
-        *("1 min 13 s in all", "1.90 GB", "a-model", "rtn-int4", "cpu-x86", "quantkit measure '/somewhere/a bundle'"),
+        *("a-model", "rtn-int4", "cpu-x86", "quantkit measure '/somewhere/a bundle'"),
         "quantkit generate",
         # half of 0.016 over Student's t for 12 sequences, 2.201
         "± 0.0036 nats",
@@ -67,6 +66,77 @@ def test_summary_shows_every_figure_of_its_rows(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_but_paths_and_commands_is_wider_than_the_screen(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fits(summary(monkeypatch, width), width, "/somewhere/a bundle")
     fits(shown(monkeypatch, judged(), everything(), width), width, "/somewhere/b")
+
+
+def finished(monkeypatch: pytest.MonkeyPatch, width: int = 80, **changes: object) -> str:
+    text = took({"total": 73.2, "quantize_cpu": 41.3}, 1_900_000_000)
+    manifest, path = planted.manifest(**changes), Path("/somewhere/a bundle")
+    notes, files = [planted.NOTE], usage.Files()
+    shown = brief(manifest, planted.rows(), notes, path=path, files=files, took=text)
+    return printed([shown], monkeypatch, width)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_screen_of_a_compile_is_short_and_points_to_the_tables(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = finished(monkeypatch, width)
+    fits(text, width, "/somewhere/a bundle")
+    flat = " ".join(text.split())
+    assert width < 80 or len(text.splitlines()) <= 30
+    assert "What it costs" not in text and "holds" not in text
+    assert planted.NOTE in flat and "1 min 13 s in all" in flat and "1.90 GB" in flat
+    assert "all figures and checks: quantkit show '/somewhere/a bundle'\n" in text
+    assert "! damping-raised (gptq) at layers.0.mlp and 2 more: 0.01 → 0.1; no factor" in flat
+    assert "✗" not in text and "  verdict" in text
+
+
+def test_the_screen_of_a_compile_names_every_failed_check_and_what_to_use_instead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = Check(name="onnx.valid", value=None, limit=None, ok=False, where="onnx/model.onnx")
+    judgement = {
+        "answer": "ship_it",
+        "because": ["as it is"],
+        "instead": "for long prompts: use the float model",
+    }
+    text = finished(monkeypatch, state="gate_failed", checks=[planted.FAILED_GATE, check], verdict=judgement)
+    assert "  ✗ gate top1_agreement_min failed: 0.821 < 0.85\n  ✗ check onnx.valid failed: onnx/model.onnx\n" in text
+    assert "            for long prompts: use the float model\n" in text
+
+
+def test_a_note_that_tells_a_decision_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = planted.manifest().decisions[0].model_copy(update={"reason": planted.NOTE})
+    assert finished(monkeypatch, 200, decisions=[taken]).count(planted.NOTE) == 1
+    shown = finished(monkeypatch, 200, decisions=[planted.manifest().decisions[0]] * 3)
+    assert "! damping-raised (gptq) at layers.0.mlp and 2 more: " in shown
+
+
+def test_decisions_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = "model.layers.0.mlp.experts.gate_up_proj.a_long_name.of_a_layer"
+    taken = planted.manifest().decisions[0].model_copy(update={"where": where, "reason": "undeniable circumstances"})
+    text = shown(monkeypatch, planted.manifest(decisions=[taken]), planted.rows())
+    assert all(word in text.split() for word in (where, "undeniable", "circumstances", "damping-raised"))
+    fits(text, 80, "/somewhere/b")
+
+
+def test_commands_name_the_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    because = ["batches above 1: not timed; `quantkit measure BUNDLE` times them"]
+    manifest = judged(verdict={"answer": "ship_up_to", "batch": 1, "because": because})
+    assert "`quantkit measure /somewhere/b` times them" in shown(monkeypatch, manifest, everything(), 120)
+    assert "<code>quantkit measure .</code> times them" in page(manifest, everything(), [])
+    assert "BUNDLE" not in card(manifest, everything(), [])
+
+
+def busy(row: Row) -> Row:
+    return row.model_copy(update={"flags": ["noisy"]}) if row.name == "latency.prefill" else row
+
+
+def test_prompts_that_a_busy_machine_leaves_open_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = {"answer": "ship_it", "prompts": {"faster": [1024], "open": [64, 256]}}
+    rows = [busy(row) if (row.shape or {}).get("new_tokens") == 64 else row for row in everything()]
+    text = " ".join(shown(monkeypatch, judged(verdict=verdict), rows, 120).split())
+    why = "of 256 tokens do not differ beyond noise, of 64 tokens are not decided: the machine was busy"
+    assert f"ship it; prompts of 1,024 tokens are faster, {why}" in text
+    assert "At 64 tokens nothing is decided: the machine was busy." in text
 
 
 def test_failed_gate_is_said_at_the_top_and_with_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

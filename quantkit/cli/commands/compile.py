@@ -46,7 +46,7 @@ def compile(  # noqa: A001 (the word of the command line)
     from quantkit.pipeline.compile import asked, compile_model, opened
     from quantkit.pipeline.gates import failed_gate
     from quantkit.report import terminal
-    from quantkit.report.bundle.document import document, took
+    from quantkit.report.bundle.document import brief, took
     from quantkit.report.bundle.usage import here
 
     changes = list(set_ or ())
@@ -74,13 +74,13 @@ def compile(  # noqa: A001 (the word of the command line)
             return Answer(plan, terminal.planned(plan), plan["decisions"], plan["notes"])
         compiled = compile_model(request, progress)
     manifest = compiled.bundle.manifest
-    shown = document(
+    shown = brief(
         manifest,
         compiled.rows,
         compiled.warnings,
         path=compiled.bundle.path,
-        took=took(compiled.seconds, compiled.memory_peak_bytes),
         files=here(manifest, model, calibration),
+        took=took(compiled.seconds, compiled.memory_peak_bytes),
     )
     taken = [decision.as_dict() for decision in compiled.decisions]
     return Answer(compiled.as_dict(), [shown], taken, compiled.warnings, failed_gate(manifest))

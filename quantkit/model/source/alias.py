@@ -128,11 +128,17 @@ def unknown_model(name: str, where: str = "") -> InputError:
         error = unknown_name("model", name, ALIASES, where=where)
         remedy = configs.folder_called(name) or f"{error.remedy}; a folder is written ./{name}, a hub model hf:org/name"
         return InputError(error.code, where, error.value, remedy=remedy)
-    hub = re.search(r"[\w.-]+/[\w.-]+", configs.shipped(name).source)
+    hub = on_hub(name)
     remedy = f"`quantkit plan {name}` needs none; weights are opened from a folder (./{name}) or the hub"
-    remedy += f" (hf:{hub[0]})" if hub else ""
+    remedy += f" ({hub})" if hub else ""
     value = f"only the sizes of {name} are known"
     return InputError("model-sizes", where or name, value, "a compile reads weights", remedy)
+
+
+def on_hub(name: str) -> str:
+    """Return the hub's reference for a model with known sizes: `hf:org/name`; "" if its file names none."""
+    hub = re.search(r"[\w.-]+/[\w.-]+", configs.shipped(name).source) if name in configs.shipped_names() else None
+    return f"hf:{hub[0]}" if hub else ""
 
 
 def materialize(alias: Alias) -> Path:

@@ -37,6 +37,8 @@ MODULES, CONFIG = "modules.json", "config.json"
 _LIBRARY = "sentence_transformers."
 _CODE = (".py", ".pyc", ".so")
 _RACY_NS = 2_000_000_000
+# places kept of one source
+_PLACES = 8
 
 
 def file_sha256(path: Path) -> str:
@@ -64,20 +66,25 @@ def _check(key: dict[str, object], sha256: str) -> str:
 
 
 def remember(sha256: str, path: Path) -> None:
-    """Keep the place of a source in the cache, under the hash of its content; no bundle holds it."""
-    slot, stated = _slot(sha256), json.dumps({"path": str(path)})
+    """Keep a place of a source in the cache, the latest first, under the hash of its content; no bundle holds it."""
+    slot, before = _slot(sha256), _places(sha256)
+    places = list(dict.fromkeys([str(path), *before]))[:_PLACES]
     with suppress(Exception):  # without a writable cache the user names the place again
-        if not slot.is_file() or slot.read_text(encoding="utf-8") != stated:
+        if places != before:
             slot.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(slot, stated.encode())
+            write_atomic(slot, json.dumps({"paths": places}).encode())
 
 
-def remembered(sha256: str) -> Path | None:
-    """Return the place of a source that was opened here, changed or not; None where nothing lies there now."""
+def remembered(sha256: str) -> list[Path]:
+    """List the places of a source that was opened here, the latest first, changed or not, if something lies there."""
+    return [path for path in map(Path, _places(sha256)) if path.exists()]
+
+
+def _places(sha256: str) -> list[str]:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        path = Path(json.loads(_slot(sha256).read_text(encoding="utf-8"))["path"])
-        return path if path.exists() else None
-    return None
+        places = json.loads(_slot(sha256).read_text(encoding="utf-8"))["paths"]
+        return [place for place in places if isinstance(place, str)]
+    return []
 
 
 def _slot(sha256: str) -> Path:

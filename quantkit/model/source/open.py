@@ -234,12 +234,12 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
 
 
 def open_again(sha256: str) -> Source | None:
-    """Open the model of this hash where it lay when it was opened last, or where `save_in_memory` kept it.
+    """Open the model of this hash at the first known place that still holds it, or where `save_in_memory` kept it.
 
     Returns:
         The source; None where it is gone, or has changed.
     """
-    for place in (remembered(sha256), saved_in_memory(sha256)):
+    for place in (*remembered(sha256), saved_in_memory(sha256)):
         with suppress(InputError):
             if place is not None and (source := open_model(str(place), trust_remote_code=None)).sha256 == sha256:
                 return source

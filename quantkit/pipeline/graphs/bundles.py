@@ -115,10 +115,10 @@ def float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None
             return materialize(own) / MODEL, own
         if ref.startswith(REF) and place(sha256).is_file() and file_sha256(place(sha256)) == sha256:
             return place(sha256), None
-        path = remembered(sha256)
-        with suppress(InputError):
-            if path is not None and open_graph(path).sha256 == sha256:
-                return path, None
+        for path in remembered(sha256):
+            with suppress(InputError):
+                if open_graph(path).sha256 == sha256:
+                    return path, None
         raise baseline_needed(source)
     alias = ALIASES.get(baseline)
     if alias is not None and alias.kind == "network":
@@ -133,7 +133,7 @@ def float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None
 
 def baseline_needed(source: SourceEntry) -> InputError:
     """Make the error `baseline-needed`, for an original that is not where it was, or was never opened here."""
-    name, path = source.ref.removeprefix("path:"), remembered(source.sha256)
+    name, path = source.ref.removeprefix("path:"), next(iter(remembered(source.sha256)), None)
     value = f"the bundle was made from {name!r}, which {'has changed' if path else 'lies at no place known here'}"
     rule = "a bundle holds neither its original nor the path of it"
     typed = shlex.quote(f"./{name}" if path is None else content.near(path))

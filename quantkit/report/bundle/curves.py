@@ -27,6 +27,7 @@ _FLAGS = {
     "weights-near-cache": "part of the weights may have stayed in the cache, so the limit does not hold",
     "no-ceiling": "no limit: a ceiling could not be measured",
 }
+EVERY = "at every size"
 # such times are marked with `~` and win nothing (`measurement.verdict`)
 NOISY = {"noisy", "aa-exceeds-effect"}
 _NOT_MEASURED = {
@@ -279,16 +280,18 @@ def results(curve: Series) -> list[str]:
 
 def outcomes(curve: Series) -> list[str]:
     """List the sizes with a win, with a loss, and without a difference."""
-    where: dict[str, list[int]] = {"Faster": [], "Slower": [], "unsure": [], "beyond": []}
+    where: dict[str, list[int]] = {"Faster": [], "Slower": [], "unsure": [], "busy": [], "beyond": []}
     for cell in curve.cells:
         if (speed := speed_up(cell.row)) is not None:
             low, high = speed.interval
-            known = "unsure" if speed.noisy else "Faster" if low > 1 else "Slower" if high < 1 else "unsure"
+            known = "busy" if speed.noisy else "Faster" if low > 1 else "Slower" if high < 1 else "unsure"
             where["beyond" if speed.doubt == "ceiling" else known].append(cell.x)
     at = {key: curve.label(words.listed(xs)) for key, xs in where.items() if xs}
     sentences = [f"{verb} at {at[verb]}." for verb in ("Faster", "Slower") if verb in at]
     if "unsure" in at:
         sentences.append(f"At {at['unsure']} no difference shows above the noise.")
+    if "busy" in at:
+        sentences.append(f"At {at['busy']} nothing is decided: the machine was busy.")
     if "beyond" in at:
         sentences.append(
             f"At {at['beyond']} the speed-up is more than bytes and operations allow: a time or a ceiling is wrong."
@@ -337,19 +340,29 @@ def skipped(curve: Series) -> list[str]:
 
 def cautions(curve: Series) -> list[str]:
     """Describe the flags of a curve's cells, once each, with their sizes."""
-    texts = []
-    for flag, text in _FLAGS.items():
-        xs = [cell.x for cell in curve.cells if flag in cell.flags]
-        if xs:
-            at = "at every size" if len(xs) == len(curve.cells) > 1 else f"at {curve.label(words.listed(xs))}"
-            texts.append(f"{at}: {text}")
-    return texts
+    return [f"{at}: {text}" for flag, text in _FLAGS.items() if (at := _flagged(curve, flag))]
+
+
+def _flagged(curve: Series, flag: str) -> str:
+    xs = [cell.x for cell in curve.cells if flag in cell.flags]
+    return "" if not xs else EVERY if len(xs) == len(curve.cells) > 1 else f"at {curve.label(words.listed(xs))}"
 
 
 def shared_cautions(several: Sequence[Series]) -> list[str]:
-    """List the cautions common to all curves; [] for a single curve."""
-    told = [cautions(curve) for curve in several]
-    return [text for text in told[0] if all(text in others for others in told)] if len(told) > 1 else []
+    """Describe the flags of all curves, once each, with the curves and their sizes."""
+    texts = []
+    for flag, text in _FLAGS.items():
+        by_place = words.by([(at, curve) for curve in several if (at := _flagged(curve, flag))], lambda pair: pair[0])
+        places = []
+        for at, pairs in by_place.items():
+            places.append(at if len(pairs) == len(several) else f"{_titles([curve for _, curve in pairs])}, {at}")
+        texts += [f"{'; '.join(places)}: {text}"] if places else []
+    return texts
+
+
+def _titles(several: Sequence[Series]) -> str:
+    titles = [curve.title for curve in several]
+    return " and ".join([titles[0], *(title[:1].lower() + title[1:] for title in titles[1:])])
 
 
 def measured(curve: Series) -> str:

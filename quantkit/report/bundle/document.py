@@ -40,7 +40,6 @@ def document(
     engines: Sequence[Inspected] = (),
     devices: Sequence[DeviceRows] = (),
     path: Path | None = None,
-    took: str = "",
     files: usage.Files | None = None,
     whole: bool = True,
 ) -> tree.Document:
@@ -52,7 +51,6 @@ def document(
         engines: findings for each engine.
         devices: rows of each remote device.
         path: folder of the bundle, for a screen.
-        took: time and memory of the compile, right after it.
         files: places of the model and the calibration set; None on a screen is what the cache knows.
         whole: True to show decisions, checks and the next commands on a screen.
     """
@@ -67,18 +65,13 @@ def document(
         ("engine", "What the engine does", On.PAGE, list(engine.sections(engines))),
         ("devices", "Devices", On.PAGE, speed.on_devices(manifest, rows, devices)),
         ("size", "Size", On.PAGE, list(harms.sizes(manifest, rows))),
-        ("decisions", "Decisions and checks", On.ALL if whole else _FILES, _decisions(manifest, took)),
+        ("decisions", "Decisions and checks", On.ALL if whole else _FILES, _decisions(manifest)),
         ("run", "Run it", On.PAGE, _run(manifest)),
         ("short", "", On.SCREEN, closing(manifest, rows, near(path), files) if whole and path is not None else []),
         ("origin", "Where it comes from", On.CARD, _origin(manifest, rows)),
     ]
-    ok, name = manifest.state == "complete", str(manifest.recipe.get("name", "quantized"))
-    # a model with gates is not marked as good before one was judged
-    judged = None if ok and figures.unjudged(manifest) and not figures.gates(manifest.checks) else ok
-    target = str((manifest.target or {}).get("name", ""))
-    about = f", {name}, for {target}" if target else f", {name}"
     return tree.Document(
-        (MARK[judged], " ", Styled(manifest.model.name, "strong"), about),
+        _title(manifest),
         [_about(manifest)],
         _head(manifest, rows, path, files),
         [Section(title, parts, place, on=on) for place, title, on, parts in chapters if parts],
@@ -86,6 +79,41 @@ def document(
         f"Made by quantkit {manifest.quantkit} from the bundle's manifest and measurements.",
         provenance=_whole_recipe(manifest),
     )
+
+
+def brief(
+    manifest: Manifest, rows: Sequence[Row], notes: Sequence[str], *, path: Path, files: usage.Files, took: str
+) -> tree.Document:
+    """Build the screen of a finished compile: notes, deviations and failed checks, one line each; then the summary.
+
+    Args:
+        notes: important notes on the figures; a deviation with the same reason is not repeated.
+        path: folder of the bundle.
+        files: places of the model and the calibration set.
+        took: time and memory of the compile.
+    """
+    place = near(path)
+    parts: list[Part] = [Remark(note.rstrip("."), "note") for note in notes]
+    for group in figures.grouped(manifest.decisions):
+        new = [taken for taken in group if not any(taken.reason in note for note in notes)]
+        parts += [Remark(figures.deviation(new), "note")] if new else []
+    for check in (check for check in manifest.checks if not check.ok):
+        kind = "gate" if check in figures.gates(manifest.checks) else "check"
+        why = words.joined(figures.relation(check), check.where, by="; ")
+        told = words.joined(f"{kind} {figures.short(check)} failed", why, by=": ")
+        parts.append(Remark((MARK[False], " ", Styled(told, "bad"))))
+    parts += [Remark(f"took {took}", "caption")] if took else []
+    parts += [Code("", f"all figures and checks: quantkit show {shlex.quote(place)}")]
+    return tree.Document(_title(manifest), [], parts, [Section("", closing(manifest, rows, place, files))])
+
+
+def _title(manifest: Manifest) -> tuple[str, ...]:
+    ok, name = manifest.state == "complete", str(manifest.recipe.get("name", "quantized"))
+    # a model with gates is not marked as good before one was judged
+    judged = None if ok and figures.unjudged(manifest) and not figures.gates(manifest.checks) else ok
+    target = str((manifest.target or {}).get("name", ""))
+    about = f", {name}, for {target}" if target else f", {name}"
+    return (MARK[judged], " ", Styled(manifest.model.name, "strong"), about)
 
 
 def _about(manifest: Manifest) -> str:
@@ -97,7 +125,10 @@ def _about(manifest: Manifest) -> str:
 
 
 def _head(manifest: Manifest, rows: Sequence[Row], path: Path | None, files: usage.Files) -> list[Part]:
+    place = "." if path is None else shlex.quote(near(path))
     answer, because = figures.verdict(manifest, rows)
+    # a verdict does not know where its bundle lies
+    because = [reason.replace("measure BUNDLE", f"measure {place}") for reason in because]
     parts: list[Part] = [Remark(str(path), on=On.SCREEN)] if path is not None else []
     if manifest.state == "gate_failed":
         failed = [check for check in figures.gates(manifest.checks) if not check.ok]
@@ -105,7 +136,6 @@ def _head(manifest: Manifest, rows: Sequence[Row], path: Path | None, files: usa
         text = f" This model misses a limit of its recipe: {which}"
         parts.append(Remark((Styled("A gate failed.", "bad"), text), "note"))
     commands = []
-    place = "." if path is None else shlex.quote(near(path))
     if manifest.layers and not figures.timed(rows):
         label, lines = "its speed is not measured yet; to measure it:", usage.measure(manifest, place, files)
         label, lines = (label, lines) if lines else ("to serve it:", usage.on_target(manifest, place))
@@ -131,14 +161,13 @@ def _speed(manifest: Manifest, rows: Sequence[Row]) -> list[Part]:
     timed = curves.series(manifest, rows)
     if not timed:
         return []
-    shared = curves.shared_cautions(timed)
     this, other = curves.names(manifest)
     sides = f"Times are {other} → {this}, in the same runtime with the same threads, interleaved."
     explained = [Remark(text, "caption") for text in speed.explained(rows, timed)]
     return [
-        *(Remark(text, "caution") for text in shared),
+        *(Remark(text, "caution") for text in curves.shared_cautions(timed)),
         Remark(sides, on=On.CARD),
-        *(Section(f"{own.title}, {own.other} → {own.this}", _curve(own, shared), on=_BRIEF) for own in timed),
+        *(Section(f"{own.title}, {own.other} → {own.this}", _curve(own), on=_BRIEF) for own in timed),
         *(Remark(f"{text}.", "caption", _BRIEF) for text in curves.conditions(timed, rows)),
         *speed.overview(timed),
         *speed.sections(manifest, rows),
@@ -146,17 +175,16 @@ def _speed(manifest: Manifest, rows: Sequence[Row]) -> list[Part]:
     ]
 
 
-def _curve(curve: curves.Series, told: Sequence[str]) -> list[Part]:
-    """Build one curve: its table, results, method, and cautions other than `told`."""
+def _curve(curve: curves.Series) -> list[Part]:
+    """Build one curve: its table, results and method."""
     head, body = curves.brief(curve)
     at = head.index("speed-up")
     for line, cell in zip(body, curve.cells, strict=True):
         # strong for a win, bad for a loss, dim within noise
         tone = "dim" if cell.doubtful else "strong" if cell.ratio and cell.ratio > 1 else "bad"
         line[at] = Styled(line[at], tone)
-    cautions = [Remark(text, "caution") for text in curves.cautions(curve) if text not in told]
     how = [Remark(f"{text}.", "caption")] if (text := curves.how(curve)) else []
-    return [Sheet(head, body, words=0), Remark(" ".join(curves.results(curve))), *cautions, *how]
+    return [Sheet(head, body, words=0), Remark(" ".join(curves.results(curve))), *how]
 
 
 def _accuracy(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> list[Part]:
@@ -179,7 +207,7 @@ def _stored(manifest: Manifest) -> list[Part]:
     return [Sheet(["layers", "scheme"], rows, 1, words=0), rest] if rows else []
 
 
-def _decisions(manifest: Manifest, took: str) -> list[Part]:
+def _decisions(manifest: Manifest) -> list[Part]:
     groups, every = figures.grouped(manifest.decisions), [[decision] for decision in manifest.decisions]
     parts: list[Part] = [Remark("The recipe was followed without a deviation.")]
     if groups:
@@ -197,7 +225,6 @@ def _decisions(manifest: Manifest, took: str) -> list[Part]:
     rows += [[f"gate {gate}", (MARK[None], " not judged"), ""] for gate in figures.unjudged(manifest)]
     parts += [Sheet(["", "outcome", "value and limit"], rows, words=3, title="Checks")] if rows else []
     facts: list[tuple[Line, Cell]] = [("weights", list(figures.weights(manifest.weights)))] if manifest.weights else []
-    facts += [("took", took)] if took else []
     return [*parts, *([tree.Facts(facts, on=On.SCREEN)] if facts else [])]
 
 
@@ -310,7 +337,7 @@ def _facts(manifest: Manifest, rows: Sequence[Row]) -> list[tuple[str, str]]:
         facts += [("calibrated on", figures.calibrated(seen)), (hashed[seen.tokens > 0], seen.ids_sha256)]
     else:
         facts.append(("calibrated on", "nothing: no pass of the recipe needs data"))
-    if (data := next((row.data for row in rows if row.data is not None), None)) is not None:
+    for data in figures.scored_on(rows):
         sequences = figures.begins(data.begins).replace("each", "sequences")
         facts.append(("scored on", f"{data.set} ({data.split}), {data.items:,} items{sequences}"))
         facts.append((hashed[manifest.model.kind == "decoder"], data.sha256))

@@ -12,7 +12,7 @@ from quantkit.bundle.manifest import CalibrationEntry
 from quantkit.errors import MissingDependency
 from quantkit.measurement.accuracy.outputs import NOTHING
 from quantkit.measurement.accuracy.positions import standard_error
-from quantkit.measurement.rows import Row
+from quantkit.measurement.rows import Data, Row
 from quantkit.measurement.timing.schedule import LARGEST
 from quantkit.measurement.verdict import speed_up
 from quantkit.model.source.alias import ALIASES
@@ -230,10 +230,13 @@ def scored(rows: Sequence[Row]) -> str:
     if row is None or row.data is None:
         return ""
     sequences, groups = ((row.shape or {}).get(name) for name in ("sequences", "clusters"))
-    items = {one.runtime: one.data.items for one in rows if one.name == "accuracy.kl" and one.data is not None}
-    if len(set(items.values())) > 1:
-        by_runtime = (f"{words.plural(n, counted(row))} in {runtime}" for runtime, n in items.items())
-        start = begins(row.data.begins).replace("each", "each sequence")
+    data = {one.runtime: one.data for one in rows if one.name == "accuracy.kl" and one.data is not None}
+    start = begins(row.data.begins).replace("each", "each sequence")
+    if len({(one.set, one.split) for one in data.values()}) > 1:
+        sets = (f"{words.plural(one.items, counted(row))} of {one.set} ({one.split})" for one in data.values())
+        what = ", ".join(f"{text} in {runtime}" for text, runtime in zip(sets, data, strict=True)) + start
+    elif len({one.items for one in data.values()}) > 1:
+        by_runtime = (f"{words.plural(one.items, counted(row))} in {runtime}" for runtime, one in data.items())
         what = f"{', '.join(by_runtime)}, all of {row.data.set} ({row.data.split}){start}"
     else:
         what = f"{words.plural(row.data.items, counted(row))} of {row.data.set} ({row.data.split})"
@@ -245,6 +248,14 @@ def scored(rows: Sequence[Row]) -> str:
         exact = "McNemar's exact test" if groups is None else "McNemar's test"
         how = f"; changes are paired, {counted(row)} by {counted(row)}, with {exact}"
     return f"{what}; intervals 95 %{over}{how}"
+
+
+def scored_on(rows: Sequence[Row]) -> list[Data]:
+    """List the data of the scores: the largest sample of each set and split."""
+    largest = sorted((row.data for row in rows if row.data is not None), key=lambda data: -data.items)
+    order = dict.fromkeys((row.data.set, row.data.split) for row in rows if row.data is not None)
+    first = {key: own[0] for key, own in by(largest, lambda data: (data.set, data.split)).items()}
+    return [first[key] for key in order]
 
 
 def counted(row: Row) -> str:
@@ -324,6 +335,12 @@ def decisions_table(groups: Sequence[Sequence[Decision]]) -> Sheet:
         name = (Styled(first.code, "name"), f" ({first.pass_})")
         rows.append([name, *count, first.where, change(first), first.reason])
     return Sheet(head, rows, words=len(head), title="Decisions", stacked=True)
+
+
+def deviation(group: Sequence[Decision]) -> str:
+    """Describe decisions of one code in a line, by the first of them."""
+    first, times = group[0], f" and {len(group) - 1} more" if len(group) > 1 else ""
+    return f"{first.code} ({first.pass_}) at {first.where}{times}: {words.joined(change(first), first.reason, by='; ')}"
 
 
 def change(decision: Decision) -> str:
@@ -406,16 +423,18 @@ def _answer(manifest: Manifest, rows: Sequence[Row], *, prompts: bool) -> tuple[
     if judged.answer == "use_instead" and judged.batch is not None:
         text += f", up to batch {judged.batch}"
     shown = judged.prompts if prompts else None
-    text += _undecided(rows, shown) if judged.answer == "inconclusive" else _prompts(shown)
+    text += _undecided(rows, shown) if judged.answer == "inconclusive" else _prompts(rows, shown)
     return (f"forecast: {text}" if judged.forecast else text), [reason.rstrip(". ") for reason in judged.because]
 
 
-def _prompts(prompts: PromptVerdict | None) -> str:
+def _prompts(rows: Sequence[Row], prompts: PromptVerdict | None) -> str:
     """Format `; prompts of 64 tokens are faster`; "" without any."""
     if prompts is None:
         return ""
     states = [(prompts.faster, "are faster"), (prompts.slower, "are slower")]
-    states.append((prompts.open, "do not differ beyond noise"))
+    why = {length: why for length in prompts.open if (why := _doubted(rows, length))}
+    states.append(([length for length in prompts.open if length not in why], "do not differ beyond noise"))
+    states += [(list(lengths), f"are not decided: {text}") for text, lengths in by(why, lambda x: why[x]).items()]
     parts = ", ".join(f"of {words.listed(lengths)} tokens {verb}" for lengths, verb in states if lengths)
     return f"; prompts {parts}" if parts else ""
 
@@ -424,10 +443,18 @@ def _undecided(rows: Sequence[Row], prompts: PromptVerdict | None) -> str:
     """Format `, for steps and prompts: the machine was busy`; only `: noise` without prompts."""
     alone = prompts is not None and not prompts.faster and not prompts.slower
     also = ", for steps and prompts" if alone else ""
-    speeds = [speed for row in rows if row.name.startswith("latency.") and (speed := speed_up(row)) is not None]
-    why = "a time or a ceiling is wrong" if any(speed.doubt == "ceiling" for speed in speeds) else "noise"
-    why = "the machine was busy" if any(speed.noisy for speed in speeds) else why
-    return f"{also}: {why}{'' if alone else _prompts(prompts)}"
+    return f"{also}: {_doubted(rows) or 'noise'}{'' if alone else _prompts(rows, prompts)}"
+
+
+def _doubted(rows: Sequence[Row], length: int | None = None) -> str:
+    """Explain why times decide nothing, of a prompt length or of all; "" if their intervals can decide."""
+    timed_ = [row for row in rows if row.name.startswith("latency.")]
+    if length is not None:
+        timed_ = [row for row in timed_ if row.name == "latency.prefill" and (row.shape or {})["new_tokens"] == length]
+    speeds = [speed for row in timed_ if (speed := speed_up(row)) is not None]
+    if any(speed.noisy for speed in speeds):
+        return "the machine was busy"
+    return "a time or a ceiling is wrong" if any(speed.doubt == "ceiling" for speed in speeds) else ""
 
 
 def tone(manifest: Manifest) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 
 from quantkit.bundle import Manifest, Verdict
@@ -31,11 +31,8 @@ class DeviceRows:
 
 
 def sections(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
-    """Build an exhibit for each curve, without the cautions that all curves share."""
-    several = curves.series(manifest, rows)
-    shared = curves.shared_cautions(several)
-    exhibits = map(section, several)
-    return [replace(part, cautions=[text for text in part.cautions if text not in shared]) for part in exhibits]
+    """Build an exhibit for each curve; `curves.shared_cautions` has the cautions of all curves."""
+    return list(map(section, curves.series(manifest, rows)))
 
 
 def overview(several: Sequence[Series]) -> list[Exhibit]:
@@ -92,8 +89,7 @@ def section(series: Series) -> Exhibit:
     else:
         panels = [_rates(series) if series.unit == "prompt" else _durations(series)]
         panels += [_ratios(series)] if any(cell.ratio for cell in series.cells) else []
-    cautions = curves.cautions(series)
-    return Exhibit(sentences, panels, [f"{text}."], _sheet(series), cautions=cautions, title=series.title)
+    return Exhibit(sentences, panels, [f"{text}."], _sheet(series), title=series.title)
 
 
 def single(series: Series) -> str:
@@ -287,6 +283,7 @@ def _tab(manifest: Manifest, of: DeviceRows) -> Section:
         Remark(words.joined(device.name, device.machine or "", device.isa or ""), "caption"),
         *(Remark(text, "note") for flag, text in cautions.items() if flag in flags),
         Conclusion(answer, figures.tone(judged) if of.verdict else "", because),
+        *(Remark(text, "caution") for text in curves.shared_cautions(curves.series(judged, of.rows))),
         *sections(judged, of.rows),
         *([figures.results_table(scored)] if scored else []),
     ]

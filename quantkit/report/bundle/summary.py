@@ -26,7 +26,9 @@ def closing(manifest: Manifest, rows: Sequence[Row], place: str, files: usage.Fi
     left = figures.untimed(manifest, rows)
     batches = f"batches {left[0]} to {left[-1]}" if len(left) > 1 else f"batch {left[0]}" if left else ""
     more = f"; {batches} not timed yet" if left else ""
-    facts.append(("verdict", (Styled(answer, figures.tone(manifest)), more)))
+    judged: list[Line] = [(Styled(answer, figures.tone(manifest)), more)]
+    judged += [manifest.verdict.instead] if manifest.verdict and manifest.verdict.instead else []
+    facts.append(("verdict", judged))
     return [Facts(facts), Section("", [Code("", "\n".join(_next(manifest, rows, place, files)))])]
 
 

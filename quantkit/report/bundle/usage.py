@@ -56,7 +56,7 @@ _AS_NAMED = Files()
 
 def here(manifest: Manifest, model: str | None = None, calibration: str | None = None) -> Files:
     """Return the places on this machine: those typed, else what the cache knows of the model."""
-    place = remembered(manifest.model.source.sha256)
+    place = next(iter(remembered(manifest.model.source.sha256)), None)
     return Files(model or (near(place) if place else None), calibration, place is not None)
 
 

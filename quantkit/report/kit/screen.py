@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import IO, Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.segment import Segments
 from rich.table import Table
@@ -76,7 +77,7 @@ def _part(part: Part, by: int) -> list[RenderableType]:
             numbers = max(len(part.head) - part.words - part.remarks, 0)
             cells = (map(_cell, row) for row in part.rows)
             sheet = table(part.head, cells, left=part.words, gap=gap, numbers=numbers, whole=whole, fold=True)
-            return indented(sheet, by=by)
+            return indented(_Stacked(sheet, part) if part.stacked else sheet, by=by)
         case tree.Exhibit():
             cautions = (tree.Remark(text, "caution") for text in part.cautions)
             parts = [tree.Remark(" ".join(part.sentences)), part.table, *cautions]
@@ -96,6 +97,23 @@ def _part(part: Part, by: int) -> list[RenderableType]:
             over = indented(Text(part.title, "bold"), by=by) if part.title else []
             return [Text(), *over, *shown(part.parts, by + 2 if part.title else by)]
     raise TypeError(type(part).__name__)
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """A table; where it would break words, its rows as lines, each with the name of its column."""
+
+    whole: Table
+    part: tree.Sheet
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if console.measure(self.whole, options=options.update(max_width=1000)).minimum <= options.max_width:
+            yield self.whole
+            return
+        for first, *others in self.part.rows:
+            yield _cell(first)
+            known = ((Text(name), _cell(cell)) for name, cell in zip(self.part.head[1:], others, strict=True) if cell)
+            yield from indented(pairs(known))
 
 
 def _cell(value: tree.Cell) -> RenderableType:

@@ -14,10 +14,11 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from quantkit import content
 from quantkit.model.sizes.architecture import Architecture
-from quantkit.model.source.alias import ALIASES
+from quantkit.model.source.alias import ALIASES, on_hub
 from quantkit.planning.cost import Bill, RequestCost
 from quantkit.planning.forecast import TimedStep
 from quantkit.planning.load import METRICS
@@ -344,18 +345,16 @@ def confirm(outlook: Outlook) -> list[str]:
     # the label of a recipe file is its path
     recipe = shlex.quote(best_.label if content.is_path(best_.label) else best_.recipe)
     batches = ",".join(map(str, outlook.workload.batches))
-    # a config has no weights: the user fills in MODEL
     named = outlook.reference or outlook.architecture.name
     weights = named in ALIASES or named.startswith("hf:") or content.is_path(named)
-    of = shlex.quote(named) if weights and not named.endswith(".json") else "MODEL"
-    # the plan knows only the stem of a user's target file
-    for_ = outlook.target.name if outlook.target.name in content.names("export") else "TARGET"
-    # a bundle does not keep the path of its model
-    baseline = f" --baseline {of}" if content.is_path(named) or of == "MODEL" else ""
+    # a config has no weights: the user fills in MODEL
+    of = named if weights and not named.endswith(".json") else on_hub(named) or "MODEL"
     allowed = " --allow-code" if best_.code else ""
+    bundle = shlex.quote(f"./{Path(of.partition('@')[0]).name}--{Path(recipe).stem}")
+    compile_ = f"quantkit compile {shlex.quote(of)} --recipe {recipe}"
     return [
-        f"quantkit compile {of} --recipe {recipe} --target {for_}{allowed} --out BUNDLE",
-        f"quantkit measure BUNDLE --batch {batches}{baseline}",
+        f"{compile_} --target {shlex.quote(outlook.aimed or outlook.target.name)}{allowed} --out {bundle}",
+        f"quantkit measure {bundle} --batch {batches}",
     ]
 
 
