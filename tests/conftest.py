@@ -1,4 +1,4 @@
-"""Fixtures that more than one floor uses."""
+"""Fixtures for the tests of several packages."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from typing import Any
 import hypothesis
 import pytest
 
-# the matrices are tiny: more threads would only wait for one another; read when torch is first imported
+# the matrices are tiny, so more threads would wait for one another; torch reads this at its first import
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# kernels run in Triton's interpreter, which has to be chosen before anything imports Triton
+# kernels run in Triton's interpreter, which must be chosen before the first import of Triton
 os.environ.setdefault("TRITON_INTERPRET", "1")
 _CACHE = "QUANTKIT_CACHE"
 
 
-# how long an example takes says how busy the machine is
+# an example's duration depends on how busy the machine is
 hypothesis.settings.register_profile("quantkit", deadline=None)
 hypothesis.settings.load_profile("quantkit")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A cache of the run's own, which all workers share: what tests measure and make is nothing to a user's."""
+    """Give the run a cache of its own, shared by all workers; tests neither read nor change the user's."""
     if _CACHE not in os.environ:
         folder = tempfile.mkdtemp(prefix="quantkit-tests-")
         os.environ[_CACHE] = folder
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
-    """Without looking for garbage: every worker imports all files, and nothing of that is ever garbage."""
+    """Collect no garbage meanwhile: every worker imports all files, and none of that becomes garbage."""
     gc.disable()
     try:
         return (yield)
@@ -49,37 +49,37 @@ def pytest_collection() -> Iterator[Any]:
 
 
 def pytest_unconfigure() -> None:
-    """What `_settled_heap` froze is garbage at the end: frozen, it is never freed, and DuckDB reports it as leaked.
+    """Unfreeze what `_settled_heap` froze: frozen objects are never freed, and DuckDB reports them as leaks.
 
-    Not before Python ends: pytest looks through the heap before that, several times.
+    Only when Python ends, because pytest walks the heap several times before.
     """
     atexit.register(gc.unfreeze)
 
 
-# of half a minute each: begun last, one worker would end alone
+# files of half a minute each; if one began last, its worker would end alone
 _LONG = ("test_readme.py", "test_golden.py", "test_one_file.py", "test_link.py", "test_onnx.py", "test_purpose.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, which one worker runs while another runs all the rest."""
+    """Put the longest files first: one worker runs them while the others run the rest."""
     items.sort(key=lambda item: _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG))
 
 
 @pytest.fixture(autouse=True)
 def _settled_heap() -> None:
-    """A heap of many libraries takes a second to look through, and what is timed or compiled collects garbage first."""
+    """Freeze the heap: with many libraries a collection takes a second, and timings and compiles begin with one."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _language_once() -> Iterator[None]:
-    """Triton's interpreter patches its language for a kernel, and goes through all of it again at each function call.
+    """Patch Triton's language once. Its interpreter walks through all of it at each function call.
 
-    What is patched is no builtin any more, so that the second time finds nothing.
+    A patched function is no longer a builtin, so a second walk would change nothing.
     """
     if "triton.runtime.interpreter" not in sys.modules:
-        yield  # nothing that was collected runs a kernel
+        yield  # no collected test runs a kernel
         return
     from triton import language
     from triton.runtime import interpreter
@@ -101,16 +101,16 @@ def _language_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _shared_by_workers(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A folder for what one worker makes and all need (`small_onnx`)."""
+    """Name a folder for results that one worker makes and all read (`small_onnx`)."""
     own = tmp_path_factory.getbasetemp()
     os.environ["QUANTKIT_TESTS_SHARED"] = str(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _operators_once() -> Iterator[None]:
-    """torch makes the table of ONNX's operators anew for each export, in half a second: here once a process."""
+    """Make torch's table of ONNX operators once a process; torch makes it for each export, in half a second."""
     if not {"quantkit.model.to_onnx", "small_onnx"} & set(sys.modules):
-        yield  # nothing that was collected exports
+        yield  # no collected test exports
         return
     from torch.onnx._internal.exporter._constants import TORCHLIB_OPSET
     from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -129,9 +129,9 @@ def _operators_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _shapes_of_answers() -> Iterator[None]:
-    """Whatever a command answers in a test has the shape in `--json` that it always had: see `golden/shapes.py`."""
+    """Compare the `--json` shape of every command's answer with its recorded shape: see `golden/shapes.py`."""
     if "quantkit.cli.frame" not in sys.modules:
-        yield  # nothing that was collected runs a command
+        yield  # no collected test runs a command
         return
     from golden import shapes
 
@@ -151,7 +151,7 @@ def _shapes_of_answers() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Whatever the environment says: threads would only wait for one another."""
+    """Set torch to one thread, whatever the environment says: more threads would wait for one another."""
     import torch
 
     threads = torch.get_num_threads()
@@ -162,13 +162,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def fake_builder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`import tensorrt` is `fake_build/tensorrt.py`, here and in processes that build."""
+    """Let `import tensorrt` give `fake_build/tensorrt.py`, here and in processes that build."""
     folder = Path(__file__).parent / "fake_build"
     spec = importlib.util.spec_from_file_location("tensorrt", folder / "tensorrt.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "tensorrt", module)
-    # whose loaders keep the library that they have met first
+    # Polygraphy's loaders keep the first library that they import
     for name in [name for name in sys.modules if name.partition(".")[0] == "polygraphy"]:
         monkeypatch.delitem(sys.modules, name)
     spec.loader.exec_module(module)
@@ -183,28 +183,28 @@ def _tokenizer_of_bytes(around: str, merges: tuple[tuple[str, str], ...] = ()) -
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Any:
-    """A transformers tokenizer with one token a byte: ids 0..255, then `<s>` 256 and `</s>` 257; 258 in all.
+    """Return a transformers tokenizer with one token a byte: ids 0..255, `<s>` 256, `</s>` 257; 258 in all.
 
-    It puts `<s>` before a text, and `</s>` after it.
+    It puts `<s>` before a text and `</s>` after it.
     """
     return _tokenizer_of_bytes("<s> $A </s>")
 
 
 @pytest.fixture(scope="session")
 def bos_tokenizer() -> Any:
-    """The same, with `<s>` before a text and nothing after it, as Llama's and Gemma's."""
+    """Return the same with only `<s>` before a text, like Llama's and Gemma's."""
     return _tokenizer_of_bytes("<s> $A")
 
 
 @pytest.fixture(scope="session")
 def merging_tokenizer() -> Any:
-    """As `bos_tokenizer`, with two merges, without which llama.cpp takes none: 260 tokens in all."""
+    """Return `bos_tokenizer` with two merges, 260 tokens in all; llama.cpp takes no tokenizer without merges."""
     return _tokenizer_of_bytes("<s> $A", (("t", "h"), ("th", "e")))
 
 
 @pytest.fixture(scope="session")
 def chat_tokenizer() -> Any:
-    """As `bos_tokenizer`, with a chat template that writes `<s>` itself, as Llama's and Gemma's do."""
+    """Return `bos_tokenizer` with a chat template that writes `<s>` itself, like Llama's and Gemma's."""
     tokenizer = _tokenizer_of_bytes("<s> $A")
     tokenizer.chat_template = (
         "{{ bos_token }}{% if messages[0].role != 'user' %}{{ raise_exception('a user begins') }}{% endif %}"
@@ -215,5 +215,5 @@ def chat_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def bare_tokenizer() -> Any:
-    """The same, with nothing around a text, as SmolLM2's and Qwen's."""
+    """Return the same with nothing around a text, like SmolLM2's and Qwen's."""
     return _tokenizer_of_bytes("$A")

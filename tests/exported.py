@@ -1,4 +1,4 @@
-"""A tiny model with every linear rounded, written as a checkpoint."""
+"""Export a tiny model as a checkpoint, with every linear rounded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_as(
 def check_as(
     exporter: Any, bundle: Path, source: Source, stream: StreamedModel, results: Finished, options: Any, **how: Any
 ) -> list[Check]:
-    """Hold what was exported against what was decided."""
+    """Check the export against the expected values."""
     values = Values.of_results(source, stream, results)
     found: list[Check] = exporter.check(
         bundle, values, options if options is None else exporter.Options(**options), **how
@@ -95,7 +95,7 @@ class Exported:
 
 
 def export(path: Path, folder: Path, schemes: Any, *, head: bool = False, **options: Any) -> Exported:
-    """Round every linear of the blocks (all by one scheme, or by a function of the name), and change a norm."""
+    """Round every linear of the blocks, by one scheme or by a function of its name, and change a norm."""
     source = open_model(str(path))
     stream = StreamedModel(source)
     blocks = tuple(f"{name}." for name in stream.block_names) + (("lm_head",) if head else ())

@@ -1,7 +1,7 @@
-"""A GPU without a GPU: `FakeTensorMode` with CUDA tensors, counted.
+"""Fake a GPU by `FakeTensorMode` with CUDA tensors, and count its work.
 
-Shapes, dtypes and devices are those of a card, values are not there. So a tensor on the wrong device raises, and what
-would have to wait for a value is seen: it is counted, and given a planted one.
+Tensors have the shapes, dtypes and devices of a GPU, but no values. A tensor on the wrong device raises. A read of a
+value, for which a GPU would have to be waited for, is counted and gets a planted value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quantkit.model.streaming.stream import LoadedModel, set_tensor
 CUDA = torch.device("cuda:0")
 _PACKAGE = f"{Path(quantkit.__file__).parent}/"
 aten = torch.ops.aten
-# operators that launch nothing: they make room, or another view of what is there
+# operators that launch nothing: they allocate memory, or make a view
 _FREE = {
     "aten::empty",
     "aten::empty_strided",
@@ -45,15 +45,15 @@ _FREE = {
 
 
 class Watch(TorchDispatchMode):
-    """Counts what a device would be given.
+    """Counter of a device's work.
 
     Args:
-        planted: what a value is taken for that would have to be waited for, by its dtype; else 0.
+        planted: dtype -> value that reads get; 0 for other dtypes.
 
     Attributes:
         launched: function of the package -> operators that it has launched.
-        operators: operator -> how often it was launched, of all the time.
-        waits: where a value was asked for.
+        operators: operator -> number of its launches so far.
+        waits: places that read a value.
     """
 
     def __init__(self, planted: Mapping[torch.dtype, object] | None = None) -> None:
@@ -76,14 +76,14 @@ class Watch(TorchDispatchMode):
         return found
 
     def taken(self) -> tuple[Counter[str], list[str]]:
-        """Launches and waits since the last time."""
+        """Return the launches and waits since the last call."""
         launched, waits = self.launched, self.waits
         self.launched, self.waits = Counter(), []
         return launched, waits
 
 
 def _asked() -> str:
-    """The function of the package that is running: `passes/solvers/gptq.py:gptq_shared`."""
+    """Return the running function of the package: `passes/solvers/gptq.py:gptq_shared`."""
     frame = sys._getframe(2)
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -94,8 +94,10 @@ def _asked() -> str:
 
 
 class _Bindings(TorchFunctionMode):
-    """A torch without CUDA refuses CUDA tensors in the few methods that its Python bindings make by hand; the operators
-    behind them do not.
+    """Mode that replaces the few hand-written methods whose Python bindings refuse CUDA tensors in a torch without
+    CUDA.
+
+    The operators behind them take such tensors.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,7 +126,7 @@ class _Bindings(TorchFunctionMode):
 
 
 def _picked(value: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None] | None]:
-    """`value[index]` as views, and what is left to be gathered by tensors."""
+    """Return the part of `value[index]` that is a view, and the indices left to gather by."""
     parts = list(index) if isinstance(index, tuple) else [index]
     taken = sum(1 for part in parts if part is not None and part is not Ellipsis)
     if any(part is Ellipsis for part in parts):
@@ -154,22 +156,22 @@ class _Mode(FakeTensorMode):
 
 @contextmanager
 def gpu(planted: Mapping[torch.dtype, object] | None = None) -> Iterator[Watch]:
-    """Within it there is a GPU that counts."""
+    """Put a counting GPU in the place of the real one."""
     with _Mode(), _Bindings(), torch.no_grad(), Watch(planted) as watch:
         yield watch
 
 
 def like(value: Any) -> Any:
-    """A tensor of that shape on the GPU; within `gpu`."""
+    """Return a tensor of that shape on the GPU; only within `gpu`."""
     return torch.empty(value.shape, dtype=value.dtype, device=CUDA) if isinstance(value, Tensor) else value
 
 
 class FakeStream:
-    """A model's blocks on the GPU, called as a real one's are.
+    """A model's blocks on the GPU, called like those of a real stream.
 
     Args:
-        model: as it is on the processor; its own forward on `ids` says how blocks are called.
-        ids: each [samples, tokens] that will be asked for.
+        model: model on the processor; its own forward on `ids` gives the calls of the blocks.
+        ids: all batches [samples, tokens] of the test.
     """
 
     def __init__(self, model: nn.Module, *ids: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""A library with TensorRT's interface whose engines are networks that ONNX Runtime runs on the CPU.
+"""Fake TensorRT's interface: its engines are networks that ONNX Runtime runs on the CPU.
 
-An engine file holds where its network is and for which shapes it was built; addresses are those of CPU tensors. What
-is faked is the library alone: everything that `runtimes/_tensorrt_*` does is the real thing.
+An engine file holds the path of its network and the shapes it was built for; addresses are those of CPU tensors. Only
+the library is fake: all code in `runtimes/tensorrt` is real.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LayerInformationFormat = enum.Enum("LayerInformationFormat", ["ONELINE", "JSON"]
 
 
 class Diagnostics(enum.IntFlag):
-    """Why an engine is invalid."""
+    """Reason why an engine is invalid."""
 
     VERSION_MISMATCH = 1
     UNSUPPORTED_CC = 2
@@ -41,17 +41,17 @@ class Diagnostics(enum.IntFlag):
 
 
 class ILogger:
-    """The base of a log."""
+    """Base of a log."""
 
     Severity = enum.Enum("Severity", ["INTERNAL_ERROR", "ERROR", "WARNING"])
 
 
 class IProfiler:
-    """The base of a profiler."""
+    """Base of a profiler."""
 
 
 def library(name: Name = "tensorrt_rtx", version: str = VERSION, sms: tuple[str, ...] = ("SM86", "SM89")) -> Library:
-    """One of the two; `sms` is what it lists."""
+    """Return one of the two libraries; `sms` is its list of GPUs."""
     api = SimpleNamespace(
         __version__=version,
         ComputeCapability=SimpleNamespace(**dict.fromkeys(sms, 1)),
@@ -70,7 +70,7 @@ def library(name: Name = "tensorrt_rtx", version: str = VERSION, sms: tuple[str,
 
 
 def engine(folder: Path, profiles: list[Profile], *, layers: Any = (), **described: Any) -> Path:
-    """`folder/sm89.engine` of `folder/network.onnx`, with its description."""
+    """Write `folder/sm89.engine` of `folder/network.onnx`, with its description."""
     made = shapes(inputs_of(folder / "network.onnx"), profiles)
     text = {"network": str(folder / "network.onnx"), "profiles": [each.model_dump() for each in made]}
     path = folder / "sm89.engine"
@@ -80,7 +80,7 @@ def engine(folder: Path, profiles: list[Profile], *, layers: Any = (), **describ
     return path
 
 
-# how the bytes of an engine begin that is not valid -> why
+# first bytes of an invalid engine -> reason
 _INVALID = {b"foreign": 2, b"old": 4}
 
 
@@ -146,7 +146,7 @@ class _Engine:
 
 
 class _Config:
-    """What TensorRT-RTX compiles while it runs."""
+    """Configuration of the kernels that TensorRT-RTX compiles at run time."""
 
     def create_runtime_cache(self) -> Any:
         kept: list[bytes] = []
@@ -157,7 +157,7 @@ class _Config:
 
 
 class _Context:
-    """Reads and writes memory by address, as an engine does."""
+    """Context that reads and writes memory by address, as an engine's does."""
 
     def __init__(self, made: _Engine) -> None:
         self.engine, self.profile = made, 0
@@ -180,7 +180,7 @@ class _Context:
         return all(a <= b <= c for a, b, c in zip(least, shape, most, strict=True))
 
     def get_tensor_shape(self, name: str) -> list[int]:
-        if "input_ids" not in self.shapes:  # a graph's, whose batch alone is free
+        if "input_ids" not in self.shapes:  # a graph's inputs: only the batch varies
             batch = next(iter(self.shapes.values()))[0]
             return [each if isinstance(each, int) else batch for each in self.engine.values[name].shape]
         rows, new = self.shapes["input_ids"]

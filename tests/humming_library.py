@@ -1,4 +1,4 @@
-"""In the place of humming-kernels (0.1.19), which needs a GPU: its interface, compressed-tensors' mathematics."""
+"""Stand-in for humming-kernels (0.1.19), which needs a GPU: its interface, with compressed-tensors' mathematics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from quantkit.formats.base import activation
 from quantkit.scheme import ActivationScheme
 
-# what its own schema of compressed-tensors asks for, by format: humming/schema/compressed_tensors.py
+# format -> requirements of its schema for compressed-tensors: humming/schema/compressed_tensors.py
 _ASKED = {
     "pack-quantized": ("weight_packed", "weight_scale", "weight_shape"),
     "float-quantized": ("weight", "weight_scale"),

@@ -1,4 +1,4 @@
-"""A tiny network as a graph: a stem, a depthwise and a pointwise convolution, a residual, a classifier."""
+"""Make a tiny network as a graph: a stem, a depthwise and a pointwise convolution, a residual, a classifier."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tiny() -> Tiny:
 
 
 def write(path: Path) -> Path:
-    """`tiny()`, exported once for all workers: that takes more than a second."""
+    """Export `tiny()` once for all workers: an export takes more than a second."""
     made = Path(os.environ["QUANTKIT_TESTS_SHARED"]) / "tiny.onnx"
     if not made.exists():
         write_onnx(tiny(), [torch.randn(2, 3, SIDE, SIDE)], path, inputs=["images"], outputs=["logits"])
@@ -55,7 +55,7 @@ def images(count: int, seed: int = 0) -> np.ndarray:
 
 
 def image_set(path: Path, count: int = 60) -> Path:
-    """Images with labels: what the float network says of them, so that it is always right."""
+    """Make images labelled by the float network's own answers, so that it is always right."""
     values = images(count)
     with torch.no_grad():
         labels = tiny()(torch.from_numpy(values)).argmax(dim=1).numpy()
@@ -64,7 +64,7 @@ def image_set(path: Path, count: int = 60) -> Path:
 
 
 class Two(nn.Module):
-    """Images and token ids with a mask: floats, whole numbers, and floats that are all alike."""
+    """Network of images and of token ids with a mask: inputs of floats, integers, and equal floats."""
 
     def __init__(self) -> None:
         super().__init__()

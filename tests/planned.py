@@ -1,4 +1,4 @@
-"""Plans whose figures are known: bounds of real sizes on a real target, forecasts as they are asked for."""
+"""Plans with known figures: bounds of real sizes on a real target, and the forecasts that a test asks for."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def candidate(
     efficiency: float | None = 0.6,
     **more: Any,
 ) -> PlannedRecipe:
-    """A recipe on its bounds; `efficiency` makes forecasts of them."""
+    """Make a recipe at its bounds; `efficiency` turns the bounds into forecasts."""
     form = label if label in BITS else "int4"
     head = [architecture.head] if architecture.head is not None else []
     products = [
@@ -112,7 +112,7 @@ def outlook(
     efficiency: float | None = 0.6,
     **more: Any,
 ) -> Outlook:
-    """A plan of these candidates, the last one recommended."""
+    """Make a plan of these candidates; the last one is recommended."""
     architecture, where = configs.read(model), target if isinstance(target, Target) else Target.load(target)
     found = [candidate(each, architecture, where, workload, efficiency) for each in labels or ("bf16", "fp8", "int4")]
     reasons = ["a request (1024 tokens in, 256 out) takes 31 ms of the device at batch 64", "bf16: 58 ms, 1.9×"]
@@ -124,7 +124,7 @@ def outlook(
 
 
 def refused(label: str = "nvfp4") -> PlannedRecipe:
-    """One that the target cannot run."""
+    """Make a candidate that the target cannot run."""
     problem = InputError("target-cannot-run", where="h100", value="nvfp4 weights do not run in vllm", rule="SM 10.0 on")
     return PlannedRecipe(
         label, label, "vllm", [PlannedCell("nvfp4", "nvfp4 weights", "absent", "TensorRT docs")], problem=problem
@@ -132,11 +132,11 @@ def refused(label: str = "nvfp4") -> PlannedRecipe:
 
 
 def with_first(found: Outlook, **changes: Any) -> Outlook:
-    """The same with the first candidate changed."""
+    """Return the plan with its first candidate changed."""
     first, *others = found.candidates
     return replace(found, candidates=[replace(first, **changes), *others])
 
 
 def unmeasured() -> Target:
-    """A target whose figures the doctor has yet to measure, whatever it has on this machine."""
+    """Return a target whose figures `doctor` has yet to measure, even if this machine has measured them."""
     return Target.from_dict(content.read_yaml(content.find("export", "cpu-x86")), name="cpu-x86")

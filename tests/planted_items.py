@@ -1,4 +1,4 @@
-"""Bundles of one text with planted items and times: what a comparison reads, without a model."""
+"""Bundles of one text with planted items and times, for comparisons without a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INT4 = {"format": "int4", "granularity": "group", "group": 64, "symmetric": Fals
 
 
 def items(seed: int, *, worse: float = 0.0, sequences: int = 20, each: int = 250) -> Items:
-    """As a candidate of one original would have them; `worse` nats are lost at each position, and as many answers."""
+    """Return the items of a candidate; it loses `worse` nats at each position, and the same share of the answers."""
     text, own = np.random.default_rng(0), np.random.default_rng([1, seed])
     n = sequences * each
     nll, right, best = text.gamma(2.0, 1.7, n), text.random(n) < 0.45, text.integers(97, 123, n).astype(np.int32)
@@ -44,16 +44,16 @@ def items(seed: int, *, worse: float = 0.0, sequences: int = 20, each: int = 250
 
 @dataclass(frozen=True)
 class Plant:
-    """What a bundle is to look like.
+    """Description of a planted bundle.
 
     Args:
-        name: of its folder.
-        seed: of its items.
-        worse: nats lost a position, and share of the answers.
+        name: name of its folder.
+        seed: seed of its items.
+        worse: nats lost at each position, and share of the answers lost.
         size: bytes of its weights.
-        ratios: how many times as fast as the baseline, at batches 1, 2, ...
-        reach: of the ratios' intervals, as a share.
-        changes: of the manifest.
+        ratios: speed-up over the baseline at batches 1, 2, ...
+        reach: half width of the ratios' intervals, as a share.
+        changes: changes of the manifest.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Plant:
     changes: dict[str, Any] | None = None
 
     def but(self, name: str, **changes: Any) -> Plant:
-        """The same, otherwise."""
+        """Return a copy with changes."""
         return replace(self, name=name, **changes)
 
 
 def write(home: Path, plant: Plant, *, found: Items | None = None, rows: Sequence[Row] | None = None) -> Path:
-    """The bundle in a folder of its own; `found` and `rows` stand in for the planted ones."""
+    """Write the bundle into a folder of its own; `found` and `rows` replace the planted ones."""
     folder = home / plant.name
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "model.safetensors").write_bytes(plant.name.encode().ljust(plant.size, b"."))
@@ -81,7 +81,7 @@ def write(home: Path, plant: Plant, *, found: Items | None = None, rows: Sequenc
 
 
 def seal(folder: Path, plant: Plant) -> Path:
-    """With a manifest of what is there."""
+    """Write a manifest of the folder's files."""
     files = inventory(folder)
     layers = [{**LAYER, "scheme": INT4}]
     changes = {"files": [file.model_dump(by_alias=True) for file in files], "content_sha256": content_sha256(files)}
@@ -91,7 +91,7 @@ def seal(folder: Path, plant: Plant) -> Path:
 
 
 def scores(subject: str, **data: Any) -> list[Row]:
-    """The rows that say what was scored, and in what."""
+    """Return the rows that describe the scored text and the runtime."""
     row = {"name": "accuracy.kl", "value": 0.02, "unit": "nat", "runtime": "torch", "n": 5000, "ci95": (0.01, 0.03)}
     against = {"subject": ORIGINAL, "value": 0.0}
     sizes = {"name": "size.bytes", "value": 1000, "unit": "B", "baseline": {"subject": ORIGINAL, "value": 4000}}
@@ -102,7 +102,7 @@ def scores(subject: str, **data: Any) -> list[Row]:
 
 
 def times(subject: str, plant: Plant, *, baseline: str = ORIGINAL, device: str = "cpu-1") -> list[Row]:
-    """Decode steps at batches 1, 2, ..."""
+    """Return decode steps at batches 1, 2, ..."""
     found = []
     for batch, ratio in enumerate(plant.ratios, start=1):
         ends = (ratio / (1 + plant.reach), ratio * (1 + plant.reach))

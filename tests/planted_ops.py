@@ -1,4 +1,4 @@
-"""Products on a clock that only steps move: a bench whose times are planted, and the rows that follow from it."""
+"""A bench with planted times, on a clock that only steps move, and the rows that follow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ON_GPU = Setting(
 
 @dataclass
 class World:
-    """Time that only steps move, with the noise of a machine."""
+    """Clock that only steps move, with the noise of a machine."""
 
     now: float = 0.0
     noise: float = 0.01
@@ -119,7 +119,7 @@ def sweep(
     baseline: str = "float32",
     **more: Any,
 ) -> Any:
-    """Everything timed, in about ten blocks a cell unless it may take longer."""
+    """Time everything, in about ten blocks a cell unless more are allowed."""
     world = world or World()
     bench = FakeBench(world, {"quantize": lambda M: 1e-6, **times}, **more)
     variants = [name for name in times if name != baseline and not name.endswith(" raw")]
@@ -128,7 +128,7 @@ def sweep(
 
 
 def falling(M: int) -> float:
-    """Four times as fast as a millisecond at M = 1, as fast at 16, slower beyond."""
+    """Return a product's seconds: a quarter of a millisecond at M = 1, as slow as float32 at 16, slower beyond."""
     return float(1e-3 * 4 ** (np.log(M) / np.log(16) - 1))
 
 
@@ -146,7 +146,7 @@ def ceilings() -> list[Row]:
 
 
 def rows_of_a_run(job: Any) -> list[Row]:
-    """What a run of a job gives: int4 falls as `falling` does, all else takes eight times as long as float32."""
+    """Return the rows of a run: int4 takes the time of `falling`, other formats eight times that of float32."""
     times = {name: falling if name.startswith("int4") else (lambda M: 8e-3) for name in job.variants}
     linears = [LinearShape.model_validate(dict(each)) for each in job.linears]
     if job.threads:

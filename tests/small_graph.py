@@ -1,4 +1,4 @@
-"""Tiny ONNX graphs, written as nodes."""
+"""Build tiny ONNX graphs node by node."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Array = NDArray[Any]
 
 
 class Small:
-    """A graph that grows: `op("Conv", x, W)` adds a node; arrays become initializers, names are v0, v1, ...
+    """A growing graph: `op("Conv", x, W)` adds a node; arrays become initializers, names are v0, v1, ...
 
     Args:
-        opset: of ONNX's own operators.
-        seed: of `normal`.
+        opset: version of ONNX's own operators.
+        seed: seed of `normal`.
     """
 
     def __init__(self, opset: int = 21, seed: int = 0) -> None:
@@ -68,12 +68,12 @@ class Small:
 
 
 def operators(model: ir.Model) -> list[str]:
-    """Operators in order, those of subgraphs included."""
+    """List the operators in order, including those of subgraphs."""
     return [node.op_type for node in ir.traversal.RecursiveGraphIterator(model.graph)]
 
 
 def chain(path: Path, samples: Path, links: int = 4, seed: int = 0) -> None:
-    """A graph of so many linears with what they read between, and 60 samples of it, as files."""
+    """Write a graph of so many linears with activations between them, and 60 samples for it."""
     small = Small(seed=seed)
     x = small.input("x", "n", 16)
     for _ in range(links - 1):

@@ -1,6 +1,6 @@
-"""Tiny models of `zoo` as ONNX, for the exporter's and the runtime's tests.
+"""Tiny models of `zoo` as ONNX, for the tests of the exporter and the runtime.
 
-Tracing a model costs seconds and depends on no weight: every architecture is traced once, for all workers.
+A trace takes seconds and does not depend on weights, so every architecture is traced once for all workers.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from quantkit.model.structure.traced import is_linear, is_transposed
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 Schemes = WeightScheme | Callable[[str], WeightScheme | None] | None
-# a llama for text in the tests' byte tokenizer; one set, so that it is traced once
+# sizes of a llama for the tests' byte tokenizer; one set, so one trace
 TEXT = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 128, "eos_token_id": 257}
-# of networks for TensorRT: two alternate where blocks do
+# sizes of networks for TensorRT: two, if blocks alternate
 LAYERS = {"num_hidden_layers": 2}
 EXPORT = load_exporter("onnx")
 
 
 def scheme(form: str = "int4", **fields: Any) -> WeightScheme:
-    """int4 in groups of 32 with a zero point, unless said otherwise."""
+    """Return int4 in groups of 32 with a zero point, with changes."""
     return WeightScheme(format=form, **(fields or {"granularity": "group", "group": 32, "symmetric": False}))
 
 
 @dataclass
 class Small:
-    """A model that was exported: the folder has `onnx/`."""
+    """An exported model; the folder holds `onnx/`."""
 
     folder: Path
     model: nn.Module
@@ -74,13 +74,13 @@ class Small:
         return OnnxModel(self.onnx, **{"threads": 1, "accuracy_level": 0, **settings})
 
     def proto(self) -> Any:
-        """The graph without its weights."""
+        """Load the graph without its weights."""
         import onnx
 
         return onnx.load(str(self.onnx / "model.onnx"), load_external_data=False)
 
     def tensors(self) -> dict[str, Any]:
-        """Initializer -> values."""
+        """Map initializers to values."""
         import onnx
 
         model = onnx.load(str(self.onnx / "model.onnx"))
@@ -88,7 +88,7 @@ class Small:
 
 
 def copied(traced: Any) -> Any:
-    """A `Traced` of its own: the dialect rewrites it in place."""
+    """Copy a `Traced`, because the dialect rewrites it in place."""
     return _read(_written(traced))
 
 
@@ -99,7 +99,7 @@ def _written(traced: Any) -> bytes:
     count = len(graph.inputs)
     given = {*graph.inputs, *graph.initializers.values(), None}
     used = dict.fromkeys(value for node in graph for value in node.inputs)
-    # parameters are values that nothing makes, which a file cannot hold: it has them as inputs
+    # a file cannot hold parameters, which no node makes; they become inputs
     graph.inputs.extend(value for value in used if value not in given and value.producer() is None)
     model = ir.to_proto(traced.model).SerializeToString()
     del graph.inputs[count:]
@@ -118,7 +118,7 @@ def _read(written: bytes) -> Any:
 
 @contextmanager
 def traced_once(name: str, changes: Mapping[str, Any]) -> Iterator[None]:
-    """The exporter gets a copy of what was traced before, by whichever worker."""
+    """Give the exporter a copy of the trace that any worker has made."""
     from quantkit.exporters.trace.transformer import trace
 
     key = (name, *sorted(changes.items()))
@@ -137,7 +137,7 @@ def traced_once(name: str, changes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def quantized(weight: Tensor, how: WeightScheme) -> QuantTensor:
-    """[N, K] rounded to nearest; filled up with zeros to whole groups, as `on_indivisible: pad` does."""
+    """Round to nearest, [N, K]; filled up with zeros to whole groups, as `on_indivisible: pad` does."""
     missing = -weight.shape[1] % (how.group or 1)
     found: QuantTensor = load_format(how.format).quantize(nn.functional.pad(weight.float(), (0, missing)), how)
     return found
@@ -156,15 +156,15 @@ def export(
     exporter: Any = EXPORT,
     **options: Any,
 ) -> Small:
-    """Save a model of the zoo, round its blocks' linears (and the head, if `schemes` says so), and export it.
+    """Save a model of the zoo, round its blocks' linears (and the head, if `schemes` has it), and export it.
 
     Args:
-        exporter: `onnx` unless said otherwise.
-        activations: of the linears inside blocks; a fixed scale is 0.05, with the zero point -3 if it has one.
-        kv_cache: of all blocks; the scale of keys is 0.05, that of values 0.03.
+        exporter: `onnx` by default.
+        activations: scheme of the blocks' linears' inputs; a fixed scale is 0.05, with zero point -3 if it has one.
+        kv_cache: scheme of all blocks; the scale of keys is 0.05, that of values 0.03.
 
     Returns:
-        with `model` holding the values that the codes stand for.
+        export, with the dequantized values in `model`.
     """
     model = zoo.tiny(name, **(changes or {})).to(dtype)
     model.save_pretrained(folder / "source")  # type: ignore[operator]
@@ -212,18 +212,18 @@ def _fixed(dtype: torch.dtype, how: ActivationScheme) -> InputScale:
 
 @torch.no_grad()
 def expected(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Any:
-    """transformers' own forward: logits, or an encoder's last hidden states."""
+    """Run transformers' own forward: logits, or an encoder's last hidden states."""
     return model(ids, attention_mask=mask)[0].numpy()
 
 
 def relative(found: Any, wanted: Any) -> float:
-    """max |found - wanted| / max |wanted|."""
+    """Return max |found - wanted| / max |wanted|."""
     assert found.shape == wanted.shape
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())
 
 
 def bundle(folder: Path, kind: Any = "decoder", layers: Any = ()) -> Bundle:
-    """The folder with a manifest that lists what is in it."""
+    """Give the folder a manifest of its files."""
     files = inventory(folder)
     manifest = Manifest(
         quantkit="0",
@@ -250,7 +250,7 @@ def bundle(folder: Path, kind: Any = "decoder", layers: Any = ()) -> Bundle:
 
 
 def kept(small: Small, folder: Path) -> Small:
-    """A copy of what was written, to be spoilt."""
+    """Copy an export, for a test to damage."""
     import shutil
 
     shutil.copytree(small.folder, folder)

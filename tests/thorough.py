@@ -1,4 +1,4 @@
-"""Which parameters of a test `make test` runs, and which `make test-all` adds: see docs/decisions/suite.md."""
+"""Split a test's parameters: `make test` runs some, `make test-all` adds the rest; see docs/decisions/suite.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def beside(kept: Iterable[Any], all_: Iterable[Any]) -> list[Any]:
-    """All values, those that are not `kept` as `thorough`."""
+    """Return all values; those that are not `kept` are marked `thorough`."""
     stay = list(kept)
     values = [value if isinstance(value, tuple) else (value,) for value in all_]
     own = [value if isinstance(value, tuple) else (value,) for value in stay]

@@ -1,4 +1,4 @@
-"""A Python where packages are not installed: one process that imported the command line, forked for each program."""
+"""Run programs in a Python without some packages: one process imports the command line and forks for each program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLI = "from quantkit.cli import main\nmain()"
 
 
 class Missing:
-    """A meta-path finder: packages of these names are not there."""
+    """Meta-path finder that hides packages of these names."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = frozenset(names)
@@ -29,11 +29,11 @@ class Missing:
 
 
 class Without:
-    """Where none of `names` can be imported.
+    """A Python without the packages `names`.
 
     Args:
-        names: of packages.
-        folder: for what programs print.
+        names: names of the hidden packages.
+        folder: folder for the output of programs.
     """
 
     def __init__(self, names: Collection[str], folder: Path) -> None:
@@ -42,7 +42,7 @@ class Without:
         self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        """Run a program as `python -c` does; `missing.names` are what it cannot import."""
+        """Run a program as `python -c` does; `missing.names` are the hidden packages."""
         out, err = self.folder / "out", self.folder / "err"
         argv = ["-c", *map(str, arguments)]
         job = {"program": program, "argv": argv, "out": str(out), "err": str(err)}

@@ -49,7 +49,7 @@ def test_the_second_build_says_what_the_first_one_has_saved_it(tmp_path: Path) -
     # of another network that shares layers nobody knows how long it would have taken
     other = build(tmp_path, *layers, "one more", name="two")
     assert (other.cache_hit, other.saved_seconds) == (True, None)
-    assert "not known" in timings.said(other.model_dump())
+    assert "the saved time is unknown" in timings.said(other.model_dump())
     # a cache that is damaged is begun anew, and what was noted of it holds no longer
     (tmp_path / "t.cache").write_bytes(b"{")
     anew = build(tmp_path, *layers)
@@ -101,7 +101,7 @@ def test_two_builds_that_share_a_cache_add_to_it_both(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     made = build(tmp_path, "a", timing_cache=str(tmp_path / "file" / "t.cache"))
-    assert made.bytes and "could not be kept" in timings.said(made.model_dump())
+    assert made.bytes and "could not be written" in timings.said(made.model_dump())
 
 
 def test_ahead_of_time_there_is_none() -> None:

@@ -1,11 +1,11 @@
-"""Change the products of a float graph to integers, with inputs quantized as the model runs.
+"""Replace products of a float graph by integer products whose inputs are quantized at run time.
 
-    MatMul, Gemm    as `integers.py` writes them, by token or by tensor; a bias is added in float32
+    MatMul, Gemm    as in `integers.py`, by token or by tensor; a bias is added in float32
     Conv            DynamicQuantizeLinear, ConvInteger, Cast, Mul by s_x · s_w[o], Add b[o]
 
-A convolution sums over space and channels, so that its input has one scale and one zero point for the whole tensor,
-whatever tokens have. Its weights have one zero point too: ONNX Runtime 1.31 refuses others, takes bytes of either sign
-(u8 by u8 is exact, u8 by s8 saturates without VNNI, as products of matrices do), and pads with the input's zero point.
+A convolution sums over positions and channels, so its input has one scale and one zero point for the whole tensor, even
+where other products quantize by token. Its weights share one zero point too: ONNX Runtime 1.31 refuses several. Weights
+may be u8 or s8; u8 by u8 is exact, u8 by s8 saturates without VNNI. Padding takes the input's zero point.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Array = NDArray[Any]
 
 
 def activations_of(site: Site, asked: ActivationScheme) -> ActivationScheme:
-    """Return the scheme of a product's input: for a convolution by tensor, with a zero point."""
+    """Return the scheme of a product's input; a convolution's is by tensor, with a zero point."""
     return ActivationScheme(format=asked.format, granularity="tensor", symmetric=False) if site.is_conv else asked
 
 
@@ -43,13 +43,14 @@ def insert(
     *,
     weight_type: WeightType = "uint8",
 ) -> ir.Model:
-    """Copy a float graph with its chosen products in integers.
+    """Copy a float graph, with the chosen products in integers.
 
     Args:
-        model: float; unchanged.
-        codes: site's name -> codes, in the order in which the graph runs; the other sites stay float.
-        activations: dynamic, by token or tensor.
-        weight_type: how codes are stored; unsigned ones never saturate.
+        model: float graph; not changed.
+        codes: site's name -> codes, in the order in which the graph runs; other sites stay float.
+        sites: name -> site.
+        weights, activations: schemes; the activations' is dynamic, by token or tensor.
+        weight_type: storage type of the codes; unsigned codes never saturate.
     """
     copied = model.clone()
     copied.opset_imports[MICROSOFT] = 1
@@ -64,7 +65,7 @@ def insert(
         return codes[name].scale.reshape(-1, 1), None
 
     def dense(name: str) -> Array:
-        raise KeyError(name)  # tensors that are not quantized are already in the graph
+        raise KeyError(name)  # the graph holds its float tensors already
 
     by_name = WeightsByName(linears, {}, dense, lambda name: codes[name].codes, grid)
     rewriting = _Dynamic(Traced(copied, {}, decoder=False, layers=0), by_name)
@@ -98,7 +99,7 @@ class _Dynamic(Rewriting):
                 (output,) = self._node(node, "Add", [output, added], [f"{stem}/biased"])
             self._replace(node, [output])
             output.name = site.output
-        drop_unread(self.graph)  # floats that codes replace
+        drop_unread(self.graph)  # replaced floats
 
     def _convolution(
         self, node: ir.Node, source: ir.Value, site: Site, own: Codes, integers: Integers, weight_type: WeightType

@@ -258,7 +258,7 @@ def _built(job: EngineJob, report: Report) -> Built:
             raise InputError("timeout", where=where, value=value, rule="the limit", remedy=_MORE_TIME) from None
         value = log.first or " ".join(str(problem).split())[:240]
         rule = "a network that passed the checks must build"
-        remedy = "please report it, with the recipe; --set tensorrt.engine=false keeps the network alone"
+        remedy = "please report it, with the recipe; --set tensorrt.engine=false writes only the network"
         raise InputError("build-failed", where, value, rule, remedy) from None
     finally:
         timings.keep()

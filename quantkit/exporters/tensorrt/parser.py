@@ -1,9 +1,9 @@
-"""Networks as TensorRT's parser reads them; what it cannot import, in one line: nodes, and what would remove them.
+"""Read networks with TensorRT's parser; one error line names the nodes it refuses and the remedy.
 
-`OnnxParser.parse` goes on behind a node that it refuses and reports every one, so its errors are all that there is to
-know; `supports_model_v2` adds the nodes around them, which it does take. `supports_operator` knows the names of ONNX's
-operators without a network (of contrib operators it does not: it calls MatMulNBits supported, for which no plugin is
-there). Of some it has an importer and nothing behind it (`_EMPTY`). TensorRT-RTX 1.7.1.
+`OnnxParser.parse` goes on after a refused node and reports every one, so its errors are complete. `supports_model_v2`
+also lists their neighbours, which the parser does take. `supports_operator` needs no network. It knows ONNX's own
+operators, but calls the contrib operator MatMulNBits supported although its plugin is missing. Some of ONNX's operators
+have an importer and no kernel (`_EMPTY`). All of this is TensorRT-RTX 1.7.1.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from quantkit.runtimes import child
 from quantkit.runtimes.tensorrt.library import Library, Said, load
 
 _SHOWN = 4
-_LEFT_OUT = "--set 'export=[{tensorrt: {engine: false}}]' keeps the network alone, for another library"
-# how quantized models are written for others: (operators, what makes a graph without them)
+_LEFT_OUT = "--set 'export=[{tensorrt: {engine: false}}]' writes only the network, for another library"
+# operators of quantized graphs for other runtimes, and the setting that avoids them
 _REMEDIES = (
     (
         ("DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"),
         "--set scheme.activations.dynamic=false --set scheme.activations.granularity=tensor, "
-        "or give the float graph, if this one was quantized before",
+        "or give the float graph, if this one is quantized already",
     ),
     (("TensorScatter",), "--set tensorrt.cache=grown"),
     (("Attention",), "export the graph again in an opset below 23, where attention is products and a softmax"),
 )
-# of TensorRT-RTX: plugins that are not there, and layers that no kernel implements for any GPU
+# operators whose plugin is missing in TensorRT-RTX, or that no kernel implements on any GPU
 _EMPTY = frozenset({"NonZero", "RoiAlign", "NonMaxSuppression", "Attention"})
 _ZERO_POINT = "--set scheme.weights.symmetric=true --set scheme.activations.symmetric=true"
-_CONTRIB = "export the graph without the optimizations of a runtime: TensorRT has operators of ONNX itself"
+_CONTRIB = "export the graph without a runtime's own optimizations: TensorRT reads ONNX's own operators only"
 _ELSEWHERE = (
-    "no pass replaces it: a graph that does without, or ONNX Runtime on the processor "
+    "no pass replaces it: export the graph without this operator, or run it in ONNX Runtime on the processor "
     "(--recipe int8-network for a graph, and no --target)"
 )
 
@@ -50,7 +50,7 @@ class Refused:
 
 
 def demand_polygraphy() -> None:
-    """Raise MissingDependency for the package whose loaders networks are read and engines built by."""
+    """Raise MissingDependency if Polygraphy is missing: its loaders read networks and build engines."""
     with MissingDependency.unless_found("polygraphy", extra="tensorrt", purpose="a TensorRT engine"):
         import polygraphy  # noqa: F401
 
@@ -58,7 +58,7 @@ def demand_polygraphy() -> None:
 def read(library: Library, log: Said, path: Path, where: str) -> tuple[Any, Any, Any]:
     """Return (builder, network, parser) of an ONNX file, by Polygraphy's loader.
 
-    Its `NetworkFromOnnxPath` ends at the first word of the parser; what that has to say of each node is wanted here.
+    Polygraphy's `NetworkFromOnnxPath` stops at the parser's first error; here all errors are needed.
 
     Raises InputError: `network-unsupported` with the nodes.
     """
@@ -105,7 +105,7 @@ def of_parser(parser: Any) -> list[Refused]:
 def unknown(library: Library, operators: Iterable[str]) -> set[str]:
     """Return ONNX operators without an importer in the library's parser, or with an empty one."""
     log = Said(library.api)
-    # all of them named: a parser does not keep alive what it was made of
+    # both keep a name: a parser does not keep its builder and network alive
     builder = library.api.Builder(log.logger)
     network = library.network(builder)
     parser = library.api.OnnxParser(network, log.logger)
@@ -116,7 +116,7 @@ def refusal(where: str, library: str, refused: Sequence[Refused]) -> InputError:
     """Make `network-unsupported`.
 
     Args:
-        refused: in the order of the graph; the first one decides what to do.
+        refused: refused nodes in the order of the graph; the first one decides the remedy.
     """
     first, *_ = refused = list(refused) or [Refused("a node", message="no reason")]
     kinds: dict[str, list[str]] = {}
@@ -128,7 +128,7 @@ def refusal(where: str, library: str, refused: Sequence[Refused]) -> InputError:
         "network-unsupported",
         where=f"{where}: {first.operator} {first.node}".rstrip(),
         value=f"{library} does not take {'; '.join(named[:_SHOWN])}{more}".replace(" ()", ""),
-        # its checkers say no more than `false`
+        # TensorRT's own checks report only `false`
         rule="the library supports every node" if first.message in ("", "false") else first.message,
         remedy=_remedy(first),
     )

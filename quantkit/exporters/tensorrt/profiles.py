@@ -1,6 +1,6 @@
-"""Optimisation profiles: the shapes that an engine is built for, from the target's words and the graph's inputs.
+"""Optimisation profiles: the range of input shapes of an engine, from the target's `profiles` and the graph's inputs.
 
-A graph's inputs have named sizes; a profile says of each the least, the likeliest and the most:
+A graph's inputs have named sizes. A profile gives the minimum, optimum and maximum of each:
 
     batch_size, batch                              `batch`
     sequence_length                                `length`, the new tokens
@@ -21,14 +21,14 @@ from quantkit.errors import InputError
 from quantkit.target import Profile
 
 Three = tuple[int, int, int]
-# of an encoder or a network of images, where the target has none
+# profile of an encoder or a network of images if the target has none
 _ANY = Profile(name="any", batch=(1, 1, 32), length=(1, 64, 512), context=(0, 0, 0))
 
 
 class ProfileShapes(Closed):
-    """One profile of a graph: least, likeliest and largest shape of each input.
+    """One profile of a graph: minimum, optimum and maximum shape of each input.
 
-    `values` has the same of inputs whose values are sizes (`logits_to_keep`).
+    `values` holds the same for inputs whose values are sizes (`logits_to_keep`).
     """
 
     name: str
@@ -37,12 +37,12 @@ class ProfileShapes(Closed):
 
 
 def fitted(profiles: Sequence[Profile], *, kind: str, context: int) -> tuple[list[Profile], list[str]]:
-    """Return the model's profiles, and sentences about those that were cut.
+    """Return the profiles within the model's context, and a sentence about each profile that was cut.
 
     Args:
-        kind: decoder, encoder or network: only the first has tokens before the new ones.
+        kind: decoder, encoder or network; only a decoder has tokens before the new ones.
 
-    Raises InputError: `profile-impossible`, a profile that needs more than the model has even at its least.
+    Raises InputError: `profile-impossible`, the minimum of a profile exceeds the context.
     """
     fitting: list[Profile] = []
     notes: list[str] = []
@@ -67,7 +67,7 @@ def impossible(where: str, value: str, rule: str, remedy: str) -> InputError:
 
 
 def batches(profiles: Sequence[Profile]) -> list[Profile]:
-    """Return a graph's one profile, with only the batch free: from the least to the most of all the target's."""
+    """Return a graph's one profile; only its batch varies, over the range of all the target's profiles."""
     least, likely, most = zip(*([profile.batch for profile in profiles] or [_ANY.batch]), strict=True)
     batch = (min(least), max(likely), max(most))
     return [Profile(name="batch", batch=batch, length=(1, 1, 1), context=(0, 0, 0))]
@@ -78,7 +78,7 @@ def _cut(sizes: Three, most: int) -> Three:
 
 
 def capacity(profiles: Sequence[Profile], context: int) -> int:
-    """Count the cache's tokens for all profiles, at most the model's context."""
+    """Count the tokens of a cache for all profiles, at most the model's context."""
     return min(context, max(profile.context[2] + profile.length[2] for profile in profiles))
 
 
@@ -86,9 +86,9 @@ def shapes(inputs: Mapping[str, Sequence[int | str | None]], profiles: Sequence[
     """Return the shapes of every input under every profile.
 
     Args:
-        inputs: name -> sizes; a string is a named one.
+        inputs: name -> sizes; a string is a named size.
 
-    Raises InputError: `profile-unknown-size`, a size that no profile speaks of.
+    Raises InputError: `profile-unknown-size`, a named size that profiles do not define.
     """
     under = []
     for profile in profiles:
@@ -102,7 +102,7 @@ def shapes(inputs: Mapping[str, Sequence[int | str | None]], profiles: Sequence[
         for name, shape in inputs.items():
             for size in shape:
                 if not isinstance(size, int) and size not in sizes:
-                    rule, remedy = f"profiles speak of {', '.join(sizes)}", "export the graph with a fixed size there"
+                    rule, remedy = f"profiles define {', '.join(sizes)}", "export the graph with a fixed size there"
                     raise InputError("profile-unknown-size", name, f"a free size {size or '?'}", rule, remedy)
         ranges: dict[str, Any] = {
             name: tuple(

@@ -1,25 +1,24 @@
-"""Keep TensorRT's timings of kernels from build to build, and report the time that they save.
+"""Keep TensorRT's kernel timings from build to build, and report the saved time.
 
-One file for each GPU, version and set of builder options: timings hold for those alone ("Optimizing Builder
-Performance", TensorRT 10.16). It is written under a lock, whole or not at all, with what other builds have added
-meanwhile: as a build goes on, and when it ends, however it ends. One that is killed outright loses what it has timed
-since the last write, and nothing of what was there before. TensorRT-RTX measures nothing when it builds: it has no such
-file.
+There is one file for each GPU, library version and set of builder options, because timings are valid for these alone
+("Optimizing Builder Performance", TensorRT 10.16). The file is written atomically under a lock, merged with the timings
+of other builds: at intervals during a build, and when it ends, even by an error. A killed build loses only its timings
+since the last write. TensorRT-RTX times nothing when it builds, so it has no such file.
 
-Beside it stands what the first build of each network took, which knew none of it, or what other networks had left:
+A second file holds the seconds of each network's first build, with an empty cache or with timings of other networks:
 
     saved = seconds of the first build - seconds of this one
 
-A network is its graph and its shapes; other weights in the same graph take as long.
+A network is its graph and its shapes; the same graph with other weights takes as long.
 
-Which kernels it tried for each layer stands in its verbose log (`Tactics`):
+The kernels tried for each layer are read from the verbose log (`Tactics`):
 
     --------------- Timing Runner: LAYER (RUNNER)
     ... Set Tactic Name: KERNEL Tactic: 0x42
     Tactic: 0x42 Time: 0.0262451            milliseconds
 
-as TensorRT 8.2 to 10 print it (10 has name and time in one line); nothing of it is documented, so a line that looks
-otherwise is passed over.
+TensorRT 8.2 to 10 print these lines (10 puts name and time on one line). The format is not documented; other lines are
+ignored.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from quantkit.runtimes.tensorrt.library import Library
 
 
 def place(library: Library, gpu: str, options: Mapping[str, Any]) -> Path | None:
-    """Return the file of timings for equal builds; None ahead of time."""
+    """Return the file of timings for builds of this kind; None for builds ahead of time."""
     if library.ahead_of_time:
         return None
     key = json.dumps([library.name, library.version, gpu, dict(options)], sort_keys=True)
@@ -48,14 +47,14 @@ def place(library: Library, gpu: str, options: Mapping[str, Any]) -> Path | None
 
 
 class Timings:
-    """The timing cache of one build: a file that Polygraphy's loaders read, written while the build goes on.
+    """Timing cache of one build: a file that Polygraphy's loaders read, and that is written during the build.
 
     Args:
-        path: of the file; None: none is kept.
-        every: seconds between two writes while the build goes on.
+        path: path of the file; None keeps none.
+        every: least seconds between two writes during the build.
 
-    `hit` says whether it knew anything (None: there is none), `problem` why it could not be written: no reason to give
-    up a build.
+    `hit` is True if the file held any timings (None without a file); `problem` is the reason for a failed write, which
+    does not end the build.
     """
 
     def __init__(self, path: str | None, every: float) -> None:
@@ -71,14 +70,14 @@ class Timings:
         return str(self._path) if self._path is not None and self._stored(self._path) else None
 
     def attach(self, builder: Any, network: Any, config: Any) -> None:
-        """Take a builder's configuration; the loaders have filled its cache from `file`."""
+        """Take the builder's configuration; the loaders have filled its cache from `file`."""
         if self._path is not None:
             before = self._stored(self._path)
-            # a damaged file is begun anew: the loaders have taken an empty cache
+            # the loaders take an empty cache instead of a damaged file
             self._config, self.hit = config, bool(before) and config.create_timing_cache(before) is not None
 
     def step(self) -> None:
-        """Write if it is time to, between two steps of the builder, which waits meanwhile."""
+        """Write if `every` seconds have passed; the builder waits meanwhile."""
         if time.monotonic() - self._written >= self._every:
             self.keep()
 
@@ -88,7 +87,7 @@ class Timings:
             return
         self._written = time.monotonic()
         with self._told(self._path), self._locked(self._path):
-            # a copy: the builder may be in the middle of using its own
+            # a copy, because the builder may be using its own
             timed = self._config.get_timing_cache().serialize()
             kept = self._config.create_timing_cache(bytes(memoryview(timed)))
             now = self._stored(self._path)
@@ -98,7 +97,7 @@ class Timings:
             write_atomic(self._path, bytes(memoryview(kept.serialize())))
 
     def first(self, network: Path, profiles: Sequence[ProfileShapes], seconds: float) -> float | None:
-        """Return the seconds of a network's first build, where that was an earlier one; else note this one."""
+        """Return the seconds of a network's first build, or record these and return None."""
         if self._path is None:
             return None
         shapes = json.dumps([profile.model_dump() for profile in profiles], sort_keys=True)
@@ -106,7 +105,7 @@ class Timings:
         beside, earlier = self._path.with_suffix(".json"), None
         with self._told(self._path), self._locked(self._path):
             known = _read(beside)
-            # with an empty cache it is the first, whatever was noted
+            # with an empty cache this is the first build, even if one is recorded
             earlier = known.get(key) if self.hit else None
             if earlier is None:
                 write_atomic(beside, json.dumps({**known, key: seconds}, indent=1).encode())
@@ -126,7 +125,7 @@ class Timings:
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
-        """Let one process at a time in; the kernel frees the lock of a dead process."""
+        """Hold the lock of the file; the kernel frees that of a dead process."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with alone(path.with_suffix(".lock")):
             yield
@@ -138,22 +137,22 @@ def said(record: Mapping[str, Any]) -> str:
     if hit is None:
         return ""
     if record.get("cache_problem"):
-        return f"built in {seconds:.1f} s; what was timed could not be kept in {record['cache_problem']}"
+        return f"built in {seconds:.1f} s; its kernel timings could not be written to {record['cache_problem']}"
     if not hit:
-        return f"built in {seconds:.1f} s; its timing cache was empty, and saves time from the next build on"
+        return f"built in {seconds:.1f} s; the timing cache was empty; it saves time from the next build on"
     if first is None:
-        return f"built in {seconds:.1f} s; the timing cache knew other networks, and what that saved is not known"
+        return f"built in {seconds:.1f} s; the timing cache held other networks' timings; the saved time is unknown"
     return f"built in {seconds:.1f} s, the first time in {first:.1f} s: the timing cache saved {first - seconds:.1f} s"
 
 
 def _read(path: Path) -> dict[str, float]:
     try:
         return {str(key): float(value) for key, value in json.loads(path.read_bytes()).items()}
-    except (OSError, ValueError, AttributeError, TypeError):  # damaged: begun anew
+    except (OSError, ValueError, AttributeError, TypeError):  # a damaged file counts as empty
         return {}
 
 
-# layers that are kept: those whose fastest kernel takes the longest
+# number of layers to report: those whose fastest kernel takes the longest
 KEPT = 32
 _RUNNER = re.compile(r"-{5,} Timing Runner: (?P<layer>.+) \((?P<runner>[^()]+)\)\s*$")
 _NAMED = re.compile(r"Tactic Name: (?P<name>[^\s,]+),? Tactic: (?P<id>0x[0-9a-f]+)")
@@ -161,14 +160,14 @@ _TIMED = re.compile(r"Tactic: (?P<id>0x[0-9a-f]+),? Time: (?P<ms>[0-9.e+-]+|inf|
 
 
 class Tried(Closed):
-    """One kernel, by its name or its number, and the seconds that it took."""
+    """Kernel, by name or number, and its seconds."""
 
     name: str
     seconds: float
 
 
 class TimedLayer(Closed):
-    """A layer, and every kernel that was timed for it, the fastest first."""
+    """Layer and the kernels timed for it, the fastest first."""
 
     layer: str
     tried: tuple[Tried, ...]
@@ -180,7 +179,7 @@ class TimedLayer(Closed):
 
 
 class Tactics:
-    """Reads a log, line by line."""
+    """Reader of a verbose log, line by line."""
 
     def __init__(self) -> None:
         self._layer, self._runner = "", ""
@@ -192,7 +191,7 @@ class Tactics:
         if runner := _RUNNER.search(line):
             self._layer, self._runner = runner["layer"], runner["runner"]
             return
-        if "Fastest Tactic" in line:  # says again what has been said
+        if "Fastest Tactic" in line:  # repeats a line
             return
         if named := _NAMED.search(line):
             self._names[named["id"]] = named["name"]

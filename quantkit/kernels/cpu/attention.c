@@ -6,7 +6,7 @@
 #include "exponential.h"
 
 #define INLINE static inline __attribute__((always_inline))
-/* queries that share what is read of keys and values */
+/* queries that share one read of keys and values */
 #define QUERIES 8
 #define LANES 16
 
@@ -28,7 +28,7 @@ size_t attention_room(const Attention *a) {
 
 int64_t attention_rows(const Attention *a) { return a->batch * a->tokens; }
 
-/* One head of one token, its first `turned` features as two halves. */
+/* Rotate one head of one token: its first `turned` features, in two halves. */
 static void turn(const Attention *a, const float *from, float *to, int64_t position, float by) {
     const int64_t half = a->cos ? a->turned / 2 : 0;
     const float *cos = a->cos + position * half, *sin = a->sin + position * half;
@@ -53,7 +53,7 @@ void attention_turn(const Attention *a, int64_t row) {
     }
 }
 
-/* Keys of 16 tokens side by side, where several queries meet them. */
+/* Tiles with the keys of 16 tokens side by side; none for few queries. */
 static int64_t tiles_of(const Attention *a) { return a->tokens < QUERIES ? 0 : (a->past + a->tokens + LANES - 1) / LANES; }
 
 int64_t attention_tiles(const Attention *a) { return a->batch * a->kv_heads * tiles_of(a); }
@@ -71,7 +71,7 @@ static int64_t blocks_of(const Attention *a) { return (a->tokens + QUERIES - 1) 
 
 int64_t attention_parts(const Attention *a) { return a->batch * a->heads * blocks_of(a); }
 
-/* Scores of `count` queries (a constant) with keys begin … end - 1, [count, stride]. */
+/* Compute the scores [count, stride] of `count` queries (a constant) with keys begin … end - 1. */
 INLINE void scores_of(const int count, const Attention *a, const float *q, const float *across, int64_t begin,
                       int64_t end, float *scores, size_t stride) {
     for (int64_t t = begin / LANES * LANES; t < end; t += LANES) {
@@ -85,7 +85,7 @@ INLINE void scores_of(const int count, const Attention *a, const float *q, const
     }
 }
 
-/* Of one query, straight from the cache. */
+/* The same for one query, straight from the cache. */
 static void scores_of_one(const Attention *a, const float *q, const float *keys, int64_t begin, int64_t end,
                           float *scores) {
     for (int64_t t = begin; t < end; t++) {
@@ -98,7 +98,7 @@ static void scores_of_one(const Attention *a, const float *q, const float *keys,
     }
 }
 
-/* The largest of some; lane by lane, since compilers make no vectors of a maximum that keeps what is no number. */
+/* Find the largest value lane by lane: compilers do not vectorise a maximum that keeps NaN. */
 static float largest(const float *from, int64_t count) {
     float most[LANES];
     for (int i = 0; i < LANES; i++) most[i] = -INFINITY;
@@ -110,7 +110,7 @@ static float largest(const float *from, int64_t count) {
     return most[0];
 }
 
-/* Add the bias, and e^(score - largest) / sum in their place; what a query does not see is 0. */
+/* Add the bias to the scores and replace them by e^(score - largest) / sum; keys that the query does not see get 0. */
 static void weigh(float *scores, const float *bias, int64_t from, int64_t begin, int64_t end, int64_t to) {
     if (bias)
         for (int64_t t = begin; t < end; t++) scores[t] += bias[t];
@@ -126,7 +126,7 @@ static void weigh(float *scores, const float *bias, int64_t from, int64_t begin,
     for (int64_t t = end; t < to; t++) scores[t] = 0;
 }
 
-/* out[m] = sum over t of weights[m, t] · values[t], 64 or fewer features at once. */
+/* out[m] = sum over t of weights[m, t] · values[t], for up to 64 features at once. */
 INLINE void mixed(const int count, const int vectors, const Attention *a, const float *weights, size_t stride,
                   const float *values, int64_t begin, int64_t end, float *out, size_t out_stride) {
     Vector sum[QUERIES][4];
@@ -157,7 +157,7 @@ int attention_part(const Attention *a, int64_t part) {
     const int64_t s = part % blocks * QUERIES, size = a->size, all = a->past + a->tokens;
     const int64_t count = a->tokens - s < QUERIES ? a->tokens - s : QUERIES;
     const int64_t cache = b * a->kv_heads + head / (a->heads / a->kv_heads);
-    /* not a multiple of 4096 bytes from row to row: they would share a set of the cache */
+    /* rows that are a multiple of 4096 bytes apart would share a set of the cache */
     const int64_t wide = (all + LANES - 1) / LANES * LANES + LANES;
     const float *q = a->queries + ((b * a->heads + head) * a->tokens + s) * size;
     const float *keys = a->keys + cache * a->capacity * size, *values = a->values + cache * a->capacity * size;
@@ -166,7 +166,7 @@ int attention_part(const Attention *a, int64_t part) {
     const size_t out_stride = (size_t)(a->heads * size);
     float *scores = malloc((size_t)(count * wide) * sizeof(float));
     if (!scores) return -1;
-    /* what the first and the last of them see */
+    /* keys that the first and the last query see */
     const int64_t first = a->past + s, end = first + count;
     const int64_t begin = a->window && first + 1 > a->window ? first + 1 - a->window : 0;
     if (tiles_of(a) && count == QUERIES)

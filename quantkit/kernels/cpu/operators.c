@@ -1,11 +1,11 @@
-/* Operators for ONNX Runtime around the products, in domain `quantkit`:
+/* Custom operators for ONNX Runtime, in domain `quantkit`:
  *
  *   Product    y = (x + skip, normed by gamma) · wᵀ + bias
  *   GatedMlp   y = (activation(n · gateᵀ) * (n · upᵀ)) · downᵀ        n = (x + skip, normed by gamma)
- *   Attention  com.microsoft GroupQueryAttention of one length for all sequences; see attention.h
+ *   Attention  com.microsoft GroupQueryAttention for sequences of equal length; see attention.h
  *
- * skip, gamma and bias may be left out; the second output is x + skip. Weights, scales and zero points are those of
- * com.microsoft MatMulNBits, and are packed anew when a session opens. */
+ * skip, gamma and bias are optional; the second output is x + skip. Weights, scales and zero points have the layout of
+ * com.microsoft MatMulNBits, and are repacked when a session opens. */
 #include "attention.h"
 #include "exponential.h"
 #include "ort.h"
@@ -36,10 +36,10 @@ typedef OrtStatus *(*GetConstant)(const OrtInfo *, size_t, int *, const OrtValue
 typedef OrtStatus *(*Parallel)(const OrtContext *, void (*)(void *, size_t), size_t, size_t, void *);
 
 #define MOST_DIMENSIONS 8
-/* of rows and columns, of heads and of their features: their products fit into 64 bits */
+/* limits of rows and columns, and of heads and their features: their products fit into 64 bits */
 #define MOST_ROWS INT32_MAX
 #define MOST_HEADS 65536
-#define STRIP 32 /* rows that are activated before others are multiplied */
+#define STRIP 32 /* rows to activate before the next are multiplied */
 enum { SILU, GELU };
 enum { X, SKIP, GAMMA, BIAS, WEIGHTS };
 
@@ -76,7 +76,7 @@ static OrtStatus *count_of(const OrtApi *api, const OrtValue *value, int64_t *co
     return status;
 }
 
-/* Where an output is to be written; NULL where nobody reads it. */
+/* Return the buffer of an output; NULL if the graph does not read it. */
 static OrtStatus *output_of(const OrtApi *api, OrtContext *context, size_t at, const int64_t *sizes, size_t count,
                             void **data) {
     OrtValue *made = NULL;
@@ -84,14 +84,14 @@ static OrtStatus *output_of(const OrtApi *api, OrtContext *context, size_t at, c
     return made ? data_of(api, made, data) : NULL;
 }
 
-/* A weight from three constant inputs; the third may be left out. What a file says of them need not be true. */
+/* Make a weight from three constant inputs, the third optional. A file's attributes may be wrong, so check them. */
 static OrtStatus *weight_of(const OrtApi *api, const OrtInfo *info, size_t at, const char *names[3], Weight *weight) {
     int64_t sizes[3];
     for (int i = 0; i < 3; i++) GUARD(CALL(api, GetInt, ATTRIBUTE_INT)(info, names[i], &sizes[i]));
     const int64_t rows = sizes[0], columns = sizes[1], group = sizes[2];
     if (rows < 1 || rows > MOST_ROWS || columns < 1 || columns > MOST_ROWS || group < 16 || group > WIDEST ||
         group & (group - 1))
-        return fail(api, "the sizes of a weight of a quantkit operator are not those of a matrix in groups of 16 to 256");
+        return fail(api, "a quantkit operator needs positive sizes of its weight, and groups of 16, 32, 64, 128 or 256");
     const int64_t groups = (columns + group - 1) / group;
     const int64_t counts[] = {rows * groups * (group / 2), rows * groups, rows * ((groups + 1) / 2)};
     void *parts[3] = {NULL, NULL, NULL};
@@ -105,11 +105,11 @@ static OrtStatus *weight_of(const OrtApi *api, const OrtInfo *info, size_t at, c
         } else if (constant && value) {
             int64_t count = 0;
             GUARD(count_of(api, value, &count));
-            if (count != counts[i]) return fail(api, "a weight of a quantkit operator has other sizes than it says");
+            if (count != counts[i]) return fail(api, "the tensors of a quantkit operator's weight do not have the size of its attributes");
             GUARD(data_of(api, value, &parts[i]));
         }
     }
-    if (!parts[0] || !parts[1]) return fail(api, "a weight of a quantkit operator is no constant");
+    if (!parts[0] || !parts[1]) return fail(api, "the weight of a quantkit operator is not constant");
     if (weight_pack(weight, rows, columns, group, parts[0], parts[1], parts[2]))
         return fail(api, "no memory for a weight");
     return NULL;
@@ -134,7 +134,7 @@ static OrtStatus *create(const OrtApi *api, const OrtInfo *info, int gated, void
     if (!status && gated) status = CALL(api, GetInt, ATTRIBUTE_INT)(info, "activation", &kernel->activation);
     const int64_t hidden = kernel->first.rows / 2;
     if (!status && gated && (hidden * 2 != kernel->first.rows || hidden % (2 * TILE) || hidden != kernel->second.columns))
-        status = fail(api, "gate, up and down of a GatedMlp do not fit together");
+        status = fail(api, "gate, up and down of a GatedMlp have sizes that do not match");
     if (!status && gated && kernel->activation != SILU && kernel->activation != GELU)
         status = fail(api, "the activation of a GatedMlp is neither SiLU nor GELU");
     if (status) {
@@ -200,7 +200,7 @@ static void product(void *given, size_t pair) {
         for (int64_t n = from; n < to; n++) work->out[m * weight->rows + n] += work->bias[n];
 }
 
-/* Gate and up are rows 0 … H - 1 and H … 2 H - 1 of the first weight; out [rows, H]. */
+/* Multiply by gate and up, rows 0 … H - 1 and H … 2 H - 1 of the first weight; out [rows, H]. */
 static void gated(void *given, size_t part) {
     const Work *work = given;
     const Weight *weight = work->weight;
@@ -258,9 +258,9 @@ static OrtStatus *compute(void *given, OrtContext *context) {
     const Weight *last = kernel->gated ? &kernel->second : &kernel->first;
     if ((inputs[SKIP] && counts[SKIP] != counts[X]) || (inputs[GAMMA] && counts[GAMMA] != columns) ||
         (inputs[BIAS] && counts[BIAS] != last->rows))
-        return fail(api, "what is added to inputs, their norm and the bias fit neither inputs nor weight");
+        return fail(api, "skip, gamma or bias of a quantkit operator does not match its inputs or its weight");
     const int64_t rows = counts[X] / columns;
-    if (rows > MOST_ROWS) return fail(api, "inputs of a quantkit operator have 2^31 rows, or more");
+    if (rows > MOST_ROWS) return fail(api, "inputs of a quantkit operator have too many rows: 2^31 or more");
     void *sum = NULL, *out = NULL;
     GUARD(output_of(api, context, 1, sizes, count, &sum));
     sizes[count - 1] = last->rows;
@@ -314,9 +314,9 @@ static OrtStatus *create_attention(const OrtCustomOp *op, const OrtApi *api, con
     GUARD(CALL(api, GetInt, ATTRIBUTE_INT)(info, "window", &found.window));
     GUARD(CALL(api, GetFloat, ATTRIBUTE_FLOAT)(info, "scale", &found.scale));
     if (found.kv_heads < 1 || found.heads > MOST_HEADS || found.heads < found.kv_heads || found.heads % found.kv_heads)
-        return fail(api, "heads of an Attention are no multiple of those of its keys");
+        return fail(api, "the heads of an Attention are not a multiple of its key heads");
     if (found.window < 0 || found.window > INT32_MAX || !isfinite(found.scale))
-        return fail(api, "the window or the scale of an Attention is no such number");
+        return fail(api, "the window or the scale of an Attention is out of range");
     AttentionKernel *kernel = malloc(sizeof found);
     if (!kernel) return fail(api, "no memory");
     *kernel = found;
@@ -351,7 +351,7 @@ static OrtStatus *shape_of(const OrtApi *api, const OrtValue *value, size_t dime
     size_t count = 0;
     GUARD(CALL(api, GetShape, TYPE_AND_SHAPE)(value, &shape));
     OrtStatus *status = CALL(api, GetCount, DIMENSIONS_COUNT)(shape, &count);
-    if (!status && count != dimensions) status = fail(api, "an input of an Attention has another number of dimensions");
+    if (!status && count != dimensions) status = fail(api, "an input of an Attention has a wrong number of dimensions");
     if (!status) status = CALL(api, GetSizes, DIMENSIONS)(shape, sizes, count);
     CALL(api, Release, RELEASE_SHAPE)(shape);
     return status;
@@ -384,11 +384,11 @@ static OrtStatus *compute_attention(void *given, OrtContext *context) {
         GUARD(shape_of(api, values[V], 3, v));
     }
     if (values[SCORE_BIAS]) GUARD(shape_of(api, values[SCORE_BIAS], 4, bias));
-    if (ones != 1) return fail(api, "the length of an Attention is no single number");
+    if (ones != 1) return fail(api, "the length of an Attention is not one number for all sequences");
     const int64_t size = cache[3], total = *(const int32_t *)data[TOTAL], packed = !values[K];
-    /* before anything is multiplied */
+    /* check before any product */
     if (size < 16 || size > MOST_HEADS || size % 16 || q[0] > MOST_ROWS)
-        return fail(api, "heads of an Attention have 16 features, 32 or so on");
+        return fail(api, "an Attention needs heads of a multiple of 16 features");
     const int64_t narrow = kernel->kv_heads * size;
     const int64_t width = (kernel->heads + (packed ? 2 * kernel->kv_heads : 0)) * size;
     if (q[2] != width || cache[1] != kernel->kv_heads || total < q[1] || cache[0] != q[0] ||
@@ -397,7 +397,7 @@ static OrtStatus *compute_attention(void *given, OrtContext *context) {
         (!packed && (k[0] != q[0] || k[1] != q[1] || k[2] != narrow || memcmp(k, v, sizeof k))) ||
         cache[2] < total - q[1] ||
         (values[SCORE_BIAS] && (bias[2] != q[1] || bias[3] != total)))
-        return fail(api, "inputs of an Attention do not fit together");
+        return fail(api, "inputs of an Attention have sizes that do not match");
     const int64_t held = cache[2], capacity = held > total ? held : total;
     int64_t sizes[] = {q[0], kernel->kv_heads, capacity, size}, wide[] = {q[0], q[1], kernel->heads * size};
     void *out = NULL, *keys = NULL, *stored = NULL;
@@ -405,10 +405,10 @@ static OrtStatus *compute_attention(void *given, OrtContext *context) {
     GUARD(output_of(api, context, 1, sizes, 4, &keys));
     GUARD(output_of(api, context, 2, sizes, 4, &stored));
     if (!q[0]) return NULL;
-    /* what is empty has no place */
+    /* an empty tensor has no buffer */
     if ((q[1] && !out) || (capacity && (!keys || !stored))) return fail(api, "an Attention lacks an output");
     const int64_t past = total - q[1];
-    /* where the cache is not in place, all that it holds is moved */
+    /* copy the cache if the output is not in place */
     for (int which = 0; which < 2; which++) {
         const float *from = data[which ? PAST_VALUES : PAST_KEYS];
         float *to = which ? stored : keys;
@@ -443,7 +443,7 @@ static OrtStatus *compute_attention(void *given, OrtContext *context) {
 static const char *attention_name(const OrtCustomOp *op) { (void)op; return "Attention"; }
 static size_t attention_inputs(const OrtCustomOp *op) { (void)op; return ATTENTION_INPUTS; }
 static size_t three(const OrtCustomOp *op) { (void)op; return 3; }
-/* INT32 is 6 */
+/* ONNX type 6 is INT32, 1 is FLOAT */
 static int attention_input_type(const OrtCustomOp *op, size_t i) { (void)op; return i == TOTAL ? 6 : 1; }
 static int attention_input_kind(const OrtCustomOp *op, size_t i) {
     (void)op;
@@ -457,7 +457,7 @@ static const char *provider(const OrtCustomOp *op) { (void)op; return "CPUExecut
 static size_t seven(const OrtCustomOp *op) { (void)op; return WEIGHTS + 3; }
 static size_t ten(const OrtCustomOp *op) { (void)op; return WEIGHTS + 6; }
 static size_t two(const OrtCustomOp *op) { (void)op; return 2; }
-/* FLOAT is 1, UINT8 is 2: codes and zero points are bytes */
+/* ONNX type 1 is FLOAT, 2 is UINT8 for codes and zero points */
 static int input_type(const OrtCustomOp *op, size_t i) { (void)op; return i < WEIGHTS || (i - WEIGHTS) % 3 == 1 ? 1 : 2; }
 static int output_type(const OrtCustomOp *op, size_t i) { (void)op; (void)i; return 1; }
 static int input_kind(const OrtCustomOp *op, size_t i) {

@@ -1,10 +1,10 @@
-/* What operators of their own need of ONNX Runtime's C interface: the structures of its header that only ever grow at
- * their end (`onnxruntime_c_api.h`; the numbers are places in `struct OrtApi`). */
+/* The part of ONNX Runtime's C interface that custom operators need (`onnxruntime_c_api.h`). Later versions only append to
+ * these structures. The numbers are indices into `struct OrtApi`. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
-#define ORT_VERSION 17 /* the first with KernelContext_ParallelFor */
+#define ORT_VERSION 17 /* first version with KernelContext_ParallelFor */
 
 typedef struct OrtStatus OrtStatus;
 typedef struct OrtValue OrtValue;

@@ -68,7 +68,7 @@ void inputs_free(Inputs *in) { free(in->codes); }
 
 void inputs_round(Inputs *in, int64_t row, int64_t g, int64_t here, int64_t group, const float *restrict x) {
     int8_t *restrict codes = in->codes + row * in->columns + g * group;
-    /* magnitudes as whole numbers: in the order of the floats, and whatever is no number is the largest */
+    /* as integers, magnitudes keep the order of the floats, and NaN is the largest */
     int32_t most = 0;
     for (int64_t k = 0; k < here; k++) {
         int32_t bits;
@@ -91,14 +91,14 @@ void inputs_round(Inputs *in, int64_t row, int64_t g, int64_t here, int64_t grou
             codes[k] = (int8_t)(isinf(x[k]) ? (x[k] > 0 ? 1 : -1) : 0);
             sum += codes[k];
         }
-        __atomic_store_n(&in->infinite, 1, __ATOMIC_RELAXED); /* other threads round other rows */
+        __atomic_store_n(&in->infinite, 1, __ATOMIC_RELAXED); /* other threads round other rows meanwhile */
     }
     for (int64_t k = here; k < group; k++) codes[k] = 0;
     in->scales[row * in->groups + g] = top / 127;
     in->sums[row * in->groups + g] = (float)sum;
 }
 
-/* No number, where infinities of both signs meet in a group, or one meets a weight of 0. */
+/* Write NaN where a group sums infinities of both signs, or multiplies an infinity by a weight of 0. */
 static void cancel(const Weight *w, const Inputs *in, int64_t pair, int64_t row, int64_t end, float *out, size_t stride) {
     const int64_t left = w->rows - pair * 2 * TILE, here = left < 2 * TILE ? left : 2 * TILE;
     for (; row < end; row++, out += stride)
@@ -120,10 +120,10 @@ static void cancel(const Weight *w, const Inputs *in, int64_t pair, int64_t row,
 
 #if defined(__AVX512VNNI__)
 
-/* bytes by which a single row, which waits for memory, asks ahead of what it multiplies */
+/* bytes that a single row, which waits for memory, prefetches ahead of its product */
 #define AHEAD 8192
 
-/* `deep` rows of inputs (a constant where this is inlined) times two tiles; out [deep, 32], of which `left` are there. */
+/* Multiply `deep` rows of inputs (a constant once inlined) by two tiles; out [deep, 32], `left` of whose columns exist. */
 INLINE void block(const int deep, const Weight *w, const Inputs *in, int64_t pair, int64_t row, float *out,
                   size_t stride, int64_t left) {
     const __m512i low = _mm512_set1_epi8(15);
@@ -142,7 +142,7 @@ INLINE void block(const int deep, const Weight *w, const Inputs *in, int64_t pai
             __m512i first[2], second[2];
             for (int t = 0; t < 2; t++) {
                 const uint8_t *at = from + t * w->record + w->head + 64 * c;
-                /* one row reads each byte once, and waits for memory */
+                /* with one row each byte is read once, so memory is the limit */
                 if (deep == 1) _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T0);
                 __m512i both = _mm512_load_si512(at);
                 first[t] = _mm512_and_si512(both, low);
@@ -185,9 +185,9 @@ static void blocks(const Weight *w, const Inputs *in, int64_t pair, int64_t row,
 #else
 #define LANES 8
 
-/* Any other processor: right, and slow. */
+/* Any other processor: correct, but slow. */
 
-/* `deep` rows of inputs times one half of a tile, 8 rows of the weight; out [deep, 8], of which `left` are there. */
+/* Multiply `deep` rows of inputs by half a tile, 8 rows of the weight; out [deep, 8], `left` of whose columns exist. */
 INLINE void block(const int deep, const Weight *w, const Inputs *in, int64_t pair, int part, int64_t row, float *out,
                   size_t stride, int64_t left) {
     float found[2][LANES] = {{0}};

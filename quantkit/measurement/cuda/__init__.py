@@ -1,4 +1,4 @@
-"""Time products on a GPU: random weights, ways to multiply, a clock, the device and its ceilings.
+"""Time products on a GPU: the device and its ceilings, random weights, and the implementations to compare.
 
 Only torch, Triton and NumPy are needed: `benchmarks/gpu/run_all.py` runs where nothing else is installed.
 """

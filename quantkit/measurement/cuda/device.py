@@ -1,17 +1,16 @@
-"""The GPU at hand: what it is, whether its clocks held, its memory; seconds of an operation on it; its ceilings.
+"""The GPU of this machine: identity, clocks, memory, seconds of an operation, ceilings.
 
-Seconds: a side holds its weight as many times as it takes for all copies together to be three times the last-level
-cache; a pass runs the operation once for each copy, so that none finds its weight in the cache. Passes make one CUDA
-graph, which is replayed twice, the second time between two events: the first keeps the device busy while the host
-queues the second, or what the host takes for that would be part of the time. That over the number of operations is one
-sample. Sides are visited A B B A.
+Seconds: a side holds so many copies of its weight that together they fill the last-level cache three times. A pass runs
+the operation once on each copy, so no copy is still in the cache. One CUDA graph holds the passes and is replayed
+twice: the first replay keeps the device busy while the host queues the second, which two events time. That time over
+the number of operations is one sample. Sides are visited in the order A B B A.
 
-Ceilings: what the device can do at best, measured in the same run.
+Ceilings: highest rates of the device, measured in the same run.
 
-    read      the largest of all elements, of an array that no cache holds
-    copy      the same array copied; bytes count twice
-    compute   a square product of random numbers in each input type, 2 n^3 operations, by torch's own library
-    launch    an addition to one number, eager and in a graph
+    read      largest element of an array beyond the size of any cache
+    copy      copy of the same array; its bytes count twice
+    compute   square product of random numbers in each input type, 2 n^3 operations, by torch's own library
+    launch    addition to one number, eager and in a graph
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from quantkit.stats.abba import aa_spread
 
 PACKAGES = ("torch", "triton", "numpy", "bitsandbytes", "gemlite", "torchao", "vllm", "humming-kernels")
 _ASKED = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
-# the share by which a fixed product may take longer than at its best before the run is called throttled
+# a run is throttled if a fixed product loses more than this share of its best rate
 DRIFT = 0.1
-# times the last-level cache that all copies of a weight make
+# all copies of a weight together, as a multiple of the last-level cache
 ROTATION = 3
 _RESAMPLES = 1000
 
 
 @dataclass
 class GpuDevice:
-    """A GPU, or the CPU that Triton's interpreter runs on.
+    """A GPU, or the CPU that runs Triton's interpreter.
 
     Args:
         torch_device: `cuda` or `cpu`.
-        dry: plumbing only: tiny sizes, no figure means anything.
+        dry: True for a test of the plumbing: tiny sizes, figures without meaning.
     """
 
     torch_device: str
@@ -65,7 +64,7 @@ class GpuDevice:
 
     @property
     def sm(self) -> int:
-        """Architecture: 80, 89, 90; 0 of a CPU."""
+        """Architecture: 80, 89, 90; 0 for a CPU."""
         if self.torch_device == "cpu":
             return 0
         major, minor = torch.cuda.get_device_capability(0)
@@ -136,14 +135,14 @@ def allocated() -> int:
 
 @dataclass
 class Implementation:
-    """One way to do an operation.
+    """One implementation of an operation.
 
     Args:
         name: name of the candidate.
-        steps: the operation on each copy of the weight.
+        steps: one call for each copy of the weight.
         resident_bytes: bytes of one copy.
-        settings: plain data.
-        least: fewest operations in a graph, so that its launch is a small part of its time.
+        settings: settings of its rows.
+        least: fewest operations in a graph; they keep the graph's launch a small part of its time.
     """
 
     name: str
@@ -184,19 +183,19 @@ class Implementation:
 
 
 def copies(size: int, cache: int, *, most: int = 1024) -> int:
-    """Count the copies of `size` bytes that exceed the cache by far; at least two."""
+    """Count the copies of `size` bytes to fill the cache `ROTATION` times; at least two."""
     return max(2, min(most, -(-ROTATION * cache // max(size, 1))))
 
 
 def interleaved(samplers: Sequence[Callable[[], float]], blocks: int, generator: np.random.Generator) -> list[Array]:
-    """Return [blocks, 2] seconds of each side, timed in turns; one sample settles each visit."""
+    """Return [blocks, 2] seconds of each side, timed in turns; each visit begins with an untimed sample."""
     sides = {str(number): sampler for number, sampler in enumerate(samplers)}
     timing = interleave(sides, blocks=(blocks, blocks), seconds=0.0, generator=generator, visit=Visit(1, 1))
     return [timing.seconds[side][..., 0] for side in sides]
 
 
 def summary(times: Array, generator: np.random.Generator) -> dict[str, Any]:
-    """Return the median, quantiles, its interval over resampled blocks (None for one block), the A/A spread."""
+    """Return median, quantiles, n, A/A spread, and the 95 % interval over resampled blocks (None for one block)."""
     drawn = times[generator.integers(0, len(times), (_RESAMPLES, len(times)))].reshape(_RESAMPLES, -1)
     low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
     return {
@@ -209,7 +208,7 @@ def summary(times: Array, generator: np.random.Generator) -> dict[str, Any]:
 
 
 def ratio(baseline: Array, subject: Array, generator: np.random.Generator) -> tuple[float, list[float] | None]:
-    """Return the subject's speed-up, and its 95 % interval over blocks drawn for both sides together (None for one
+    """Return the subject's speed-up and its 95 % interval over resampled blocks, the same for both sides (None for one
     block)."""
     index = generator.integers(0, len(subject), (_RESAMPLES, len(subject)))
     draws = [np.median(side[index].reshape(_RESAMPLES, -1), axis=1) for side in (baseline, subject)]
@@ -225,7 +224,7 @@ def ratio(baseline: Array, subject: Array, generator: np.random.Generator) -> tu
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _read(x_ptr, y_ptr, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the largest int32 of a program's stretch: loads and one maximum each."""
+    """Find the largest int32 of a program's part: loads, and one maximum each."""
     most = tl.full((BLOCK,), -2147483648, tl.int32)
     at = tl.program_id(0).to(tl.int64) * steps * BLOCK + tl.arange(0, BLOCK)
     for _ in range(steps):
@@ -235,7 +234,7 @@ def _read(x_ptr, y_ptr, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 
 
 def sampled(device: GpuDevice, blocks: int, generator: np.random.Generator) -> list[Ceiling]:
-    """Measure all ceilings; missing ones are empty, with a reason."""
+    """Measure all ceilings; a failed one is empty and has a reason."""
     at = device.torch_device
     block, programs = (4096, 4096) if not device.dry else (256, 2)
     count = 64 * block * programs if not device.dry else 2 * block * programs
@@ -267,7 +266,7 @@ def sampled(device: GpuDevice, blocks: int, generator: np.random.Generator) -> l
 
 
 def measured(device: GpuDevice, blocks: int, generator: np.random.Generator) -> list[dict[str, Any]]:
-    """Return rows `ceiling.*` of `sampled`; a missing ceiling has no value, but a reason."""
+    """Return the rows `ceiling.*` of `sampled`; a row without a value has a reason."""
     one = device.identity()
     return [ceiling.as_dict(device=one, versions={}) for ceiling in sampled(device, blocks, generator)]
 
@@ -300,6 +299,6 @@ def of(rows: Sequence[Mapping[str, Any]], name: str, compute: str = "") -> float
 
 
 def slower(before: Sequence[Mapping[str, Any]], again: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell if the same products took longer the second time than heat and power should allow."""
+    """Tell if the same products took longer the second time, by more than `DRIFT`."""
     pairs = [(of(before, "ceiling.compute", kind), of(again, "ceiling.compute", kind)) for kind in ("bf16", "fp16")]
     return any(last < (1 - DRIFT) * first for first, last in pairs if first and last)

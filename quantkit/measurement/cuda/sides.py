@@ -1,7 +1,8 @@
-"""Random weights of real shapes, and ways to multiply by them: the 16-bit baseline, ours, our raw twin, torch's own.
+"""Random weights of real shapes, and implementations of their product: 16-bit baseline, our kernel, its raw twin,
+torch.
 
-What is multiplied does not depend on how codes were chosen, and zeros would flatter a GPU: codes, scales and zeros are
-all random. Whether a product is right is told against float64, within the bound that rounding explains.
+The time of a product does not depend on the choice of codes, but zeros would flatter a GPU. So codes, scales and zero
+points are all random. Results are compared with float64, within a bound derived from rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quantkit.measurement.cuda.device import GpuDevice, Implementation, copies
 
 Shape = tuple[int, int]
 Step = Callable[[], object]
-# gives the codes [M, K] of an input and the step of each row, [M]
+# returns the codes [M, K] of an input and the step of each row, [M]
 Quantized = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -32,7 +33,7 @@ def inputs(batch: int, columns: int, dtype: torch.dtype, at: str) -> torch.Tenso
 
 
 def baseline(shape: Shape, batch: int, dtype: torch.dtype, device: GpuDevice) -> Implementation:
-    """Multiply by torch's product in 16 bits."""
+    """Make torch's product in 16 bits."""
     at, size = device.torch_device, 2 * shape[0] * shape[1]
     held = [torch.randn(shape, device=at).to(dtype) for _ in range(copies(size, device.cache_bytes))]
     x = inputs(batch, shape[1], dtype, at)
@@ -40,7 +41,7 @@ def baseline(shape: Shape, batch: int, dtype: torch.dtype, device: GpuDevice) ->
 
 
 def held_copies(variant: FormatVariant, shape: Shape, device: GpuDevice) -> list[PackedWeight]:
-    """Make copies of one packed weight that together are beyond the cache."""
+    """Make enough copies of a packed weight to exceed the cache together."""
     first = weight(variant, *shape, device.torch_device)
     return [first, *(_copy(first) for _ in range(copies(first.resident_bytes, device.cache_bytes) - 1))]
 
@@ -59,7 +60,7 @@ def ours(
     decode: bool = True,
     quantize: bool = False,
 ) -> Implementation:
-    """Multiply by our kernel, or its raw twin; `quantize`: True to quantize 8-bit inputs in each step."""
+    """Make our kernel, or its raw twin; `quantize`: True to quantize 8-bit inputs in each step."""
     settings = {"decode": decode, **config.as_dict()}
     if held[0].kind.endswith(".native"):
         quantized = _quantized(x, held[0].kind.removesuffix(".native"), within=quantize)
@@ -74,12 +75,12 @@ def _native(quantized: Quantized, w: PackedWeight, config: Config, memory: Works
 
 
 def tokens(variant: FormatVariant, x: torch.Tensor) -> Implementation:
-    """Quantize the activations, on its own."""
+    """Make the quantization of the activations alone."""
     return Implementation("quantize_tokens", [partial(quantize_tokens, x, variant.format)] * 8, 0, {})
 
 
 def expanded(held: Sequence[PackedWeight], x: torch.Tensor) -> Implementation:
-    """Dequantize, then take torch's product; the expanded weight is scratch."""
+    """Make torch's product after dequantizing the weight into scratch memory."""
     steps = [partial(_expanded, x, w) for w in held]
     return Implementation("dequantize_matmul", steps, held[0].resident_bytes, {})
 
@@ -91,9 +92,9 @@ def _expanded(x: torch.Tensor, w: PackedWeight) -> object:
 def torch_own(
     variant: FormatVariant, held: Sequence[PackedWeight], x: torch.Tensor, *, quantize: bool = False
 ) -> Implementation:
-    """Multiply by torch's operator for the format; `quantize` as for `ours`.
+    """Make torch's own operator for the format; `quantize` as for `ours`.
 
-    Raises NotImplementedError: it has none for this format; RuntimeError: it cannot run here, with torch's reason.
+    Raises NotImplementedError: torch has none for this format; RuntimeError: torch cannot run it here, with its reason.
     """
     if name := torch_product(held[0]):
         quantized = _quantized(x, variant.format, within=quantize)
@@ -126,7 +127,7 @@ def _int4pack(variant: FormatVariant, held: Sequence[PackedWeight], x: torch.Ten
 
 
 def _quantized(x: torch.Tensor, name: str, *, within: bool) -> Quantized:
-    """Return a function for the codes of x and their steps: computed anew each time, or once."""
+    """Return a function for the codes of x and their steps, computed anew each time or once."""
     if within:
         return partial(quantize_tokens, x, name)
     once = quantize_tokens(x, name)
@@ -135,15 +136,15 @@ def _quantized(x: torch.Tensor, name: str, *, within: bool) -> Quantized:
 
 @dataclass(frozen=True)
 class FormatVariant:
-    """A format as it is timed.
+    """A format to time.
 
     Args:
-        name: as in `known`.
-        format: of rows.
-        kind: of the packed weight.
-        group: columns that share a scale; 0: a row.
-        zeros: with zero points.
-        nested: with doubled scales.
+        name: name in `known`.
+        format: name in the rows.
+        kind: kind of the packed weight.
+        group: columns that share a scale; 0 for a whole row.
+        zeros: True for a format with zero points.
+        nested: True for quantized scales.
     """
 
     name: str
@@ -155,7 +156,7 @@ class FormatVariant:
 
     @property
     def native(self) -> bool:
-        """Tell if it takes 8-bit inputs."""
+        """Tell if the product takes 8-bit inputs."""
         return self.kind.endswith(".native")
 
     def stored_bytes(self, rows: int, columns: int) -> float:
@@ -167,8 +168,7 @@ class FormatVariant:
 
 @cache
 def known() -> dict[str, FormatVariant]:
-    """Return name -> variant: `int4.g64.zeros`, `nf4.g64.double`; `dynamic`: inputs are quantized by token at run
-    time."""
+    """Return name -> variant; in `int8.dynamic` and its like, inputs are quantized by token at run time."""
     variants = [FormatVariant("int4.channel", "int4", "int4")]
     for group in (32, 64, 128):
         variants.append(FormatVariant(f"int4.g{group}", "int4", "int4", group))
@@ -183,7 +183,7 @@ def known() -> dict[str, FormatVariant]:
 
 
 def weight(variant: FormatVariant, rows: int, columns: int, at: str, seed: int = 0) -> PackedWeight:
-    """Draw a packed weight [rows, columns] of about unit output: random codes under random scales."""
+    """Draw a packed weight [rows, columns]: random codes, and random scales that give outputs of about unit size."""
     generator = torch.Generator(device=at).manual_seed(seed)
     form = KINDS[variant.kind]
     groups = columns // variant.group if variant.group else 1
@@ -201,7 +201,7 @@ def weight(variant: FormatVariant, rows: int, columns: int, at: str, seed: int =
     nested = None
     if variant.nested:
         size = float(scale.max())
-        # values of the codes rising from 0 to 1: what they are does not matter to time
+        # rising values from 0 to 1: they do not affect the time
         nested = (
             torch.full((-(-rows * groups // 256),), size, device=at),
             torch.linspace(0, 1, 256, device=at),
@@ -215,7 +215,7 @@ def weight(variant: FormatVariant, rows: int, columns: int, at: str, seed: int =
 
 
 def values(packed: PackedWeight, codebook: torch.Tensor) -> torch.Tensor:
-    """Dequantize a packed weight, [N, K] float64, the slow and plain way."""
+    """Dequantize a packed weight to [N, K] float64, slowly and plainly."""
     codes, (_, columns) = codes_of(packed), packed.shape
     if packed.kind.startswith("fp8"):
         plain = codes.view(torch.float8_e4m3fn).double()
@@ -231,7 +231,7 @@ def values(packed: PackedWeight, codebook: torch.Tensor) -> torch.Tensor:
 
 
 def exact_inputs(variant: FormatVariant, x: torch.Tensor) -> torch.Tensor:
-    """Return x [M, K] as the product sees it, float64: rounded to 8 bits by token if the variant multiplies those."""
+    """Return the inputs [M, K] of the product in float64, rounded to 8 bits by token if the variant takes those."""
     if not variant.native:
         return x.double()
     codes, step = quantize_tokens(x, variant.format)
@@ -241,18 +241,18 @@ def exact_inputs(variant: FormatVariant, x: torch.Tensor) -> torch.Tensor:
 def error(
     variant: FormatVariant, plain: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, rounded: float = 0.0
 ) -> float:
-    """Return the largest error of y [M, N] as a share of the allowed error; at most 1 is right.
+    """Return the largest error of y [M, N] as a share of the allowed error; a correct product has at most 1.
 
     Args:
         plain: dequantized weight, [N, K] float64.
         x: inputs [M, K], float16 or bfloat16.
         y: product, in the dtype of x.
-        rounded: further relative rounding of weights by a way to multiply.
+        rounded: relative rounding of weights that an implementation adds.
     """
-    # the interpreter cuts to bfloat16 where a GPU rounds
+    # the interpreter truncates to bfloat16, a GPU rounds
     bits = 11 if x.dtype == torch.float16 else 7 if interpreted() else 8
     decoded = rounded + (2.0**-bits if variant.kind == "nf4" else 0.0)
-    # Hopper keeps 14 bits of a sum of FP8 products, and truncates: 32 unroll columns of them before float32
+    # Hopper truncates sums of FP8 products to 14 bits over 32 unroll columns, then adds in float32
     kept = 2.0**-13 if variant.kind == "fp8_e4m3.native" else 0.0
     exact = exact_inputs(variant, x)
     want, size = exact @ plain.T, exact.abs() @ plain.abs().T

@@ -295,6 +295,6 @@ def _demand_known(graph: FloatGraph, library: Library | None) -> None:
     for entry in graph.inputs:
         if None in entry.shape[1:]:
             value = f"shape {['?' if size is None else size for size in entry.shape]}"
-            rule = "of a graph's sizes the batch alone is free: profiles speak of no other"
+            rule = "only the batch of a graph may vary: profiles define no other size"
             remedy = "export the graph with fixed sizes behind the first"
             raise InputError("profile-unknown-size", entry.name, value, rule, remedy)
