@@ -21,9 +21,9 @@ def recommend(
     target: Target = None,
     batch: Annotated[str, typer.Option(metavar="N", help="Sequences at once.")] = "1",
     prompt: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="That come in with a request; default: 1,024.")
+        int | None, typer.Option(metavar="TOKENS", help="Prompt tokens of a request; default: 1,024.")
     ] = None,
-    output: Annotated[int | None, typer.Option(metavar="TOKENS", help="That go out; default: 256.")] = None,
+    output: Annotated[int | None, typer.Option(metavar="TOKENS", help="Output tokens; default: 256.")] = None,
     as_json: Json = False,
 ) -> Answer:
     """Rank the recipes for a model on a target: memory, size, time of a step, expected loss. Nothing is run."""
