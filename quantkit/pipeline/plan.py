@@ -37,9 +37,10 @@ from quantkit.planning.outlook import (
     PlannedCell,
     PlannedMemory,
     PlannedRecipe,
+    Recommendation,
     Workload,
-    recommend,
 )
+from quantkit.planning.ranking import rank
 from quantkit.planning.roofline import FLOATS, WIDTH, ModelStep, compute_type, products
 from quantkit.planning.support import ask, caveats, demand_kind, fitted, shipped, stored_formats
 from quantkit.planning.traffic import OUTPUT, PROMPT, traffic
@@ -75,7 +76,7 @@ class PlanQuestion:
         recipes: names, paths, or formats that stand for a recipe; none takes the usual ones.
         target: name or path; None takes this machine's processor.
         runtime: runtime to plan for; None takes, for each recipe, the target's first that computes its format natively.
-        batches: numbers of concurrent sequences; none takes the target's.
+        batches: numbers of concurrent sequences; none takes the target's, and judges the first.
         prompt: tokens of a prompt; None takes 1,024, or half of the model's context.
         output: tokens of an answer; None takes 256, or an eighth of the context.
         mix: prompts and outputs of several lengths with their shares, instead: `2000x300:0.7,8000x500:0.3`.
@@ -148,15 +149,15 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     if unmeasured := target.unmeasured():
         missing = f"{target.name} has no figure for {', '.join(unmeasured)}"
         notes.append(f"{missing}: on that machine, quantkit doctor --write --target {target.name} measures them")
-    known = (architecture, target, workload, candidates, recommend(candidates, workload), notes)
-    return Outlook(*known, question.model, "" if aimed is None or isinstance(aimed, Target) else str(aimed))
+    nothing, named = Recommendation(None, ()), "" if aimed is None or isinstance(aimed, Target) else str(aimed)
+    return rank(Outlook(architecture, target, workload, candidates, nothing, notes, question.model, named))[0]
 
 
 def demand_ranked(model: str) -> None:
-    """Refuse a bundle or a network. Raises InputError: `model-kind` of a network, `already-quantized`."""
+    """Refuse a bundle or a network without sizes. Raises InputError: `model-kind` of a network, `already-quantized`."""
     alias, place = ALIASES.get(model), Path(model).expanduser()
     if alias is not None and alias.kind == "network":
-        rule = "recommend ranks language models; a network takes int8-network"
+        rule = "it has no config.json to read sizes from; for such a network there is the recipe int8-network"
         raise InputError("model-kind", model, "a network", rule, f"quantkit compile {model} --recipe int8-network")
     if content.is_path(model) and (place / MANIFEST).is_file():
         manifest = Manifest.read(place / MANIFEST)
@@ -172,7 +173,7 @@ def every(question: PlanQuestion) -> PlanQuestion:
     recipes = {name: shipped(name) for name in content.names("recipes")}
     quantizing = [name for name, recipe in recipes.items() if kind in recipe.models and recipe.passes]
     runs = [name for name in quantizing if _runs(name, kind, target)]
-    return replace(question, recipes=("float", *runs))
+    return replace(question, recipes=("float", *runs), batches=question.batches or target.batches[:1])
 
 
 def _workload(question: PlanQuestion, architecture: Architecture, target: Target) -> Workload:
@@ -208,7 +209,10 @@ def _workload(question: PlanQuestion, architecture: Architecture, target: Target
     if longest > context:
         rule = f"it holds prompt and output, {longest:,} tokens"
         raise InputError("usage", where="--context", value=context, rule=rule)
-    return Workload(question.batches or target.batches, *mean, context, load, [*load.assumed, *assumed])
+    batches = question.batches or target.batches
+    # a server at a rate runs the batch that costs least; alone, somebody waits for one request
+    judged = () if question.rate is not None or len(question.batches) > 1 else batches[:1]
+    return Workload(batches, *mean, context, load, [*load.assumed, *assumed], judged)
 
 
 def _refuse_unused(question: PlanQuestion, architecture: Architecture) -> None:
@@ -248,7 +252,7 @@ class _Planning:
         footprint = self._footprint(served, assigned, kept)
         needed, asked = footprint.needed(1, workload.context, prompt=workload.prompt), self.question.devices
         if asked is not None and (why := footprint.why_not(asked)):
-            value, remedy = f"--devices {asked}", "a power of two up to the number of heads"
+            value, remedy = f"--devices {asked}", "a power of two up to the heads"
             raise InputError("devices-uneven", where=self.label, value=value, rule=why, remedy=remedy)
         served = replace(served, devices=asked or needed or 1)
         memory = self._memory(footprint, served.devices, needed)
@@ -285,6 +289,7 @@ class _Planning:
                 *(taken.reason for taken in assigned.decisions if taken.code in _REMARKED),
             ],
             code=bool(recipe.code),
+            changed=bool(self.question.changes) or content.is_path(self.label),
         )
 
     def _export(self) -> str | None:

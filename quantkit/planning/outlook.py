@@ -1,15 +1,7 @@
 """Plans: whether each recipe fits, its speed and cost, and the recommended one, for a workload.
 
 Units are in the names; unknown numbers are None, and `because` or `notes` explain why. A page, a table and `--json`
-show
-the same plan. A plan is a forecast: only a measurement decides.
-
-    seconds a request    devices · (prefill + output · step) / batch, at the batch of the workload with the minimum
-    tied                 recipes whose interval reaches the best one's; for bounds, within a tenth of it
-    the choice           among the tied ones, those on the fewest devices, since communication is not counted; among
-                         these, the one that stores the most bits, which changes the model least
-
-If one candidate has no forecast, the bounds of all are compared, and the plan says so.
+show the same plan. A plan is a forecast: only a measurement decides. `ranking.py` recommends a candidate.
 """
 
 from __future__ import annotations
@@ -26,10 +18,6 @@ from quantkit.planning.load import Load
 from quantkit.planning.traffic import Traffic
 from quantkit.target import State, Target
 
-# bounds ignore kernels: smaller differences do not count
-_TIED = 1.1
-_WHOLE = 16.0
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -42,6 +30,7 @@ class Workload:
         context: tokens per sequence for memory; by default the longest request.
         traffic: lengths of all requests, and their rate.
         assumed: assumptions, in words.
+        judged: batches that the recommendation is for; () for the best of all.
     """
 
     batches: Sequence[int]
@@ -50,6 +39,7 @@ class Workload:
     context: int
     traffic: Traffic
     assumed: Sequence[str] = ()
+    judged: Sequence[int] = ()
 
     @property
     def rate(self) -> float | None:
@@ -189,6 +179,7 @@ class PlannedRecipe:
         compiling: resources of the compile.
         problem: reason why it cannot run there; nothing else is computed then.
         code: True if one of its passes is in a file of the user's, which must be allowed.
+        changed: True for a user's file, or with `--set`: no loss of it was measured.
     """
 
     label: str
@@ -206,6 +197,12 @@ class PlannedRecipe:
     problem: QuantkitError | None = None
     notes: Sequence[str] = ()
     code: bool = False
+    changed: bool = False
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.memory.devices if self.memory is not None else 1
 
     @property
     def forecast(self) -> bool:
@@ -246,128 +243,3 @@ class Outlook:
     notes: Sequence[str] = ()
     reference: str = ""
     aimed: str = ""
-
-
-@dataclass(frozen=True)
-class PerRequest:
-    """Time of a request on a candidate.
-
-    Args:
-        batch: batch with the least time.
-        seconds: device seconds of a request, summed over the devices.
-        low: lower end of the interval; `seconds` for a bound.
-        high: upper end, likewise.
-    """
-
-    candidate: PlannedRecipe
-    batch: int
-    seconds: float
-    low: float
-    high: float
-
-    @property
-    def words(self) -> str:
-        """Seconds in words."""
-        return f"{self.seconds:.3g} s" if self.seconds >= 1 else f"{1e3 * self.seconds:.3g} ms"
-
-
-def recommend(candidates: Sequence[PlannedRecipe], workload: Workload) -> Recommendation:
-    """Choose the recommended candidate; a pure function of the plans."""
-    runs = [one for one in candidates if one.problem is None]
-    if not runs:
-        return Recommendation(None, [f"{one.label}: {one.problem}" for one in candidates])
-    fitting = [one for one in runs if one.memory is None or any(row.fits is not False for row in one.rows)]
-    if not fitting:
-        return Recommendation(None, [_does_not_fit(one) for one in runs])
-    keeps = [one for one in fitting if one.load is None or one.load.stable]
-    because = []
-    if not keeps:
-        because.append(f"none sustains {workload.rate:g} requests a second: this is the fastest")
-        keeps = fitting
-    forecasts = all(one.forecast for one in keeps)
-    served = [request for one in keeps if (request := serve(one, workload, forecasts=forecasts)) is not None]
-    if not served:
-        reason = "no time is known, since the target lacks figures: of those that fit, this stores the most bits"
-        return Recommendation(max(keeps, key=_bits).label, [*because, reason])
-    best = min(served, key=lambda request: request.seconds)
-    tied = [one for one in served if (one.low <= best.high if forecasts else one.seconds <= best.seconds * _TIED)]
-    choice = max(tied, key=lambda one: (-_devices(one.candidate), _bits(one.candidate), -one.seconds))
-    because += _reasons(choice, best, tied, served, workload, "" if forecasts else "≥ ")
-    left = [one.label for one in runs if one not in fitting]
-    because += [f"{', '.join(left)} {'does' if len(left) == 1 else 'do'} not fit"] if left else []
-    late = [one.label for one in fitting if one not in keeps]
-    if late:
-        because.append(f"{', '.join(late)} would not sustain {workload.rate:g} requests a second")
-    if not forecasts:
-        because.append("by bounds alone, since not all were measured: they exclude unpacking; see `quantkit tax`")
-    return Recommendation(choice.candidate.label, because)
-
-
-def serve(candidate: PlannedRecipe, workload: Workload, *, forecasts: bool) -> PerRequest | None:
-    """Return the least time of a request over the batches that fit; None without times."""
-    devices, requests = _devices(candidate), []
-    for row in candidate.rows:
-        if row.fits is False:
-            continue
-        sums = [0.0, 0.0, 0.0]
-        parts = [(row.step, workload.output if row.prefill is not None else 1)]
-        parts += [(row.prefill, 1)] if row.prefill is not None else []
-        for timed, times in parts:
-            seconds = timed.forecast if forecasts else timed.least
-            if seconds is None:
-                break
-            interval = timed.interval if forecasts and timed.interval else (seconds, seconds)
-            for i, value in enumerate((seconds, *interval)):
-                sums[i] += devices * value * times / row.batch
-        else:
-            requests.append(PerRequest(candidate, row.batch, *sums))
-    return min(requests, key=lambda request: request.seconds, default=None)
-
-
-def _devices(candidate: PlannedRecipe) -> int:
-    return candidate.memory.devices if candidate.memory is not None else 1
-
-
-def _bits(candidate: PlannedRecipe) -> float:
-    return candidate.bits if candidate.bits is not None else _WHOLE
-
-
-def _reasons(
-    choice: PerRequest,
-    best: PerRequest,
-    tied: Sequence[PerRequest],
-    served: Sequence[PerRequest],
-    workload: Workload,
-    mark: str,
-) -> list[str]:
-    devices = _devices(choice.candidate)
-    request = f"{workload.prompt:,} tokens" + (f" in, {workload.output:,} out" if workload.output else "")
-    on = "the device" if devices == 1 else f"one device, of {devices}"
-    reasons = [f"a request ({request}) takes {mark}{choice.words} of {on} at batch {choice.batch}"]
-    shared = [one for one in tied if _devices(one.candidate) > devices]
-    if shared:
-        named = ", ".join(f"{one.candidate.label}: {_devices(one.candidate)}" for one in shared)
-        reasons.append(f"others take about as long on more devices ({named}), without counting communication")
-    if choice is not best and best not in shared:
-        reasons.append(
-            f"{best.candidate.label} may take less ({mark}{best.words}), but not surely, and stores fewer bits "
-            f"({_bits(best.candidate):.3g} for {_bits(choice.candidate):.3g})"
-        )
-    reasons += [
-        f"{one.candidate.label}: {mark}{one.words} at batch {one.batch}, {one.seconds / choice.seconds:.3g}×"
-        for one in served
-        if one not in tied
-    ]
-    return reasons
-
-
-def _does_not_fit(candidate: PlannedRecipe) -> str:
-    memory = candidate.memory
-    if memory is None or memory.capacity is None:
-        return f"{candidate.label} does not fit"
-    more = ""
-    if memory.needed is not None and memory.needed > memory.devices:
-        more = f"; {memory.needed} devices would hold it"
-    elif memory.largest_batch:
-        more = f" at batch {memory.batch:,}; batch {memory.largest_batch:,} would fit"
-    return f"{candidate.label} takes {memory.total / 1e9:.3g} GB of {memory.capacity / 1e9:.3g}{more}"

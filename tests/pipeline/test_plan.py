@@ -105,11 +105,12 @@ def test_what_is_not_said_is_assumed_aloud() -> None:
     assert not [note for note in said.notes if "assumed" in note]
 
 
-def test_a_machine_that_was_not_measured_has_memory_but_no_time() -> None:
+def test_a_machine_that_was_not_measured_has_no_time_so_size_and_kl_decide() -> None:
     found = plan(PlanQuestion("smollm2-135m", LABELS, "cpu-x86"))
     assert all(row.step.seconds is None for each in found.candidates for row in each.rows)
     assert any("quantkit doctor --write --target cpu-x86" in note for note in found.notes)
-    assert found.recommendation.label == "bf16"
+    assert found.recommendation.label == "awq-int4"
+    assert any("ranked by bytes and KL" in reason for reason in found.recommendation.because)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ def plan(
     runtime: Annotated[
         str | None, typer.Option(metavar="NAME", help="Runtime to plan for; default: one that computes natively.")
     ] = None,
-    batch: Annotated[str | None, typer.Option(metavar="N,N,…", help="Batch sizes: 1,8,64.")] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="N,N,…", help="Batch sizes: 1,8,64; the best is judged. Default: 1 is judged.")
+    ] = None,
     prompt: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="Prompt tokens of a request; default: 1,024.")
     ] = None,

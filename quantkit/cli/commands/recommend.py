@@ -1,4 +1,4 @@
-"""`quantkit recommend`: which recipe to try first, from sizes and figures alone."""
+"""`quantkit recommend`: rank the recipes to try, from sizes and figures alone."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def recommend(
         ),
     ] = "smollm2-135m",
     target: Target = None,
-    batch: Annotated[str, typer.Option(metavar="N", help="Sequences at once.")] = "1",
+    batch: Annotated[str, typer.Option(metavar="N", help="Sequences at once, a batch.")] = "1",
     prompt: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="Prompt tokens of a request; default: 1,024.")
     ] = None,
     output: Annotated[int | None, typer.Option(metavar="TOKENS", help="Output tokens; default: 256.")] = None,
     as_json: Json = False,
 ) -> Answer:
-    """Rank the recipes for a model on a target: memory, size, time of a step, expected loss. Nothing is run."""
+    """Rank the recipes for a model on a target by speed, size and KL. Nothing is run."""
     import quantkit
     from quantkit.pipeline.plan import PlanQuestion, demand_ranked, every
     from quantkit.pipeline.plan import plan as answer

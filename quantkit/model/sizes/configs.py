@@ -120,7 +120,7 @@ def _class_name(config: Mapping[str, Any], name: str) -> str:
 def _from_path(path: Path) -> Architecture:
     if path.is_file():
         if path.suffix != ".json":
-            raise _missing(path, f"a {path.suffix or 'file without suffix'}, no config")
+            raise _missing(path, f"{'a file of type ' + path.suffix if path.suffix else 'a file'}, not a config")
         return from_config(_parsed(path), path.resolve().parent.name if path.name == CONFIG else path.stem)
     if not path.exists():
         raise absent(path)
@@ -138,15 +138,18 @@ def _present(folder: Path, *inside: str) -> Path:
     count, below = models_below(folder)
     if count:
         value = f"no {CONFIG} in it, but {count} model{'s' if count > 1 else ''} below it"
-        raise InputError("config-missing", str(folder), value, f"plan reads sizes off a {CONFIG}", below)
+        raise InputError("config-missing", str(folder), value, f"sizes are read from {CONFIG}", below)
     raise _missing(folder, f"no {CONFIG} in it")
 
 
 def _missing(path: Path, value: str) -> InputError:
-    rule = f"plan reads sizes off a {CONFIG}"
-    remedy = "name a Hugging Face folder, its config.json, a bundle or a shipped model"
-    if path.suffix.lower() in (".gguf", ".onnx"):
-        remedy = f"`quantkit compile {shlex.quote(str(path))} --dry-run` says what it takes; or {remedy}"
+    rule = f"sizes are read from {CONFIG}"
+    remedy = f"name a folder with a {CONFIG}, the {CONFIG} itself, or one of `quantkit list models`"
+    compiled = f"quantkit compile {shlex.quote(str(path))}"
+    if path.suffix.lower() == ".gguf":
+        remedy = f"`{compiled} --dry-run` says what a compile needs; or {remedy}"
+    if path.suffix.lower() == ".onnx":
+        remedy = f"a graph has one usual recipe: {compiled} --recipe int8-network --calibration ./FILE.npz"
     return InputError("config-missing", str(path), value, rule, remedy)
 
 

@@ -52,29 +52,40 @@ def document(outlook: Outlook, version: str = "") -> tree.Document:
 
 
 def ranking(outlook: Outlook, ranked: Sequence[Ranked], version: str = "") -> tree.Document:
-    """Build the report of a ranking: the recommendation, and a line for each recipe."""
-    batch, step = outlook.workload.batches[0], say.step(outlook)
-    head = ["recipe", "runtime", "stored", "weights", "takes", f"{step},\nbatch {batch:,}", "KL"]
+    """Build the report of a ranking: the recommendation, a line for each recipe, and the next commands."""
+    batch, timed, decodes = outlook.workload.batches[0], say.timed(outlook), say.decodes(outlook)
+    losses = Losses.shipped()
+    head = ["recipe", "runtime", "native", "weights", "memory", f"{say.step(outlook)},\nbatch {batch:,}"]
+    head = [*(head if timed else head[:-1]), *(["KL"] if decodes else [])]
     rows: list[list[Line]] = []
     for entry in ranked:
-        one, loss, fits, state = entry.candidate, entry.loss, entry.row.fits, say.state(entry.candidate)
-        devices = f"{one.memory.devices} × " if one.memory is not None and one.memory.devices > 1 else ""
+        one, loss, fits = entry.candidate, entry.loss, entry.row.fits is not False
+        devices = f"{one.devices} × " if one.devices > 1 else ""
         takes = f"{devices}{words.size(sum(entry.row.parts.values()))}"
-        cells: list[Line] = [Styled(one.label, "name"), one.runtime, Styled(state, _TONES.get(state, ""))]
-        cells += [words.size(one.bytes), (MARK[fits] if fits is not None else " ", " ", takes)]
-        cells += [say.NONE if fits is False else say.at(entry.row)]
-        rows.append([*cells, say.NONE if loss is None else f"{loss.kl:.3f}, {loss.name}"])
-    losses, notes = Losses.shipped(), [Remark(note, "note") for note in say.notes(outlook)[1]]
-    label = say.standing(outlook) if say.timed(outlook) else "by size"
-    about = [f"KL in nats a token, measured on {losses.model}. It orders the recipes; other models lose more or less."]
-    about = about if say.decodes(outlook) else []
-    refused = [candidate for candidate in outlook.candidates if candidate.problem is not None]
-    about += [f"{candidate.label}: {candidate.problem}" for candidate in refused]
+        native = Styled("yes", "good") if entry.native else Styled("no", "open")
+        cells: list[Line] = [Styled(one.label, "name"), one.runtime, native, words.size(one.bytes)]
+        cells.append(takes if fits else (MARK[False], " ", takes))
+        cells += [say.at(entry.row) if fits else say.NONE] if timed else []
+        lost = say.NONE if loss is None else f"{loss.kl:.3f} ± {loss.half:.3f}" if loss.half else f"{loss.kl:.3f}"
+        rows.append([*cells, *([lost] if decodes else [])])
+    label = outlook.target.name
+
+    about = ["native: yes, if the runtime computes with the weights as stored; no, if they first become floats."]
+    if decodes:
+        about.append(f"KL: nats a token, measured on {losses.model}; 0.02 is tiny, 0.1 is small; –: not measured.")
+        about.append("It orders the recipes: your model loses more or less.")
+    about.append(say.legend(outlook))
+    about += [f"left out: {one.label}: {one.problem}" for one in outlook.candidates if one.problem is not None]
+    first = f"To try the first on {label}; `measure` gives the verdict:"
     return tree.Document(
-        (Styled(outlook.architecture.name, "strong"), " on ", Styled(outlook.target.name, "strong"), ": which recipe"),
+        (Styled(outlook.architecture.name, "strong"), " on ", Styled(label, "strong"), ": which recipe to try first"),
         [say.model(outlook.architecture), say.target(outlook), say.workload(outlook.workload, outlook.architecture)],
-        [replace(_answer(outlook), because=outlook.recommendation.because, label=label), *notes],
-        [Sheet(head, rows, 0, 3), *(Remark(line, "caption") for line in [*about, say.legend(outlook)] if line)],
+        [replace(_answer(outlook), commands=[])],
+        [
+            Sheet(head, rows, 0, 3),
+            *(Remark(line, "caption") for line in about if line),
+            *(tree.Code(first, "\n".join(commands)) for commands in [say.confirm(outlook)] if commands),
+        ],
         footer=f"Made by quantkit {version} from sizes and figures; nothing was run.",
     )
 

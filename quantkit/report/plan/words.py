@@ -332,7 +332,9 @@ def reasons(outlook: Outlook) -> list[str]:
 
 
 def standing(outlook: Outlook) -> str:
-    """Name the basis of a recommendation: `forecast`, or `by bounds`."""
+    """Name the basis of a recommendation: `forecast`, `by bounds`, or `by size` without times."""
+    if not timed(outlook):
+        return f"by size{' and KL' if decodes(outlook) else ''}"
     runs = [candidate for candidate in outlook.candidates if candidate.problem is None]
     return "forecast" if runs and all(candidate.forecast for candidate in runs) else "by bounds"
 
