@@ -119,7 +119,7 @@ def test_what_has_no_end_is_not_read(name: str, tmp_path: Path) -> None:
     refused(lambda: configs.read(str(folder / "config.json")), "config-missing")
 
 
-def test_a_sparse_config(tmp_path: Path) -> None:
+def test_a_huge_sparse_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     os.truncate(tmp_path / "config.json", 1 << 40)
     refused(lambda: configs.read(str(tmp_path)))

@@ -47,7 +47,7 @@ def test_what_ships_today_is_there() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
-def test_one_file_one_thing(kind: Kind[Any], name: str) -> None:
+def test_every_plugin_has_a_name_and_a_short_summary(kind: Kind[Any], name: str) -> None:
     summary = kind.summaries()[name]
     assert 10 < len(summary) <= 120, "the docstring's first line is its summary"
     assert summary.endswith((".", ":")) or "." in summary

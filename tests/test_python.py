@@ -115,7 +115,7 @@ def test_the_rows_as_a_table(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) ->
             bundle.frame(name)  # type: ignore[arg-type]
 
 
-def test_a_chart(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_plots_its_speed(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     from plotly import graph_objects
 
     figure = bundle.plot()

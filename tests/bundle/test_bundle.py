@@ -177,7 +177,7 @@ def test_verify_finds_an_edited_manifest(bundle: Bundle) -> None:
     }
 
 
-def test_measurements(bundle: Bundle) -> None:
+def test_measurements_are_replaced_and_the_content_hash_stays(bundle: Bundle) -> None:
     assert bundle.measurements == [{"name": "size.bytes", "value": 1}]
     changed = bundle.put("measurements.jsonl", b'{"a": 1}\n{"a": 2}\n')
     assert changed.measurements == [{"a": 1}, {"a": 2}]

@@ -121,7 +121,7 @@ def test_a_missing_seal_is_called_so(bundle: Bundle, tmp_path: Path) -> None:
         seal.demand_signer(bundle.path, str(tmp_path / "key.pub"))
 
 
-def test_what_is_no_key(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_file_without_a_private_key_is_refused(bundle: Bundle, tmp_path: Path) -> None:
     for content in (b"", b"-----BEGIN OPENSSH PRIVATE KEY-----\nnothing\n", b"-----BEGIN EC PRIVATE KEY-----\nnone\n"):
         (tmp_path / "key").write_bytes(content)
         (tmp_path / "key").chmod(0o600)

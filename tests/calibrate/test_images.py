@@ -308,7 +308,9 @@ FINE = np.random.default_rng(3).normal(size=(20, 1, 8, 8)).astype(np.float32)
         ("short", {"images": FINE[:1]}, "none of them left for calib"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(tmp_path: Path, code: str, arrays: dict[str, Any], message: str) -> None:
+def test_images_of_a_wrong_shape_type_or_range_are_refused(
+    tmp_path: Path, code: str, arrays: dict[str, Any], message: str
+) -> None:
     path = own(tmp_path, **arrays)
     error = refused(code, path)
     import re

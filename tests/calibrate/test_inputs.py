@@ -129,7 +129,9 @@ def test_one_input_of_floats_takes_images_or_an_array_of_its_name(tmp_path: Path
         ({"ids": np.array([[None] * 5] * 40)}, "calibration-pickle", "objects"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], code: str, says: str) -> None:
+def test_samples_that_do_not_match_the_graph_are_refused(
+    tmp_path: Path, changes: dict[str, Any], code: str, says: str
+) -> None:
     with pytest.raises(InputError) as caught:
         load(tmp_path, **arrays(**changes))
     line = caught.value.line()

@@ -130,7 +130,7 @@ def test_several_before_and_one_after() -> None:
     assert named([1, 2], found) == "[gMASK]<sop>"
 
 
-def test_none(bare_tokenizer: Any) -> None:
+def test_no_tokenizer_and_a_bare_one_put_nothing_around_a_text(bare_tokenizer: Any) -> None:
     assert frame(None) == frame(bare_tokenizer) == frame(tokenizer("$A")) == ([], [])
 
 

@@ -148,7 +148,7 @@ def refused(code, *arguments, **options):
     return str(caught.value)
 
 
-def test_too_short(own_text, id_file, byte_tokenizer):
+def test_a_text_that_is_too_short_names_the_samples_it_has(own_text, id_file, byte_tokenizer):
     message = refused("calibration-short", own_text, "tune", tokenizer=byte_tokenizer, samples=1000)
     assert "own.txt (tune part)" in message
     assert "1000 were asked for" in message

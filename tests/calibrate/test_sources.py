@@ -27,7 +27,7 @@ def test_text_is_parted_at_blank_lines():
     assert parse(data, suffix=".txt", where="a.txt") == Texts(("one\nstill one", "two", "three"))
 
 
-def test_lines_of_text():
+def test_a_jsonl_gives_its_distinct_texts():
     # a line separator inside a string does not end the line
     data = '{"text": "a\u2028b", "id": 3}\n\n{"text": ""}\n{"text": "c"}\n{"text": "c"}'.encode()
     assert parse(data, suffix=".jsonl", where="a.jsonl") == Texts(("a\u2028b", "c"))
@@ -42,7 +42,7 @@ def test_lines_of_text():
         (parquet(input_ids=[[1, 2], [3]], text=["x", "y"]), ".parquet"),
     ],
 )
-def test_ids_as_given(data, suffix):
+def test_token_ids_are_read_unchanged(data, suffix):
     found = parse(data, suffix=suffix, where="a")
     assert isinstance(found, Ids)
     assert found.rows == ([1, 2], [3])
@@ -52,7 +52,7 @@ TALK = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "B
 CALL = [{"role": "assistant", "tool_calls": [{"name": "look"}]}, {"role": "user", "content": [{"type": "text"}]}]
 
 
-def test_conversations():
+def test_a_jsonl_gives_its_distinct_conversations():
     found = parse(lines({"messages": TALK}, {"messages": TALK}, {"messages": CALL}), suffix=".jsonl", where="a.jsonl")
     assert found == Conversations((TALK, CALL), ("a.jsonl:1", "a.jsonl:3"))
 
@@ -134,7 +134,7 @@ def test_parquet_of_text():
         (b"PAR1 not really", ".parquet", "calibration-unreadable", "a\\."),
     ],
 )
-def test_bad_files(data, suffix, code, message):
+def test_a_bad_file_is_refused_in_one_line(data, suffix, code, message):
     with pytest.raises(InputError, match=message) as caught:
         parse(data, suffix=suffix, where=f"a{suffix}")
     assert caught.value.code == code

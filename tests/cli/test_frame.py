@@ -108,7 +108,7 @@ def test_recommend_refuses_what_it_cannot_rank(quantkit: Any, bundle: Path) -> N
     )
 
 
-def test_version(quantkit: Any) -> None:
+def test_version_prints_the_package_version(quantkit: Any) -> None:
     import quantkit as package
 
     assert quantkit("--version").out == f"quantkit {package.__version__}\n"

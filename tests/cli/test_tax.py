@@ -33,7 +33,7 @@ def test_rows_page_and_verdict(quantkit: Any, tmp_path: Path) -> None:
     assert len(read_rows(rows)) == len(result["measurements"])
 
 
-def test_the_screen(quantkit: Any) -> None:
+def test_the_screen_shows_the_advice_for_the_traffic(quantkit: Any) -> None:
     ran = quantkit("tax", "vit-b-16", "--format", "int4", "--traffic", "1:0.8,4:0.2")
     assert ran.code == 0, ran.err
     assert "ship int4.g128.level4" in ran.out

@@ -29,7 +29,7 @@ from quantkit.errors import InputError
         ("ssh://[fe80::1%eth0]:22", ["-p", "22", "--", "fe80::1%eth0"]),
     ],
 )
-def test_addresses(text: str, words: list[str]) -> None:
+def test_an_address_is_read_and_printed_back(text: str, words: list[str]) -> None:
     found = Address.read(text)
     assert found.words() == words
     assert Address.read(str(found)) == found
@@ -56,7 +56,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["~/quantkit", "/data/my models/q", "~/a/b"])
-def test_workdirs(text: str) -> None:
+def test_a_valid_workdir_is_kept(text: str) -> None:
     assert as_workdir(text) == text
 
 

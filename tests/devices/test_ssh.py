@@ -46,7 +46,7 @@ def test_one_connection_is_shared(devices: Loopback, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["plain", "tiny"])
-def test_files_and_work(devices: Loopback, linked: Links, tmp_path: Path, host: str) -> None:
+def test_files_are_carried_and_a_job_runs_there(devices: Loopback, linked: Links, tmp_path: Path, host: str) -> None:
     link, content = linked(host), os.urandom(1 << 20)
     (tmp_path / "file").write_bytes(content)
     assert (tmp_path / "there" / link.carry("x", {"a/b": tmp_path / "file"}) / "a/b").read_bytes() == content

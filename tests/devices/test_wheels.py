@@ -102,7 +102,7 @@ def test_only_what_is_lacking_travels(about: Probed) -> None:
         ({"system": "Darwin", "libc": "-", "machine": "arm64"}, "macosx_26_0_arm64", "macosx_11_0_arm64"),
     ],
 )
-def test_platforms(about: Probed, changes: dict[str, Any], first: str, last: str) -> None:
+def test_a_platform_gives_its_wheel_tags(about: Probed, changes: dict[str, Any], first: str, last: str) -> None:
     found = wheels.tags(Probed.model_validate({**about.model_dump(mode="json"), "system": "Linux", **changes}))
     assert (found[0], found[-1]) == (first, last)
 

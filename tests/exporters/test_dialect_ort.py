@@ -259,7 +259,7 @@ X = np.random.default_rng(2).standard_normal((2, 3, 16)).astype(np.float32)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_a_norm_alone(offset: float) -> None:
+def test_a_norm_without_a_sum_becomes_rms_normalization(offset: float) -> None:
     graph = Graph(16)
     model = OrtDialect(graph.traced(graph.norm("n", graph.x, offset)), NORMS).apply()
     assert kinds(model) == {"RMSNormalization": 1}

@@ -247,7 +247,7 @@ def test_a_wrong_tensor_is_named(
     assert not found.ok and name in found.where
 
 
-def test_what_the_file_says(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+def test_the_metadata_describe_the_model(tmp_path: Path, sources: Callable[[str], Path]) -> None:
     made = written(sources("llama"), tmp_path / "out", WeightScheme(format="q4_0"), FLOAT)
     fields = {key: field.contents() for key, field in gguf.GGUFReader(file_of(made)).fields.items()}
     assert fields["general.architecture"] == "llama" and fields["general.name"] == "llama"

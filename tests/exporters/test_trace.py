@@ -147,7 +147,7 @@ CONFIG = object()
         ({"extra": nn.Identity()}, {}, False),
     ],
 )
-def test_alike(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
+def test_blocks_are_alike_if_they_compute_the_same(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
     first, second = Block(**one), Block(**other)
     assert repeat.alike(first, second) is same
     assert repeat.alike(second, first) is same

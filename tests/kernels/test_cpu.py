@@ -175,7 +175,7 @@ def test_sum_norm_and_bias_are_part_of_a_product(compiled: Path) -> None:
 
 @pytest.mark.parametrize("activation", [0, 1])
 @pytest.mark.parametrize("rows", [1, 40])
-def test_a_gated_mlp(compiled: Path, activation: int, rows: int) -> None:
+def test_a_gated_mlp_equals_the_reference(compiled: Path, activation: int, rows: int) -> None:
     first, second = Weight(128, 96, 32, seed=1), Weight(48, 64, 32, seed=2)
     x = 20 * np.random.default_rng(7).normal(size=(rows, 96)).astype(np.float32)
     x[1:2] = 0
@@ -358,7 +358,7 @@ def test_sanitizers_have_nothing_to_say(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_weight_of_other_sizes_than_it_says_is_refused(lie: dict[str, int]) -> None:
+def test_a_weight_whose_attributes_contradict_its_tensors_is_refused(lie: dict[str, int]) -> None:
     weight = Weight(40, 96, 32, seed=5)
     for name, value in lie.items():
         setattr(weight, name, value)
@@ -367,7 +367,7 @@ def test_a_weight_of_other_sizes_than_it_says_is_refused(lie: dict[str, int]) ->
 
 
 @pytest.mark.parametrize("beside", [{"skip": (1, 96)}, {"gamma": (90,)}, {"bias": (39,)}])
-def test_what_does_not_fit_is_refused(beside: dict[str, tuple[int, ...]]) -> None:
+def test_a_skip_norm_or_bias_of_a_wrong_size_is_refused(beside: dict[str, tuple[int, ...]]) -> None:
     given = {name: np.ones(shape, np.float32) for name, shape in beside.items()}
     with pytest.raises(Exception, match="does not match its inputs"):
         run("Product", [Weight(40, 96, 32, seed=5)], operators(), np.zeros((3, 96), np.float32), **given)

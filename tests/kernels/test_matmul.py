@@ -140,7 +140,7 @@ def test_the_raw_twin_multiplies_words_as_they_are() -> None:
     assert torch.equal(y[0][finite], words[:, 37 % 16][finite]) and finite.any()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_inputs_of_a_wrong_shape_are_refused() -> None:
     weight = pack(quantized(16, 64, format="int8"))
     for x in (torch.zeros(2, 63).half(), torch.zeros(0, 64).half(), torch.zeros(64, 2).half().T):
         with pytest.raises(InputError) as caught:

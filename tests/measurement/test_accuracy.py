@@ -74,7 +74,7 @@ def test_other_dtypes_are_widened_before_any_arithmetic(dtype):
         np.testing.assert_allclose(getattr(accuracy.items(), name), values, atol=5e-6, err_msg=name)
 
 
-def test_nothing_moved():
+def test_equal_logits_have_no_divergence():
     accuracy = Accuracy()
     ids, original, _ = logits(3, 20, 5000)
     accuracy.add(ids, original, original.clone())

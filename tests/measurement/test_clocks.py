@@ -16,7 +16,7 @@ def put(root: Path, path: str, text: str) -> None:
     place.write_text(f"{text}\n")
 
 
-def test_a_cpu(tmp_path: Path) -> None:
+def test_a_cpu_gives_clock_temperature_and_throttles(tmp_path: Path) -> None:
     for core, (clock, count) in enumerate([(2_000_000, 3), (3_000_000, 4)]):
         put(tmp_path, f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq", str(clock))
         put(tmp_path, f"sys/devices/system/cpu/cpu{core}/thermal_throttle/core_throttle_count", str(count))
@@ -56,7 +56,7 @@ def test_a_cooling_device_holds_the_clock(kind: str, state: str, slowed: bool | 
     ],
 )
 @pytest.mark.parametrize("way", ["soc/soc:firmware", "soc@107c000000/soc@107c000000:firmware", "vcgencmd"])
-def test_a_raspberry_pi(
+def test_a_raspberry_pi_gives_its_firmware_throttling(
     said: str, now: bool, before: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, "proc/device-tree/model", "Raspberry Pi 5 Model B Rev 1.0\0")
@@ -111,7 +111,9 @@ def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
         ("no devices were found", Clocks()),
     ],
 )
-def test_a_gpu(answer: str, expected: Clocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gives_the_driver_state(
+    answer: str, expected: Clocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = tmp_path / "nvidia-smi"
     driver.write_text(f"#!/bin/sh\necho '{answer}'\n")
     driver.chmod(0o755)
@@ -119,7 +121,7 @@ def test_a_gpu(answer: str, expected: Clocks, tmp_path: Path, monkeypatch: pytes
     assert clocks.of_gpu() == expected
 
 
-def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_a_driver_gives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert clocks.of_gpu() == Clocks()
 

@@ -30,7 +30,7 @@ def sides(both: int, only_before: int, only_right: int, neither: int):
     return right, before
 
 
-def test_the_row_says_all():
+def test_a_row_of_a_share_holds_its_data_and_interval():
     right, before = sides(420, 12, 8, 40)
     row = share_row(
         "accuracy.top1", right, before, Drawn(right.size, "image"), about=about(480), shape={"classes": 10}, seed=1
@@ -176,7 +176,7 @@ def test_every_row_has_its_interval_and_its_origin():
     assert figures.scored(vectors).startswith("60 samples of ")
 
 
-def test_nothing_moved():
+def test_equal_classifiers_agree_with_an_interval():
     original, _, labels = logits()
     rows = named(classification(original, original.copy(), labels, about=about()))
     assert (rows["top1_agreement"].value, rows["kl"].value) == (1.0, 0.0)
@@ -184,7 +184,7 @@ def test_nothing_moved():
     assert rows["top1"].baseline.difference_ci95[0] < 0
 
 
-def test_without_labels():
+def test_agreement_needs_no_labels():
     original, candidate, _ = logits()
     assert list(named(classification(original, candidate, None, about=about()))) == [
         "top1_agreement",

@@ -466,7 +466,7 @@ def test_traffic_decides_between_two_that_win() -> None:
     assert advise([formats[0]], SIZES, traffic={1: 0.9, 64: 0.1}).batch == 1
 
 
-def test_none_wins() -> None:
+def test_no_winning_format_says_do_not_quantize() -> None:
     found = advise([measured("nf4", NF4)], SIZES)
     assert (found.answer, found.format) == ("do_not_quantize", "nf4")
     several = advise([measured("nf4", NF4), measured("fp8", {1: 90.0, 8: 95.0, 64: 99.0})], SIZES)

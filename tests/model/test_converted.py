@@ -187,7 +187,7 @@ def obstacles_of(name: str, folder: Path) -> list[Obstacle]:
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
-def test_it_is_named(name: str, tmp_path: Path) -> None:
+def test_an_obstacle_names_the_tensor_and_the_reason(name: str, tmp_path: Path) -> None:
     where, why = OBSTACLES[name]
     (one,) = [each for each in obstacles_of(name, tmp_path) if each.where == where]
     assert why in one.why

@@ -202,7 +202,7 @@ def test_what_was_raised_from_it_is_too() -> None:
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OSError(errno.ENOMEM, "no memory")]
 )
-def test_every_kind(error: Exception) -> None:
+def test_every_out_of_memory_error_is_recognised(error: Exception) -> None:
     assert is_out_of_memory(error)
     assert out_of_memory("x", error).value
 

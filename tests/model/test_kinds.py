@@ -22,7 +22,7 @@ from quantkit.model.structure.kinds import kind_of, positions, unknown_architect
         ("ViTForImageClassification", "network"),
     ],
 )
-def test_the_kind(name: str, kind: str) -> None:
+def test_a_class_has_its_kind(name: str, kind: str) -> None:
     found = getattr(transformers, name)
     assert kind_of(found, found.config_class().to_dict(), "x") == kind
 

@@ -476,7 +476,7 @@ def test_code_for_a_class_that_transformers_has_is_left_alone(tmp_path: Path) ->
     assert not (folder / "ran").exists() and "auto_map" in source.notes[0]
 
 
-def test_tokenizers(tmp_path: Path, byte_tokenizer: Any) -> None:
+def test_a_missing_tokenizer_is_refused_when_it_is_needed(tmp_path: Path, byte_tokenizer: Any) -> None:
     folder = saved(tmp_path / "model")
     source = open_model(str(folder))
     with pytest.raises(InputError) as caught:

@@ -164,7 +164,7 @@ def row(**changes: Any) -> tuple[str, list[dict[str, Any]]]:
     return "round-0", [{"round": 0, "state": STATE, "turns": {**TURNS, **changes}}]
 
 
-def test_times_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_night_keeps_the_times_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     timer, found = timed(monkeypatch, Planted(about(), row()))
     seconds = {
         side: [each.seconds for each in timing.times(found, "n", "c", 1) if each.side == side] for side in TASK.sides

@@ -62,7 +62,7 @@ def test_a_rotated_model_computes_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"matrix": "random"}, {"values": False}])
-def test_settings(settings: dict[str, Any]) -> None:
+def test_every_setting_leaves_the_outputs_equal(settings: dict[str, Any]) -> None:
     model, ids = zoo.tiny("llama"), zoo.ids(2, 16)
     outcome = planned(model, **settings)
     turned = copy.deepcopy(model)
@@ -77,7 +77,7 @@ def test_settings(settings: dict[str, Any]) -> None:
     assert torch.allclose(heads, before, rtol=1e-4) is (not settings.get("values", True))
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_decides_the_rotation() -> None:
     weights = []
     for seed in (0, 0, 1):
         model = zoo.tiny("llama")

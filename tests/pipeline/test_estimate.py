@@ -130,7 +130,7 @@ def planned(path: Path, export: str) -> tuple[Storage, int]:
 
 
 @pytest.mark.parametrize("which", ["packed", "both"])
-def test_a_checkpoint(made: Any, which: str) -> None:
+def test_the_predicted_bytes_of_a_checkpoint_are_right(made: Any, which: str) -> None:
     found, real = planned(getattr(made, which), "checkpoint")
     assert found.total == pytest.approx(real, rel=0.005)
 

@@ -71,7 +71,9 @@ def test_options_come_from_the_target_and_from_who_asks(made: Made, copied: Copy
     ],
 )
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_what_is_refused(made: Made, to: str, changes: list[str], code: str, says: str, dry_run: bool) -> None:
+def test_an_impossible_export_is_refused(
+    made: Made, to: str, changes: list[str], code: str, says: str, dry_run: bool
+) -> None:
     with pytest.raises(InputError) as caught:
         export_bundle(Bundle.load(made.packed), to, changes, dry_run=dry_run)
     assert caught.value.code == code

@@ -249,7 +249,7 @@ def test_its_steps_are_timed_against_floats_in_llama_cpp(
 
 
 @needed
-def test_a_night_times_it(compiled: tuple[Path, Path, Timer]) -> None:
+def test_a_night_times_a_gguf_file(compiled: tuple[Path, Path, Timer]) -> None:
     from quantkit.nightly.timing import loaded
 
     loaded(compiled[1], "llama_cpp", 2, {})()

@@ -187,7 +187,7 @@ def test_what_lies_on_the_processor_is_seen() -> None:
         torch.zeros(2) + torch.zeros(2, device=fake_gpu.CUDA)
 
 
-def test_what_waits_is_seen() -> None:
+def test_a_read_of_a_device_value_is_counted() -> None:
     with fake_gpu.gpu() as watch:
         float(torch.zeros(2, device=fake_gpu.CUDA).sum())
         bool((torch.zeros(2, device=fake_gpu.CUDA) > 0).any())

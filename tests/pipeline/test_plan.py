@@ -165,7 +165,7 @@ def test_one_recipe_that_cannot_be_planned_is_an_error_and_among_others_a_remark
         (PlanQuestion("llama-3-8b", ("bf16",), "h100", runtime="onnxruntime"), "target-cannot-run"),
     ],
 )
-def test_bad_questions(question: PlanQuestion, code: str) -> None:
+def test_a_wrong_question_to_plan_is_refused(question: PlanQuestion, code: str) -> None:
     with pytest.raises(InputError) as caught:
         plan(question)
     assert caught.value.code == code

@@ -112,7 +112,7 @@ def test_energy_is_the_power_for_as_long_as_it_takes() -> None:
     assert found.kwh == pytest.approx(1e6 / 600 * 700 / 3.6e6)
 
 
-def test_a_whole_bill() -> None:
+def test_a_bill_lists_rent_ownership_energy_and_break_even() -> None:
     found = bill(WORK, prices(), "h100", watts=500, model="m", today=TODAY)
     assert [cost.per_hour for cost in found.rented] == pytest.approx([3.6, 4.5])
     assert found.owned is not None

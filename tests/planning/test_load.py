@@ -90,7 +90,7 @@ def test_littles_law() -> None:
     assert found.in_system == pytest.approx(found.rate * found.latency["mean"].value, rel=0.05)
 
 
-def test_what_comes_goes() -> None:
+def test_throughput_equals_the_arriving_load() -> None:
     on, asked = ordinary(), Traffic([RequestKind(100, 20, 0.7), RequestKind(250, 60, 0.3)])
     found = simulate(on, asked, 0.5 * capacity(on, asked))
     assert found.stable

@@ -42,7 +42,7 @@ def test_version_1_limits_count_and_its_no_limit_does_not(root: Path) -> None:
     assert machine.memory_limit(root) == 300_000_000
 
 
-def test_rlimit_counts() -> None:
+def test_rlimit_limits_the_memory() -> None:
     cap = 2 * 2**30
     program = "from quantkit.machine import memory_limit; print(memory_limit())"
     done = subprocess.run(

@@ -110,7 +110,9 @@ def state(name: str, where: str, kind: Kind | None = None) -> Reader:
         ("float", "v100", None, "torch", "native"),
     ],
 )
-def test_who_reads_what(name: str, where: str, kind: Kind | None, runtime: str, expected: str) -> None:
+def test_a_target_names_the_runtime_and_its_support(
+    name: str, where: str, kind: Kind | None, runtime: str, expected: str
+) -> None:
     found = state(name, where, kind)
     assert (found.runtime, found.state) == (runtime, expected)
 

@@ -80,7 +80,7 @@ def test_rings_for_bounds_and_lines_without_points() -> None:
     assert alone["mode"] == "lines+markers"
 
 
-def test_bars_against_a_mark() -> None:
+def test_a_mark_stays_visible_beyond_the_bars() -> None:
     figure = charts.stacked(["a"], [BarPart("x", [1e9], "rest")], ["1 GB"], "memory", marks=[Mark(3e9, "the card")])
     graph_objects.Figure(figure)
     (line,) = figure["layout"]["shapes"]

@@ -130,7 +130,7 @@ def test_a_bill_at_a_mixture_is_taken_apart() -> None:
     assert both == plan_costs.amounts(priced("int4"), bounds.rows[0])[2]
 
 
-def test_on_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_screen_shows_prices_and_load(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = text(loaded(priced("bf16", "int4")), monkeypatch)
     whole = " ".join(shown.split())
     assert "by a <cloud>: 3.6 EUR an hour, 2026-11-09" in whole
@@ -153,7 +153,7 @@ def test_old_prices_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert html.page(document(found)).count("look it up again") == 1
 
 
-def test_on_the_page() -> None:
+def test_the_page_shows_prices_and_load() -> None:
     page = html.page(document(loaded(priced("bf16", "int4"))))
     for said in (
         "Output and cost",

@@ -378,7 +378,7 @@ def refusal(folder: Path) -> InputError:
     return caught.value
 
 
-def test_a_corrupt_graph(own: Path) -> None:
+def test_a_corrupt_graph_is_refused(own: Path) -> None:
     path = own / "onnx" / "model.onnx"
     whole = path.read_bytes()
     for data in (b"", b"not a graph", whole[: len(whole) // 2], bytes(100)):

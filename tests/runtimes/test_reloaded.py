@@ -96,7 +96,7 @@ def test_other_architectures(tmp_path: Path, name: str) -> None:
     assert close(streamed(folder, ids), plain(folder, ids))
 
 
-def test_an_encoder(tmp_path: Path) -> None:
+def test_a_streamed_encoder_equals_transformers(tmp_path: Path) -> None:
     folder = export(zoo.tiny("bert", num_hidden_layers=1), tmp_path, WeightScheme(format="int8"))
     ids = zoo.ids(3, 10)
     assert close(streamed(folder, ids), plain(folder, ids, AutoModel))

@@ -316,7 +316,7 @@ def test_two_states_do_not_meet(small: Small, loaded: EngineModel) -> None:
     assert relative(found, expected(small.model, ids)[:, -1:]) < LIMIT
 
 
-def test_what_does_not_fit_is_refused(loaded: EngineModel) -> None:
+def test_a_prompt_or_batch_beyond_the_profiles_is_refused(loaded: EngineModel) -> None:
     with pytest.raises(InputError, match="prompt-too-long"):
         loaded.state(1, loaded.capacity + 1)
     with pytest.raises(InputError, match="shape-unsupported") as caught:

@@ -59,12 +59,12 @@ def test_one_cluster_says_nothing_of_its_spread():
 
 
 @pytest.mark.parametrize("values, clusters", [([], []), ([1.0], [0, 1]), ([[1.0]], [[0]])])
-def test_what_does_not_fit_is_refused(values, clusters):
+def test_values_and_clusters_that_do_not_match_are_refused(values, clusters):
     with pytest.raises(ValueError, match="values"):
         clustered_mean(np.array(values), np.array(clusters))
 
 
-def test_student():
+def test_students_quantile_equals_scipys():
     assert student(0.95, 11) == pytest.approx(stats.t.ppf(0.975, 11), rel=1e-12)
 
 

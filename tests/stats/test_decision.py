@@ -29,7 +29,7 @@ def timed(seed, *, slower=1.0, noise=NOISE, swap=False):
 
 
 @pytest.mark.parametrize("slower, answer", [(1.0, "same"), (1.05, "worse"), (1 / 1.05, "better"), (1.005, "same")])
-def test_times(slower, answer):
+def test_a_slowdown_beyond_the_margin_is_worse(slower, answer):
     found = decide([timed(0, slower=slower)])[0]
     assert found.answer == answer
     assert found.ci95[0] < found.effect < found.ci95[1]
@@ -54,7 +54,7 @@ def test_as_large_as_the_margin_is_no_alarm():
     ("lost", "gained", "answer"),
     [(0, 0, "same"), (60, 10, "worse"), (10, 60, "better"), (12, 10, "same"), (200, 170, "inconclusive")],
 )
-def test_answers(lost, gained, answer):
+def test_flips_decide_better_same_or_worse(lost, gained, answer):
     assert decide([Flips(lost, gained, 5000, margin=0.01)])[0].answer == answer
 
 
@@ -165,5 +165,5 @@ def test_what_is_no_p_value_is_refused(p):
         holm(p)
 
 
-def test_no_test_is_none():
+def test_holm_of_no_tests_is_empty():
     assert holm([]).size == 0

@@ -81,7 +81,7 @@ def test_equal_models_do_not_differ():
     assert mcnemar(answers, answers).p == 1.0
 
 
-def test_what_does_not_fit_is_refused():
+def test_answers_of_other_lengths_and_negative_counts_are_refused():
     with pytest.raises(ValueError, match="one length"):
         mcnemar(np.ones(3, bool), np.ones(4, bool))
     with pytest.raises(ValueError, match="negative"):

@@ -80,7 +80,7 @@ def test_a_shared_weight_stays_for_the_other_convolution() -> None:
     assert model.graph[1].inputs[1].name != "W"
 
 
-def test_inside_of_a_branch() -> None:
+def test_a_norm_inside_a_branch_is_fused_there() -> None:
     outer, inner = Small(), Small(seed=1)
     x = outer.input("x", *X)
     y = inner.batch_norm(inner.op("Conv", x, outer.constant(outer.normal(4, 6, 3, 3), "W")), 4)
