@@ -246,7 +246,7 @@ def compare_bundles(
     examples: int = EXAMPLES,
     timer: RoundsTimer | None = None,
 ) -> Compared:
-    """Set B against A.
+    """Compare B with A.
 
     Args:
         runtime: whose scores are compared, and in which that run times both, where they can be timed in it.
@@ -369,7 +369,7 @@ def by_item(a: Items, b: Items, margin: float, runtime: str, where: str) -> list
 
 
 def by_row(a: BundleSide, b: BundleSide, margin: float, asked: str | None) -> tuple[list[Quantity], Data, list[str]]:
-    """Compare by the rows of models without next words: labels, pairs, cosines, each side by its own interval.
+    """Compare models without next words by rows: labels, pairs, cosines, each side by its own interval.
 
     Raises InputError: `items-missing`, nothing that both were scored by; `items-differ`.
     """
@@ -455,7 +455,7 @@ def _again(
     timing: BundleTiming,
     progress: Progress,
 ) -> dict[int, tuple[Quantity, CellDecision, bool]]:
-    """Repeat times called worse or better: no call rests on one run."""
+    """Time shapes called worse or better once more: no such call rests on one run."""
     called = {
         timing_of.key(quantity): i
         for i, (quantity, decision) in enumerate(zip(asked, decisions, strict=True))
@@ -475,7 +475,7 @@ def _again(
 
 
 def _sized(a: BundleSide, b: BundleSide, runtimes: tuple[str, str], margin: float) -> list[Quantity]:
-    """Count the bytes for each side's runtime to load: they have no uncertainty."""
+    """Count the bytes loaded by each side's runtime; they have no uncertainty."""
     one, other = a.size(runtimes[0])[0], b.size(runtimes[1])[0]
     if not one or not other:
         return []
@@ -500,7 +500,7 @@ def _limits(side: BundleSide, asked: Sequence[Quantity]) -> dict[int, float]:
 
 
 def _shipped(a: BundleSide, b: BundleSide, asked: Quantity) -> str:
-    """Explain why a time above the float model's is no failure: B's verdict ships it all the same."""
+    """Explain why a time above the float model's is no failure: B's verdict ships it."""
     verdict = None if b.floating or not a.floating else b.manifest.verdict
     if verdict is None or verdict.answer not in ("ship_it", "ship_up_to"):
         return ""

@@ -142,7 +142,7 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
 
 
 def opened(request: Request, *, dry: bool = False) -> Subject:
-    """Open the subject of a compile and find it good; nothing is written.
+    """Open and check the subject of a compile; nothing is written.
 
     Args:
         dry: whether it is only looked at: a model then writes no text to be calibrated on.
@@ -161,7 +161,7 @@ def opened(request: Request, *, dry: bool = False) -> Subject:
 
 
 def make(subject: Subject) -> None:
-    """Do the first half: units solved, exports written, checked and compiled; nothing is scored yet.
+    """Run the first half: solve the units, then write, check and compile the exports; nothing is scored yet.
 
     Raises GateError: `check-failed`; of a strict request, a decision was taken.
     """
@@ -245,12 +245,12 @@ def _manifest(subject: Subject) -> Manifest:
 
 
 def _state(checks: Sequence[Check]) -> Any:
-    """Tell whether a gate failed; an engine that does otherwise than asked is a decision alone."""
+    """Tell whether a gate failed; an engine that departs from the request is only a decision."""
     return "complete" if all(check.ok for check in checks if check.name != NAME) else "gate_failed"
 
 
 def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
-    """Return the measurements of a bundle that had been finished already, and its warnings.
+    """Return the measurements and warnings of a bundle that was finished already.
 
     Raises InputError: `out-exists`: it is another one; `hash-mismatch`: it was damaged since; GateError: `--strict`,
     and a decision was taken.
@@ -282,7 +282,7 @@ def given_back(bundle: Bundle, subject: Subject) -> tuple[list[Row], list[str]]:
 
 
 def _without_chunk(device: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out how many sequences fit at once: that depends on what else the card holds."""
+    """Leave out the number of sequences at once: it depends on other programs on the card."""
     return {key: value for key, value in device.items() if key != "sequences_at_once"}
 
 

@@ -36,7 +36,7 @@ _CONTEXT, _BATCH = 512, 1
 
 
 def has_network(bundle: Bundle, to: str) -> bool:
-    """Tell whether engines of a bundle are built from a network that it holds."""
+    """Tell whether a bundle holds a network to build engines from."""
     return any(entry.path == f"{folder_of(to)}/{NETWORK}" for entry in bundle.manifest.files)
 
 
@@ -46,7 +46,7 @@ def here(
     known: list[str],
     gpus: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Put this machine's GPU in place of the target's, where nobody asked for one.
+    """Replace the target's GPU by this machine's, unless the request names one.
 
     Args:
         known: compute capabilities that the library builds for ahead of time; empty where it builds for the GPU here.
@@ -59,7 +59,7 @@ def here(
 
 
 def notes(bundle: Path, built: Iterable[str]) -> list[Decision]:
-    """Record the builds saved by the timing cache."""
+    """Report the time saved by the timing cache."""
     texts = {path: timings.said(json.loads(limits.read(bundle / path))) for path in built if path.endswith(".json")}
     return [
         decision(TENSORRT.name, NOTE, path.removesuffix(".json") + ".engine", text)
@@ -69,7 +69,7 @@ def notes(bundle: Path, built: Iterable[str]) -> list[Decision]:
 
 
 def add_engine(bundle: Bundle, exporter: Any, options: Any, progress: Progress) -> tuple[Bundle, str, list[Decision]]:
-    """Build an engine and put it in.
+    """Build an engine and add it to the bundle.
 
     Returns:
         (the bundle with it, the engine's path inside, what is to be known of its build).

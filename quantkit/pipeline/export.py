@@ -229,7 +229,7 @@ def _demand_codes(bundle: Bundle) -> None:
 
 
 def options_of(exporter: Any, changes: Sequence[str], bundle: Bundle) -> dict[str, Any]:
-    """Return the exporter's options: those from the bundle's target, then those asked for."""
+    """Return the exporter's options: the target's, then those of the request."""
     target = bundle.manifest.target or {}
     read = [name for name in exporter.runtimes if name in target.get("runtimes", [])]
     defaults = dict(target.get("build", {}).get((read or exporter.runtimes)[0], {}))

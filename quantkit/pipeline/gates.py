@@ -136,7 +136,7 @@ def near(gates: Gates, rows: Sequence[Row]) -> list[Decision]:
 
 
 def allowed(gates: Gates, name: str, before: float | None) -> float | None:
-    """Return how much worse than another model the gates allow a bundle to be in a thing; None where none is about it.
+    """Return the loss against another model that the gates allow; None if no gate limits it.
 
     What no gate names follows from one that does: who agrees on a share m of the words has lost at most 1 − m of them;
     KL bounds the chance that the guesses differ (Pinsker: TV ≤ √(KL / 2)); and of a model that knows how sure it may be
@@ -230,7 +230,7 @@ def refuse(decisions: Sequence[Decision]) -> None:
 
 
 def _written(taken: Decision) -> str:
-    """Say how a recipe asks for what was decided."""
+    """Show how a recipe asks for a decision."""
     ways = {
         EXPERTS: f"add '*.{taken.where.rpartition('.')[2]}' to the recipe's `keep`",
         FLOATS: "name in the recipe's `keep` the modules in its blocks that are meant to stay in floats",

@@ -55,7 +55,7 @@ def importance_of(
     generated: float = 0.0,
     trust_remote_code: bool = False,
 ) -> ImportanceMatrix:
-    """Run a model on its calibration set, one block in memory, and write what its linears are given.
+    """Run a model on its calibration set, one block in memory, and write the statistics of its linears' inputs.
 
     Args:
         out: the file; `.dat` is the format of before.

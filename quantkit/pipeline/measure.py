@@ -446,7 +446,7 @@ def original_of(
 
 
 def _opened(bundle: Bundle, baseline: str | None, timed: str | None) -> MeasuredAgainst:
-    """Open the original of a transformer, without what scores it."""
+    """Open the original of a transformer, without its scoring tokens."""
     source, has_torch = bundle.manifest.model.source, machine.has("torch")
     if baseline is not None and (Path(baseline).expanduser() / MANIFEST).is_file():
         other = Bundle.load(baseline)
@@ -497,7 +497,7 @@ def _demand_alike(bundle: Bundle, kind: str, config: dict[str, Any], where: str)
 
 
 def config_of(bundle: Bundle) -> dict[str, Any]:
-    """Read `config.json` of a bundle's model, from whichever export has it; empty where none does."""
+    """Read the `config.json` of a bundle's model from any export; empty if none has it."""
     for place in ("model", "onnx"):
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads(limits.read(bundle.path / place / "config.json")))
@@ -543,6 +543,6 @@ def timing_plan(bundle: Bundle, *, few: bool, batches: Sequence[int] | None, sec
 
 
 def with_changes(plan: TimingPlan, batches: Sequence[int] | None, seconds: float | None) -> TimingPlan:
-    """Replace some of a plan's numbers."""
+    """Replace some numbers of a plan."""
     plan = replace(plan, batches=tuple(sorted(set(batches)))) if batches else plan
     return replace(plan, seconds=seconds) if seconds else plan

@@ -110,7 +110,7 @@ class PlanQuestion:
 
 
 def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Outlook:
-    """Answer it.
+    """Answer a question to `plan`.
 
     Args:
         samples: of efficiencies, instead of those that are known and those that the question names.
@@ -167,7 +167,7 @@ def demand_ranked(model: str) -> None:
 
 
 def every(question: PlanQuestion) -> PlanQuestion:
-    """Ask about the float model and all shipped recipes for the model's kind that the target runs."""
+    """Make the question about the float model and all shipped recipes that the target runs for this kind of model."""
     kind, aimed = configs.read(question.model).kind, question.target
     target = aimed if isinstance(aimed, Target) else Target.load(this_machine() if aimed is None else aimed)
     recipes = {name: shipped(name) for name in content.names("recipes")}
@@ -216,7 +216,7 @@ def _workload(question: PlanQuestion, architecture: Architecture, target: Target
 
 
 def _refuse_unused(question: PlanQuestion, architecture: Architecture) -> None:
-    """Refuse lengths without meaning for a model: they would be ignored in silence."""
+    """Refuse lengths without meaning for a model, instead of ignoring them."""
     if architecture.kind == "decoder":
         return
     asked: dict[str, object] = {"--output": question.output, "--requests": question.mix}
@@ -244,7 +244,7 @@ class _Planning:
     prices: Prices
 
     def candidate(self, samples: Sequence[Sample]) -> PlannedRecipe:
-        """Plan it. Raises InputError: `devices-uneven`, and what refuses the compile by its sizes."""
+        """Plan the recipe. Raises InputError: `devices-uneven`, and refusals of the compile by sizes."""
         recipe, target, workload = self.recipe, self.target, self.workload
         assigned = assign_sizes(recipe, self.architecture)
         served = self._served(assigned, samples)
@@ -377,7 +377,7 @@ class _Planning:
         return PlannedBatch(batch, first if decodes else None, step, parts, fits, self._bill(work))
 
     def _load(self, served: Served, memory: PlannedMemory) -> tuple[Load | None, list[str]]:
-        """Simulate the load, or say why not."""
+        """Simulate the load, or give the reason why not."""
         workload, most = self.workload, memory.largest_batch
         sequences = _SEQUENCES if most is None else min(most, _SEQUENCES)
         if workload.rate is None:
@@ -395,7 +395,7 @@ class _Planning:
         return simulate(server, workload.traffic, limit=self.architecture.max_context), []
 
     def _cost(self, rows: Sequence[PlannedBatch], served: Served, load: Load | None) -> Bill | None:
-        """Bill the batch where a request takes least; under a load, with the hours in which the machine idles."""
+        """Bill the batch with the cheapest requests; under a load, include the idle hours."""
         fitting = [row for row in rows if row.fits is not False]
         works = [self._work(row.prefill or row.step, row.step, row.batch, served) for row in fitting]
         best = min((work for work in works if work is not None), key=lambda work: work.request, default=None)

@@ -20,18 +20,18 @@ class Progress:
         """Set the current activity."""
 
     def plan(self, stages: Mapping[str, float]) -> None:
-        """Take the stages to come, in order, with the number of parts that each has."""
+        """Receive the coming stages in order, with the number of parts of each."""
 
     def at(self, stage: str, done: float, detail: str = "") -> None:
-        """Take how far a stage is, 0 to 1; `detail` names what it is at."""
+        """Receive the share of a stage that is done, 0 to 1; `detail` names the current part."""
 
     def note(self, line: str) -> None:
-        """Take something worth a line: a decision, a caveat."""
+        """Receive a line for the user: a decision, a caveat."""
 
 
 @contextmanager
 def showing(asked: bool = True) -> Iterator[Progress]:
-    """Show progress: a bar on a terminal or in a notebook, else lines on stderr; `asked=False` says nothing.
+    """Show progress: a bar on a terminal or in a notebook, else lines on stderr; nothing if `asked` is False.
 
     Raises InputError: `usage`, what is neither True nor False.
     """

@@ -113,7 +113,7 @@ class Rehearsal:
 
 
 def rehearse(request: Request, progress: Progress | None = None) -> Rehearsal:
-    """Find the resources for a compile, and its failures; keep nothing.
+    """Rehearse a compile: predict its resources, list its failures, keep nothing.
 
     Raises InputError: `compile-unknown`, of a graph of images.
     """
@@ -204,7 +204,7 @@ class _Rehearsing:
         return Rehearsal(replace(expected, memory=memory, seconds=seconds), [], name, few, measured, own)
 
     def _compile(self, prepared: Prepared, index: int, out: Path, model: Path, samples: int) -> _Taken:
-        """Quantize, export and check the block; what each takes."""
+        """Quantize, export and check the block, with the seconds of each."""
         from quantkit.pipeline.blocks.prepared import prepare
         from quantkit.pipeline.blocks.subject import TransformerSubject
 
@@ -229,7 +229,7 @@ class _Rehearsing:
 
     @contextlib.contextmanager
     def _room(self, out: Path) -> Iterator[Path]:
-        """Make a folder beside where the bundle will be; gone at the end."""
+        """Make a folder beside the bundle's, removed at the end."""
         parent = next((folder for folder in out.absolute().parents if folder.is_dir()), Path())
         try:
             home = Path(tempfile.mkdtemp(dir=parent, prefix=f".{out.name}-rehearsal-"))
@@ -241,7 +241,7 @@ class _Rehearsing:
             shutil.rmtree(home, ignore_errors=True)
 
     def _look_through(self, prepared: Prepared) -> None:
-        """Read the weights of the other blocks, as many as there is time for: NaN, infinity, files cut short."""
+        """Read weights of other blocks while time remains: NaN, infinity, truncated files."""
         weights, end = prepared.original.weights, time.perf_counter() + _LOOKING
         names = list(weights.entries)
         for done, name in enumerate(names):
@@ -258,7 +258,7 @@ class _Rehearsing:
                 return
 
     def _demand_room(self, expected: Compiling, out: Path) -> None:
-        """Look for disk for the bundle and for the float model, and for memory."""
+        """Check for enough disk for the bundle and the float model, and for enough memory."""
         import psutil
 
         with self._noting():
@@ -280,7 +280,7 @@ class _Rehearsing:
 
 
 def _largest(prepared: Prepared) -> int:
-    """Return the block with the most weights to quantize; of all its weights, where nothing is quantized."""
+    """Return the block with the most weights to quantize, or with the most weights if none are quantized."""
     names, layers = prepared.stream.block_names, prepared.layers
 
     def size(block: str) -> tuple[int, int]:
@@ -302,7 +302,7 @@ def _multiplied(runs: Sequence[tuple[int, _Taken]], sequences: int, share: float
 
 
 def _as_cut(whole: CompileSpec, index: int, sequences: int) -> CompileSpec:
-    """Describe the compile of one block alone, with the vocabulary that is kept."""
+    """Describe the compile of one block with the reduced vocabulary."""
     model = whole.architecture
     vocabulary = model.head.N if model.head is not None else model.vocabulary
     model = replace(model, layers=[model.layers[index]])
@@ -406,5 +406,5 @@ def _tensors(stream: StreamedModel, index: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def few_of(ids: Tensor, samples: int) -> Tensor:
-    """Return ids of the first sequences, in the vocabulary that is kept."""
+    """Return ids of the first sequences, within the reduced vocabulary."""
     return ids[:samples].remainder(ROWS)

@@ -220,7 +220,7 @@ def loaded(bundle: Bundle) -> list[Check]:
 
 
 def _steps(job: Mapping[str, Any], caller: child.Caller) -> None:
-    """Report of each runtime why it does not make a step, "" where it does, None where it has nothing to do."""
+    """Report for each runtime the reason why it makes no step: "" if it makes one, None if it has no export."""
     for runtime, path in job["loads"].items():
         met: str | None = ""
         try:

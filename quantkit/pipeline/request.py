@@ -187,7 +187,7 @@ def demand_model(model: str) -> None:
 
 
 def _names(changes: Sequence[str], key: str) -> bool:
-    """Tell whether a change is of that key, or of what lies in it or around it."""
+    """Tell whether a change sets that key, a part of it, or a parent of it."""
     paths = [change.partition("=")[0].strip() for change in changes]
     return any(path == key or path.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{path}.") for path in paths)
 
@@ -247,7 +247,7 @@ def for_target(request: Request, asked: LayerSpec) -> tuple[Request, dict[str, s
 
 
 def default_out(model: str, recipe: str, *, resume: bool) -> Path:
-    """Name `./<model>--<recipe>`, or with `-2`, `-3`, ... where that is taken; to resume, the latest unfinished one."""
+    """Return `./<model>--<recipe>`, with `-2`, `-3`, ... if that exists; to resume, the latest unfinished one."""
     base = f"{model}--{recipe}"
     if resume:
         ours = re.compile(rf"{re.escape(base)}(-\d+)?\.partial")

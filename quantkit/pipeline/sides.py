@@ -89,7 +89,7 @@ class BundleSide:
         return self.manifest.model.source.sha256
 
     def items(self) -> dict[str, str]:
-        """Map runtimes to the file with what was learnt of each position."""
+        """Map runtimes to the file of results by position."""
         files: dict[str, str] = {}
         scored = [row.runtime for row in self.rows if row.name == "accuracy.kl" and row.runtime]
         for path in sorted(entry.path for entry in self.manifest.files):
@@ -118,7 +118,7 @@ class BundleSide:
         )
 
     def accuracy(self, runtime: str | None = None) -> list[Row]:
-        """Return the rows about the original, of all that was scored; of one runtime."""
+        """Return the rows of accuracy against the original over all scored data, in one runtime."""
         return [
             row
             for row in self.rows
@@ -146,7 +146,7 @@ class BundleSide:
         return next((int(base.value) for base in bases if base.subject == self.original), None), None
 
     def measure(self, *options: str) -> str:
-        """Return the command for measuring it."""
+        """Return the command to measure this side."""
         path = shlex.quote(str(self.bundle.path))
         return " ".join(["quantkit measure", path, *options, *usage.against(self.manifest, usage.here(self.manifest))])
 
@@ -223,7 +223,7 @@ def _other_model(where: str, sha256: str, of: str, expected: str) -> InputError:
 
 
 def common_runtime(a: BundleSide, b: BundleSide, asked: str | None) -> tuple[str, str, list[str]]:
-    """Return the runtimes with A's and B's scores, the same if there is one, and notes for a reader.
+    """Return the runtimes of A's and B's scores, the same one if possible, and notes for a reader.
 
     Raises InputError: `items-missing`; `runtime-unsupported`, if none is the requested one.
     """
@@ -436,7 +436,7 @@ def key(cell: Quantity) -> tuple[Any, ...]:
 
 
 def recorded(a: BundleSide, b: BundleSide, margin: float) -> tuple[list[Quantity], list[str]]:
-    """Compare by the rows of both: those that were timed against each other, else against one baseline on one device.
+    """Compare recorded rows: times of one run against each other, else times against one baseline on one device.
 
     Returns:
         The comparisons, and what a reader must know of them.
@@ -469,7 +469,7 @@ def _is_timed(row: Row) -> bool:
 
 
 def _against(side: BundleSide, other: BundleSide) -> list[Row]:
-    """Return a side's own rows that have the other for their baseline."""
+    """Return a side's rows with the other side as baseline."""
     rows = [] if side.floating else filter(_is_timed, side.rows)
     return [row for row in rows if row.baseline is not None and row.baseline.subject == other.subject]
 
@@ -493,7 +493,7 @@ def _ratio(row: Row) -> tuple[MeasuredValue, Doubt]:
 
 
 def _direct(row: Row, margin: float, *, swapped: bool) -> Quantity:
-    """Compare by one run; swapped: the row is A's."""
+    """Compare by one run; `swapped` if the row is A's."""
     assert row.baseline is not None
     ratio, doubt = _ratio(row)
     times = (row.value, row.baseline.value) if swapped else (row.baseline.value, row.value)

@@ -371,7 +371,7 @@ def _fits(name: str, linears: LinearShapes, on: Processor | Graphics) -> bool:
 
 
 def measure_tax(plan: TaxPlan, progress: Report | None = None, sweep: Sweep | None = None) -> TaxAnswer:
-    """Time it and judge it; an emulator's times are not judged.
+    """Time the plan's products and judge the times; an emulator's times are not judged.
 
     Args:
         sweep: what times; None: this machine.
@@ -431,7 +431,7 @@ def judge(rows: Sequence[Row], plan: TaxPlan) -> tuple[list[Verdict], Verdict]:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Make the notes from flags across rows."""
+    """Make notes from the flags of the rows."""
     notes = []
     wrong = sorted({str(row.settings.get("variant")) for row in rows if "wrong-result" in row.flags})
     if wrong:

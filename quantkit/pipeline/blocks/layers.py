@@ -169,7 +169,7 @@ def left_in_floats(entries: Iterable[WeightsEntry], *, unasked: bool = False) ->
 
 
 def about(entries: Sequence[WeightsEntry]) -> list[Decision]:
-    """Record weights left in floats unasked, if they are too many."""
+    """Record the weights left in floats unasked, if they are too many."""
     share = left_in_floats(entries, unasked=True)
     if share is None or share <= FLOATS_LIMIT:
         return []

@@ -221,7 +221,7 @@ def _demand_purpose(request: Request, source: Source) -> None:
 
 
 def _transformed(stream: StreamedModel, steps: list[PassRun], seed: int) -> tuple[StreamedModel, list[Decision]]:
-    """Return the model as passes of scope `model` will have it, and what they decided."""
+    """Return the model after the passes of scope `model`, and their decisions."""
     from quantkit.model.source.open import untied
     from quantkit.model.streaming.stream import StreamedModel
 
@@ -280,7 +280,7 @@ def _demand_exports(recipe: Recipe, asked: LayerSpec) -> None:
 
 
 def estimate(prepared: Prepared) -> Compiling:
-    """Predict memory and disk of the compile on this machine's processor; of a GPU's compile it says so."""
+    """Predict memory and disk of the compile on this machine's processor; for a GPU's compile, a note says so."""
     expected = predict(spec(prepared))
     return expected if prepared.device.is_cpu else replace(expected, notes=(*expected.notes, PROCESSORS))
 

@@ -80,7 +80,7 @@ def _passes(steps: Sequence[PassRun]) -> dict[str, Any]:
 
 
 def moments_of_sums(seen: InputStats, name: str = "") -> Moments:
-    """Return the moments of one product's inputs, as its solver takes them; errors call it by its name."""
+    """Return the moments of one product's inputs for its solver; errors name the product."""
     hessian = seen.hessian.double()
     cross = None if seen.drift is None else (hessian + seen.drift.double())[None]
     return Moments(hessian[None], cross, tuple(half.double()[None] for half in seen.halves), name=name)
@@ -230,7 +230,7 @@ def _finished(prepared: Prepared, build: Build) -> Callable[[int], nn.Module]:
 
 
 def _finish_head(prepared: Prepared, build: Build, worked: Worked, progress: Progress) -> None:
-    """Commit the head's codes, chosen on what the last block puts out."""
+    """Commit the head's codes, chosen on the outputs of the last block."""
     layers = prepared.layers
     if layers.head is None or "head" in build.done():
         return

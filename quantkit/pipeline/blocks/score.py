@@ -127,7 +127,7 @@ def _few(scoring: TokenSet) -> TokenSet:
 
 
 def _without_bits(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of a second export: the bits of a weight are those of the first."""
+    """Return the rows of a second export; bits per weight are those of the first."""
     return [row for row in rows if row.name != "size.bits_per_weight"]
 
 
@@ -150,7 +150,7 @@ def _harm(
 
 
 def runs_here(runtime: str, bundle: Path | None = None) -> bool:
-    """Tell whether this machine runs what a runtime reads of a bundle: an engine needs its GPU."""
+    """Tell whether this machine can run a bundle in a runtime: an engine needs its GPU."""
     return load_runtime(runtime).why_not_here(bundle) is None
 
 

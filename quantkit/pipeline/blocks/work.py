@@ -168,7 +168,7 @@ def looks_at_data(
 
 
 def looks_at_original(steps: Sequence[PassRun]) -> bool:
-    """Tell whether any pass needs what the unquantized model would feed a block."""
+    """Tell whether any pass needs the inputs of a block in the unquantized model."""
     return any(step.needs & {"original_inputs", "original_outputs"} for step in steps)
 
 
@@ -202,7 +202,7 @@ class _Running:
     hidden: Tensor
 
     def go_on(self, module: nn.Module, stage: int, outputs: Tensor | None = None) -> Tensor:
-        """Go on behind a block, with its outputs if they are known; it may be called again and again."""
+        """Continue behind a block, with its outputs if they are known; it may be called several times."""
         if outputs is None:
             outputs = self.calls.run_all(module, stage, self.hidden)
         self.hidden = self.calls.pass_on(stage, outputs)
@@ -455,7 +455,7 @@ _DONE = {
 
 
 def settle(block: Block, counts: Mapping[str, int], rare: Rare) -> tuple[dict[str, int], list[Decision]]:
-    """Force or keep the experts that see too little.
+    """Force tokens to the experts that receive too few, or keep those experts in floats.
 
     Args:
         counts: expert -> calibration tokens that are routed to it.

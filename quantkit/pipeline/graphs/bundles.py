@@ -132,7 +132,7 @@ def float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None
 
 
 def baseline_needed(source: SourceEntry) -> InputError:
-    """Make the error `baseline-needed`, for an original that is not where it was, or was never opened here."""
+    """Make the error `baseline-needed`, for an original that has moved or was never opened here."""
     name, path = source.ref.removeprefix("path:"), next(iter(remembered(source.sha256)), None)
     value = f"the bundle was made from {name!r}, which {'has changed' if path else 'lies at no place known here'}"
     rule = "a bundle holds neither its original nor the path of it"

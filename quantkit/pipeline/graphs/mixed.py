@@ -57,7 +57,7 @@ class Mixture:
 
 
 def mix(quantized: QuantizedGraph, held: InputSet, settings: Any, progress: Progress) -> Mixture:
-    """Search.
+    """Search for the mixture.
 
     Args:
         quantized: with codes for every product. What the search has measured and solved stands in its steps.
@@ -124,7 +124,7 @@ class _Search:
         return layers, [alone.name for _, alone in sorted(ranked, key=lambda pair: -pair[0])]
 
     def point(self, count: int) -> bool:
-        """Compile and score the graph with so many kept; tell whether it meets the gates."""
+        """Compile and score the graph with so many products kept; tell whether it meets the gates."""
         if count in self.met:
             return self.met[count]
         kept, steps = self.order[:count], self.quantized.steps
@@ -210,7 +210,7 @@ class _Search:
 
 
 def _told(gate: str, row: Row) -> tuple[float, tuple[float, float] | None]:
-    """Tell a row as harm, with its interval."""
+    """Return a row's harm with its interval."""
     harm, value, ends = _HARMS[gate][1], row.value, row.ci95
     if gate == "top1_drop_max" and row.baseline is not None:
         value, ends = row.baseline.difference, row.baseline.difference_ci95

@@ -263,7 +263,7 @@ def takes(
 
 
 def _demand_read(graph: FloatGraph, library: Library | None) -> None:
-    """Let the library read the network in which everything stays in 16 bits: what it refuses there, it would later."""
+    """Let the library read the network with everything in 16 bits: a refusal there would come later too."""
     if library is None:
         return
     from quantkit.exporters.tensorrt.graph import network

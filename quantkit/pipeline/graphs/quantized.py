@@ -75,7 +75,7 @@ class Steps:
         self._since = time.process_time()
 
     def once(self, key: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Read a step of numbers alone from the journal, or make and commit it."""
+        """Read a step of numbers from the journal, or compute and commit it."""
         if key not in self.done:
             self.commit(key, make(), {})
         return self.done[key]
@@ -90,7 +90,7 @@ class Steps:
         return {name: Range(*own) for name, own in self.once("ranges", told)["ranges"].items()}
 
     def drop(self, key: str, stem: str) -> None:
-        """Remove the files of a solve whose codes nothing will ask for any more."""
+        """Remove the files of a solve that will not be read again."""
         if self.build is not None and key not in self.done:
             files = [self.path(done) for done in self.done if done.startswith(f"{stem}-")]
             self.commit(key, {}, {}, remove=files)
@@ -106,7 +106,7 @@ class Steps:
         self.done[key], self._since = timed, now
 
     def path(self, key: str) -> Path:
-        """Tell where a step's codes lie."""
+        """Return the file of a step's codes."""
         assert self.build is not None
         return self.build.steps / f"{key}.safetensors"
 
@@ -176,7 +176,7 @@ def solving(prepared: PreparedGraph) -> int:
 
 
 def stem(kept: Collection[str]) -> str:
-    """Name the steps of solving a graph with so many products kept."""
+    """Return the prefix of the steps for a graph with these products kept."""
     return f"kept-{len(kept):04}" if kept else "codes"
 
 
@@ -395,7 +395,7 @@ class QuantizedGraph:
 
 
 def _moved(feed: Feed, seed: int) -> Feed:
-    """Move every float of the samples in its last bits."""
+    """Change the last bits of every float in the samples."""
     noise = np.random.default_rng(seed)
     return {
         name: (own * (1 + _MOVED * noise.standard_normal(own.shape))).astype(own.dtype)

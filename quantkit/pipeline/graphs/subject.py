@@ -117,7 +117,7 @@ class GraphSubject(subject.Subject):
         }
 
     def solve(self) -> None:
-        """Observe ranges, then solve every product; what the gates need is put back in floats, if that is asked for."""
+        """Observe ranges, then solve every product; with `mixed`, put back into floats what the gates need."""
         self.watch.begin("quantize")
         recipe, held = self.request.recipe, self.prepared.held
         self._begun, self._steps = time.process_time(), Steps(self.build)
@@ -174,7 +174,7 @@ class GraphSubject(subject.Subject):
         return rows
 
     def time(self, bundle: Bundle) -> list[Row]:
-        """Time it against the float graph as it came, where the target is this machine."""
+        """Time the file against the original float graph, if the target is this machine."""
         if not self.request.speed:
             return []
         if not runs_here(self.request.target):
