@@ -69,7 +69,7 @@ def kill(process: subprocess.Popen[Any]) -> None:
 
 
 class Missing:
-    """A meta-path finder: packages of these names are not there."""
+    """Meta-path finder that hides packages of these names."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = frozenset(names)
@@ -82,7 +82,7 @@ class Missing:
 
 
 class Server:
-    """The servers of a run of tests; they end with this process.
+    """Servers of a run of tests; they end with this process.
 
     Args:
         path: of the socket.

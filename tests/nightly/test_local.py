@@ -126,6 +126,7 @@ def test_nothing_goes_on_when_the_night_is_killed(tmp_path: Path) -> None:
     raise AssertionError("the build outlived its night")
 
 
+@pytest.mark.usefixtures("fresh_children")
 def test_a_build_that_is_stopped_stops_the_night(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     store_of(tmp_path)
     with pytest.raises(Stopped):
