@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import time
 from collections import Counter
@@ -11,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import yaml
 
@@ -196,10 +197,10 @@ def _run(home: Path, resume: bool) -> None:
     run_night(home / "nightly.yaml", Local(), work=work, resume=resume)
 
 
-def _started(home: Path, *, resume: bool = False) -> subprocess.Popen[bytes]:
-    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-    program += f"from pathlib import Path; from nightly.test_run import _run\n_run(Path(sys.argv[1]), {resume})"
-    return subprocess.Popen(forked.python("-c", program, str(home)))
+def _started(home: Path, *, resume: bool = False) -> Any:
+    process = multiprocessing.get_context("spawn").Process(target=_run, args=(home, resume))
+    process.start()
+    return process
 
 
 def _committed(home: Path) -> int:
@@ -212,7 +213,8 @@ def test_killed_for_real_it_goes_on_with_what_is_missing(home: Path) -> None:
     process = _started(home)
     while _committed(home) < 1:
         time.sleep(0.05)
-    forked.kill(process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
     kept = _committed(home)
     assert kept < 4, "it ended before it could be killed"
     (home / "seconds").write_text("0")
@@ -230,7 +232,8 @@ def test_two_at_once_share_a_night(home: Path) -> None:
     (home / "seconds").write_text("0.1")
     both = [_started(home, resume=True) for _ in range(2)]
     for process in both:
-        assert process.wait() == 0
+        process.join()
+        assert process.exitcode == 0
     store = store_of(home)
     assert len(store.results()) == 4 and not store.warnings
     assert {each.state for each in store.results()} == {"done"}

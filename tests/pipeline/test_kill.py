@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import forked
 import in_child
 import pytest
 import transformers
@@ -38,10 +37,11 @@ def killed(
 ) -> None:
     """Start a compile and kill it as soon as it is `ripe`."""
     process = in_child.start(model, out, resume=resume, graph=graph)
-    while process.poll() is None and not ripe():
+    while process.is_alive() and not ripe():
         time.sleep(0.001)
-    forked.kill(process)
-    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "it ended before it could be killed"
     assert not out.exists()
 
 
@@ -50,7 +50,8 @@ def test_two_kills_then_resume_ends_with_the_undisturbed_content(model: Path, tm
     whole, out = tmp_path / "whole", tmp_path / "killed"
     partial = tmp_path / "killed.partial"
     process = in_child.start(model, whole)
-    assert process.wait() == 0
+    process.join()
+    assert process.exitcode == 0
 
     killed(model, out, lambda: committed(partial) >= 5, resume=False)
     assert committed(partial) < 12
@@ -59,7 +60,8 @@ def test_two_kills_then_resume_ends_with_the_undisturbed_content(model: Path, tm
     assert committed(partial) >= 12
 
     process = in_child.start(model, out, resume=True)
-    assert process.wait() == 0
+    process.join()
+    assert process.exitcode == 0
     assert not partial.exists()
     resumed = Bundle.load(out)
     assert resumed.manifest.content_sha256 == Bundle.load(whole).manifest.content_sha256

@@ -83,16 +83,23 @@ def test_of_a_model_that_does_not_decode_no_loss_is_claimed() -> None:
     assert "no time is known: run `quantkit doctor --write --target cpu-x86` on that machine" in because
 
 
-def test_the_shipped_losses_are_those_of_the_records() -> None:
-    shipped, rows = Losses.shipped(), {}
-    for path in {loss.record for loss in shipped.recipes.values()}:
-        for row in json.loads((RESULTS / f"{path}.json").read_text(encoding="utf-8"))["rows"]:
-            name = row.get("recipe") or ("int4-cpu" if row.get("side") == "quantkit" else f"gguf-{row.get('type')}")
-            if row.get("model", shipped.model) == shipped.model and row.get("text", "speeches") == "speeches":
-                rows[path, name] = row
+def test_the_shipped_losses_come_from_one_benchmark_on_one_model() -> None:
+    shipped, rows, ways = Losses.shipped(), {}, set()
+    for name in {loss.record for loss in shipped.recipes.values()}:
+        record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        mine = [row for row in record["rows"] if row["model"] == shipped.model]
+        rows |= {(name, row["recipe"]): row for row in mine}
+        ways |= {(record["benchmark"], record["settings"]["set"], row["scored"]) for row in mine}
+        assert {row["samples"] for row in mine} <= {8, None}
+    assert len(ways) == 1, "other positions are no scale for these"
+    both = [row["kl"] for (_, recipe), row in rows.items() if recipe == "int8-weights"]
+    assert len(both) == 2 and max(both) == pytest.approx(min(both), rel=1e-3), "the records share a scale"
     for name, loss in shipped.recipes.items():
         assert name in content.names("recipes")
-        assert loss.kl == pytest.approx(rows[loss.record, name]["kl"], abs=5e-5)
+        row = rows[loss.record, name]
+        low, high = row["kl_ci95"]
+        assert (loss.kl, loss.half) == (pytest.approx(row["kl"], abs=5e-5), pytest.approx((high - low) / 2, abs=5e-5))
+        assert loss.bits == pytest.approx(row["bits"], abs=5e-3)
 
 
 def test_the_classes_of_losses() -> None:

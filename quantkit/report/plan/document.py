@@ -72,7 +72,7 @@ def ranking(outlook: Outlook, ranked: Sequence[Ranked], version: str = "") -> tr
 
     about = ["native: yes, if the runtime computes with the weights as stored; no, if they first become floats."]
     if decodes:
-        about.append(f"KL: nats a token, measured on {losses.model}; 0.02 is tiny, 0.1 is small; –: not measured.")
+        about.append(f"KL: nats a token, measured on {losses.model}; 0.02 is tiny, 0.1 small, – not measured.")
         about.append("It orders the recipes: your model loses more or less.")
     about.append(say.legend(outlook))
     about += [f"left out: {one.label}: {one.problem}" for one in outlook.candidates if one.problem is not None]
@@ -80,7 +80,7 @@ def ranking(outlook: Outlook, ranked: Sequence[Ranked], version: str = "") -> tr
     return tree.Document(
         (Styled(outlook.architecture.name, "strong"), " on ", Styled(label, "strong"), ": which recipe to try first"),
         [say.model(outlook.architecture), say.target(outlook), say.workload(outlook.workload, outlook.architecture)],
-        [replace(_answer(outlook), commands=[])],
+        [replace(_answer(outlook), because=outlook.recommendation.because, commands=[])],
         [
             Sheet(head, rows, 0, 3),
             *(Remark(line, "caption") for line in about if line),
