@@ -268,4 +268,4 @@ def parse_yaml(text: str, *, where: str) -> Any:
     except Exception as error:
         # PyYAML raises these for impossible dates, keys that are lists, `!!int x`, `!!bool x`
         place, problem = where, str(error)
-    raise InputError("yaml-invalid", where=place, value=problem, remedy="mend the YAML")
+    raise InputError("yaml-invalid", where=place, value=problem, remedy="correct the YAML")

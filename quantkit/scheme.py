@@ -67,21 +67,23 @@ class WeightScheme(Closed):
     @model_validator(mode="after")
     def _group_with_group(self) -> Self:
         if (self.granularity in ("group", "block")) != (self.group is not None):
-            raise ValueError("`group` goes with `granularity: group` or `block`, and only with them")
+            remedy = "" if self.group is None else "; add `group: null`"
+            raise ValueError(f"`group` goes with `granularity: group` or `block`, and only with them{remedy}")
         return self
 
     @model_validator(mode="after")
     def _what_the_format_has(self) -> Self:
-        rules = self._rules
+        rules, wrong = self._rules, list[str]()
         if self.granularity not in rules.granularities:
-            raise ValueError(f"{self.format} has granularity {_either(rules.granularities)}, not {self.granularity}")
+            wrong.append(f"has granularity {_either(rules.granularities)}, not {self.granularity}")
         if rules.groups and self.group not in (None, *rules.groups):
-            raise ValueError(f"{self.format} has groups of {_either(rules.groups)}, not {self.group}")
+            wrong.append(f"has groups of {_either(rules.groups)}, not {self.group}")
         if self.symmetric not in rules.symmetric:
-            kind = "symmetric: it has no zero points" if rules.symmetric[0] else "asymmetric"
-            raise ValueError(f"{self.format} is always {kind}")
+            wrong.append(f"is always {'symmetric: it has no zero points' if rules.symmetric[0] else 'asymmetric'}")
         if self.scale not in rules.scales:
-            raise ValueError(f"{self.format} has scales of type {_either(rules.scales)}, not {self.scale}")
+            wrong.append(f"has scales of type {_either(rules.scales)}, not {self.scale}")
+        if wrong:
+            raise ValueError("; ".join(f"{self.format} {text}" for text in wrong))
         return self
 
     @property

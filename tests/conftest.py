@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import hypothesis
 import pytest
 
@@ -36,6 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="quantkit-tests-")
         os.environ[_CACHE] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if forked.SOCKET not in os.environ:
+        home = tempfile.mkdtemp(prefix="quantkit-forked-")
+        config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+        config.add_cleanup(forked.Server(f"{home}/socket").close)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -147,6 +152,28 @@ def _shapes_of_answers() -> Iterator[None]:
         patch.setattr(frame, "_print", checked)
         yield
     shapes.keep()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_children() -> Iterator[None]:
+    """Work in child processes begins with everything imported; `fresh_children` undoes it."""
+    if "quantkit.runtimes.child" not in sys.modules:
+        yield
+        return
+    from quantkit.runtimes import child
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "machine", forked)
+        yield
+
+
+@pytest.fixture
+def fresh_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in child processes begins in a new Python, as a user's does."""
+    from quantkit import machine
+    from quantkit.runtimes import child
+
+    monkeypatch.setattr(child, "machine", machine)
 
 
 @pytest.fixture(scope="module")

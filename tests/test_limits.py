@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import struct
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import zoo
@@ -224,9 +224,9 @@ def test_what_does_not_end_is_ended(tmp_path: Path, byte_tokenizer: Any) -> None
         (tmp_path / name / "chat_template.jinja").write_text(text, encoding="utf-8")
     tight = {"QUANTKIT_LIMIT_SECONDS": "0.5", "QUANTKIT_LIMIT_MEMORY": "3e7"}
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    command = [sys.executable, "-c", RENDERED, *(str(tmp_path / name) for name in TEMPLATES)]
+    places = [tmp_path / name for name in TEMPLATES]
     environment = {**os.environ, **tight, "PYTHONPATH": path}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    ran = forked.run("-c", RENDERED, *places, env=environment, timeout=300)
     assert (ran.stdout.split(), ran.returncode) == ([*TEMPLATES, "finalizer"], 0), ran.stderr
 
 

@@ -372,7 +372,7 @@ def test_a_file_of_the_users_own_is_named_with_the_line_that_failed(
     monkeypatch.setattr("quantkit.report.catalog.listing", lambda kind: pipeline.apply(zoo.tiny("llama"), zoo.ids()))
     code, _, err = said(capsys, "list passes")
     assert code == 2 and f"[plugin-failed] {path}:{line}: KeyError: 'scale'" in err
-    assert "mend that line" in err and "author" not in err
+    assert "correct that line" in err and "author" not in err
 
 
 @pytest.mark.parametrize(("text", "number"), [("\n\n1 / 0\n", 3), ("\ndef f(:\n", 2)])

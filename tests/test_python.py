@@ -27,7 +27,7 @@ RECIPE = {"summary": "mine", "scheme": INT8, "passes": ["rtn"]}
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a model that is a number": (lambda: quantkit.plan(3), r"\[usage\] model: got 3; a name or a path"),  # type: ignore[arg-type]
     "a module that is a number": (lambda: quantkit.compile(3), r"\[module-kind\] model: an int; "),  # type: ignore[arg-type]
-    "weights alone": (lambda: quantkit.compile({}), r"\[module-kind\] model: a dict; .*load it into the model first"),  # type: ignore[arg-type]
+    "weights alone": (lambda: quantkit.compile({}), r"\[module-kind\] model: a dict; .*load them into one first"),  # type: ignore[arg-type]
     "no time to measure": (lambda: quantkit.measure("./x", seconds=0), r"\[usage\] seconds: got 0; a number from 1 up"),
     "a folder that is there": (lambda: quantkit.compile("./x", out="."), r"out-exists.*in Python, out="),
     "a recipe that is a list": (lambda: quantkit.compile("x", recipe=["rtn"]), r"\[usage\] recipe: got \['rtn'\]"),  # type: ignore[arg-type]

@@ -1,10 +1,10 @@
 """The examples of the README and of the guides in docs/, run as they stand.
 
-A tiny model in bfloat16 has the embedded one's name; `make test-all` takes the embedded model. Compiles of it beyond the
-first are given `--dry-run`, the first sees 2 short sequences, tries few scales and is scored on 512 positions, and what
-needs a network is left out. Nothing is timed (a test is no place for that), so `measure` runs once, the times of `tax` are planted, and
-`doctor` looks once where it would 15 times. Everything else is executed to the letter, in a folder that holds a small
-model and a text under the names the README uses.
+A tiny model in bfloat16 has the embedded one's name; `make test-all` takes the embedded model. Compiles of it beyond
+the first are given `--dry-run`. The first sees 2 short sequences, tries few scales and is scored on 512 positions. What
+needs a network is left out. Nothing is timed (a test is no place for that), so `measure` runs once, the times of `tax`
+are planted, and `doctor` looks once where it would 15 times. Everything else is executed to the letter, in a folder
+that holds a small model and a text under the names the README uses.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,13 @@ import numpy as np
 import pytest
 import small_onnx
 import torch
+from forked import CLI, without
 from small_onnx import TEXT, Small, export, relative, scheme
-from without import CLI, Without
 
 ABSENT = (
     *("torch", "transformers", "scipy", "onnx", "onnx_ir", "onnxscript", "ml_dtypes", "datasets", "compressed_tensors"),
     *("accelerate", "gguf", "pyarrow", "pandas", "onnxruntime_genai", "psutil"),
 )
-
-
-@pytest.fixture(scope="module")
-def without(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Without]:
-    found = Without(ABSENT, tmp_path_factory.mktemp("without"))
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")
@@ -37,21 +29,20 @@ def small(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Smal
     return found
 
 
-def ran(without: Without, program: str, *arguments: object) -> str:
-    done = without.run(program, *arguments)
+def ran(program: str, *arguments: object) -> str:
+    done = without(ABSENT, program, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_what_is_blocked_is_really_missing(without: Without) -> None:
+def test_what_is_blocked_is_really_missing() -> None:
     for name in ("torch", "scipy.stats", "onnx"):
-        assert "No module named" in without.run(f"import {name}").stderr
+        assert "No module named" in without(ABSENT, f"import {name}").stderr
 
 
-def test_generate_gives_what_transformers_gives(small: Small, without: Without) -> None:
+def test_generate_gives_what_transformers_gives(small: Small) -> None:
     said = json.loads(
         ran(
-            without,
             CLI,
             "generate",
             small.folder,
@@ -72,10 +63,9 @@ def test_generate_gives_what_transformers_gives(small: Small, without: Without) 
     assert said["error"] is None
 
 
-def test_a_bundle_s_onnx_is_loaded_checked_and_run(small: Small, without: Without, tmp_path: Path) -> None:
+def test_a_bundle_s_onnx_is_loaded_checked_and_run(small: Small, tmp_path: Path) -> None:
     ids = np.arange(3, 13).reshape(2, 5)
     ran(
-        without,
         "import sys, numpy as np, quantkit\n"
         + "from quantkit.runtimes import load_runtime\n"
         + "bundle = quantkit.load(sys.argv[1])\n"
@@ -97,21 +87,21 @@ def test_a_bundle_s_onnx_is_loaded_checked_and_run(small: Small, without: Withou
 @pytest.mark.parametrize(
     "arguments", [("show", "int4"), ("show", "onnxruntime"), ("list", "runtimes"), ("show", "onnx")], ids=" ".join
 )
-def test_what_there_is_can_be_shown(arguments: tuple[str, ...], without: Without) -> None:
-    assert ran(without, CLI, *arguments)
+def test_what_there_is_can_be_shown(arguments: tuple[str, ...]) -> None:
+    assert ran(CLI, *arguments)
 
 
-def test_a_bundle_is_shown_and_verified(small: Small, without: Without) -> None:
-    said = json.loads(ran(without, CLI, "verify", small.folder, "--json"))
+def test_a_bundle_is_shown_and_verified(small: Small) -> None:
+    said = json.loads(ran(CLI, "verify", small.folder, "--json"))
     assert {check["name"]: check["ok"] for check in said["result"]["checks"]}["files.sha256"]
 
 
-def test_what_needs_more_says_what_to_install(small: Small, without: Without) -> None:
+def test_what_needs_more_says_what_to_install(small: Small) -> None:
     for arguments in (
         ("generate", str(small.folder), "--prompt", "x", "--runtime", "torch"),
         ("export", str(small.folder), "--to", "onnx"),
     ):
-        done = without.run(CLI, *arguments)
+        done = without(ABSENT, CLI, *arguments)
         assert done.returncode == 2, (arguments, done.stderr)
         assert "Traceback" not in done.stderr
         assert "error: [" in done.stderr

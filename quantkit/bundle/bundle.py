@@ -193,7 +193,7 @@ class Bundle:
                 pass
         except OSError as problem:
             where, value = str(self.path), problem.strerror or str(problem)
-            rule = "what is measured or exported is put into the bundle"
+            rule = "measurements and exports are written into the bundle"
             remedy = "copy it to a place that can be written"
             raise InputError("bundle-not-writable", where, value, rule, remedy) from None
 

@@ -249,7 +249,7 @@ def lock_file(path: Path) -> int:
         if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # 0: its folder has just been deleted
             return descriptor
         os.close(descriptor)
-    value, rule = "a link, no regular file, or one of several names", "a lock is a file of its own"
+    value, rule = "a link, not a regular file, or a file with several names", "a lock is a file of its own"
     raise InputError("lock-foreign", str(path), value, rule, "delete it; it is created again")
 
 

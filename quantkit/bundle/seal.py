@@ -217,6 +217,6 @@ def _unusable(where: str, value: str) -> InputError:
 
 
 def _differs(folder: Path, value: str) -> GateError:
-    rule = "the bundle is as it was signed, by whom it says"
-    remedy = "fetch it again, or ask the signer: what is measured or exported later is not signed"
+    rule = "the bundle is unchanged since the named signer signed it"
+    remedy = "fetch it again, or ask the signer: later measurements and exports are not signed"
     return GateError("signature-differs", str(folder), value[:300], rule, remedy)

@@ -334,7 +334,7 @@ def _as_error(problem: BaseException, name: str) -> QuantkitError:
     if (culprit := outside.culprit(problem)) is not None:
         value, (origin, line) = f"{type(problem).__name__}: {problem}", culprit
         if line is not None:  # a file of the user's own
-            remedy = "mend that line; QUANTKIT_TRACEBACK=1 shows the calls that led there"
+            remedy = "correct that line; QUANTKIT_TRACEBACK=1 shows the calls that led there"
             return InputError("plugin-failed", f"{origin}:{line}", value, "the file's code failed", remedy)
         remedy = "tell its author; QUANTKIT_TRACEBACK=1 shows where it failed"
         return InputError("plugin-failed", origin, value, "the plug-in's code failed", remedy)

@@ -72,7 +72,7 @@ class LayerSpec:
         """
         if self.untraced:
             value = "its attention does not go through transformers' AttentionInterface"
-            rule = "only then is it known what it computes, and its cache can be exported"
+            rule = "only this interface shows what it computes, so that its cache can be exported"
             raise unattended(self.untraced, value, rule, _without(export))
         for linear in sorted({*self.merged, *self.stacked})[:1]:
             rule = "the graph is traced once, and which expert runs depends on the data"

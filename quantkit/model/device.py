@@ -212,4 +212,4 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def out_of_memory(where: str, error: BaseException) -> InputError:
     """Make the error `out-of-memory`."""
     value = " ".join(str(error).split())[:160] or "there is no more memory"
-    return InputError("out-of-memory", where, value, remedy="a larger machine, or less beside it here")
+    return InputError("out-of-memory", where, value, remedy="use a larger machine, or end other programs here")

@@ -300,7 +300,7 @@ class Store:
         except duckdb.Error as error:
             if "Corrupt database file" in str(error):
                 raise self._damaged(_line(error)) from None
-            remedy = "ask for less at once"
+            remedy = "select fewer rows or columns"
             raise InputError("query-failed", where=sql[:_SHOWN], value=_line(error), remedy=remedy) from None
         finally:
             if late is not None:

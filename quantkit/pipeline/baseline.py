@@ -76,7 +76,7 @@ def float_export(source: Source, exporter: str, options: Mapping[str, Any]) -> P
                 raise
             where = str(folder.parent)
             value = problem.value if isinstance(problem, Stopped) else problem.strerror or str(problem)
-            rule = "the float model is kept there, to be measured against"
+            rule = "the float model is kept there, as the baseline"
             remedy = "free some space, or set QUANTKIT_CACHE to another disk" if full else "set QUANTKIT_CACHE"
             raise InputError("disk-space" if full else "cache-not-writable", where, value, rule, remedy) from None
     return folder / load_exporter(exporter).place

@@ -180,7 +180,7 @@ def _ids(side: BundleSide, tokenizer: Any, items: Items, data: Data, reference: 
     if loaded.sha256 != data.sha256:
         value, rule = (
             f"its tokens have the hash {loaded.sha256[:12]}",
-            f"those that were scored have {data.sha256[:12]}",
+            f"the scored ones have {data.sha256[:12]}",
         )
         raise InputError("items-differ", where=reference, value=value, rule=rule)
     ids: Array = loaded.ids.numpy()
@@ -227,7 +227,7 @@ class Margins:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if value is not None and not (isfinite(value) and value > 0):
-                rule = "a margin is above zero: nothing is ever shown to be equal"
+                rule = "a margin is above zero, because equality cannot be shown"
                 raise InputError("margin-invalid", where=f"--{name}-margin", value=value, rule=rule)
 
 
@@ -310,7 +310,7 @@ def _demand_sense(measure: bool, speed: bool, runtime: str | None, timing: Mappi
         raise InputError("usage", where="--measure", value="with --no-speed", rule="it times both", remedy=remedy)
     for option, value in timing.items():
         if value is not None and not measure:
-            rule = "what is recorded is compared, at every batch that both have"
+            rule = "recorded times are compared at every batch that both have"
             raise InputError("usage", where=option, value="without --measure", rule=rule, remedy="add --measure")
     if runtime is not None:
         load_runtime(runtime, where="--runtime")
@@ -389,7 +389,7 @@ def by_row(a: BundleSide, b: BundleSide, margin: float, asked: str | None) -> tu
     ]
     if not shared:
         side, options = b if ours else a, [f"--runtime {asked}"] if asked else []
-        value, rule = "nothing that both were scored by, in one runtime", "both sides were scored"
+        value, rule = "no score that both have in one runtime", "both sides were scored"
         remedy = side.measure("--no-speed", *options)
         raise InputError("items-missing", where=str(side.bundle.path), value=value, rule=rule, remedy=remedy)
     data = demand_one_text(a, b, ours[shared[0]].data, theirs[shared[0]].data)

@@ -86,7 +86,7 @@ def add_engine(bundle: Bundle, exporter: Any, options: Any, progress: Progress) 
         built = exporter.build(beside, options, lambda share, words: progress.at("build", share, words))
         engine = next((name for name in built if name.endswith(".engine")), None)
         if engine is None:
-            rule = "the bundle has the network; what can be added is an engine"
+            rule = "the bundle has the network already; only an engine can be added"
             remedy = "leave out engine=false"
             raise InputError("engine-missing", where="engine", value=options.engine, rule=rule, remedy=remedy)
         texts = notes(beside, built)

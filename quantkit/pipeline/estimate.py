@@ -60,7 +60,7 @@ def lies(fitting: Fit, asked: str, model: str) -> str:
     need += f"{words.size(USABLE * fitting.free)} can be used of {words.size(fitting.free)} that are free"
     if asked == AUTO:
         return f"on the processor: on {model} {need}"
-    rule = "a block, the factor of its widest input, embedding and head, and one sequence lie on the device"
+    rule = "the device holds a block, the factor of its widest input, embedding, head and one sequence"
     remedy = "--device cpu; or fewer tokens a sequence: --set calibration.tokens=256"
     raise InputError("device-memory", f"--device {asked}", f"{model}: {need}", rule, remedy)
 

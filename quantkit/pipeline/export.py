@@ -151,13 +151,13 @@ def _demand_possible(bundle: Bundle, exporter: Any, calibration: str | None) -> 
             "export-graph",
             where=str(bundle.path),
             value="compiled from an ONNX graph",
-            rule="but for OpenVINO's of integers, exports are added from a bundle's checkpoint, which no graph is in",
+            rule="a graph's bundle has no checkpoint to export from; OpenVINO's export of integer graphs needs none",
             remedy=f"its graph runs as it is: {file_of(bundle)}"
             + ("; for ONNX Runtime's kernels, compile with int8-network" if is_network(bundle) else "")
             + ("; for an engine, compile the float graph with int8-tensorrt" if exporter.builds else ""),
         )
     if calibration is not None and not graph:
-        rule = "samples are what the exports of a graph are held against each other on"
+        rule = "the exports of a graph are compared on samples"
         raise InputError("usage", where="--calibration", value="the bundle holds no graph", rule=rule)
     if not exporter.adds:
         adding = [name for name in plugins.EXPORTERS.names() if load_exporter(name).adds]

@@ -199,7 +199,7 @@ def failed_gate(manifest: Manifest) -> GateError | None:
         where=f"{first.name}{more}",
         value=f"{first.value:.6g}",
         rule=f"{'at least' if first.name.endswith('_min') else 'at most'} {first.limit:g}",
-        remedy="the bundle is kept; use another recipe, or change the gate if that is good enough",
+        remedy="the bundle is kept; use another recipe, or relax the gate",
     )
 
 

@@ -101,7 +101,7 @@ class MeasuredAgainst:
     def floats_in_torch(self) -> StreamedModel:
         """Return the float model as the baseline of steps on a GPU. Raises InputError `baseline-needed`."""
         if self.stream is None or self.format != "float32":
-            rule = "on a GPU times are set against the float model in bfloat16"
+            rule = "on a GPU the baseline of times is the float model in bfloat16"
             remedy = "--baseline MODEL, or --no-speed"
             raise InputError("baseline-needed", where="--baseline", value="another bundle", rule=rule, remedy=remedy)
         return self.stream

@@ -252,7 +252,7 @@ class _Planning:
         footprint = self._footprint(served, assigned, kept)
         needed, asked = footprint.needed(1, workload.context, prompt=workload.prompt), self.question.devices
         if asked is not None and (why := footprint.why_not(asked)):
-            value, remedy = f"--devices {asked}", "a power of two up to the heads"
+            value, remedy = f"--devices {asked}", "a power of two up to the number of heads"
             raise InputError("devices-uneven", where=self.label, value=value, rule=why, remedy=remedy)
         served = replace(served, devices=asked or needed or 1)
         memory = self._memory(footprint, served.devices, needed)

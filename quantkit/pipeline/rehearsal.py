@@ -341,7 +341,7 @@ def cut(prepared: Prepared, index: int, folder: Path) -> None:
     shapes = [{name: tuple(value.shape) for name, value in block.named_parameters()} for block in (mine, theirs)]
     if shapes[0] != shapes[1] or type(mine) is not type(theirs):
         where, rule = stream.block_names[index], "a block is rehearsed as the only one of a model"
-        value = "a config of one layer makes another block"
+        value = "a config of one layer gives a different block"
         raise InputError("block-not-alone", where=where, value=value, rule=rule)
 
 

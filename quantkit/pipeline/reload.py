@@ -48,7 +48,7 @@ def compare_layers(
     if mine.source.sha256 != other.source.sha256:
         value, rule = (
             f"compiled from {other.name}",
-            f"both sides are made of one model; {bundle.path} is of {mine.name}",
+            f"both sides come from one model; {bundle.path} is of {mine.name}",
         )
         raise InputError("models-differ", where=str(floats.path), value=value, rule=rule)
     library = None

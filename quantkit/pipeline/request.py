@@ -121,7 +121,7 @@ class Request:
         given.flags(**flags, allow_code=allow_code, tf32=tf32)
         given.demand("device", device, (str,), "cpu, cuda, cuda:N or auto")
         if demand_name(device) == CPU and tf32:
-            rule = "it says how a GPU multiplies float32; a processor does it in float32"
+            rule = "it sets how a GPU multiplies float32; a processor has no such setting"
             remedy = "--device cuda or auto; or without --tf32"
             raise InputError("usage", where="--tf32", value="--device cpu", rule=rule, remedy=remedy)
         chosen = _recipe(recipe, changes, allow_code=allow_code)
@@ -288,9 +288,9 @@ def with_module(request: Request, module: nn.Module, example_inputs: Any, tokeni
     name = type(module).__name__
     if not isinstance(module, nn.Module):
         value, rule = one(name), "a model is a name, a path or a torch.nn.Module"
-        remedy = "check what is given"
+        remedy = "check the argument"
         if isinstance(module, Mapping):
-            remedy = "weights alone are no model: load it into the model first, model.load_state_dict(...)"
+            remedy = "weights alone are no model: load them into one first, model.load_state_dict(...)"
         raise InputError("module-kind", where="model", value=value, rule=rule, remedy=remedy)
     if example_inputs is None and "PreTrainedModel" in [base.__name__ for base in type(module).__mro__]:
         from quantkit.model.source.open import has_tokenizer, save_in_memory
@@ -323,7 +323,7 @@ def with_module(request: Request, module: nn.Module, example_inputs: Any, tokeni
                 reason = next((line for line in lines if line), type(cause).__name__)
                 value = f"{type(cause).__name__}: {reason[:300]}"
                 rule = "torch.onnx.export(module, example_inputs, dynamo=True) makes a graph of it"
-                remedy = "mend what it names, or export it yourself and give the .onnx file"
+                remedy = "correct the module, or export it yourself and give the .onnx file"
                 raise InputError("module-export", name, value, rule, remedy) from None
             kept = place(file_sha256(file))
             file.replace(kept)
@@ -339,7 +339,7 @@ def _examples(inputs: Any, name: str) -> list[Tensor] | dict[str, Tensor]:
     tensors = dict(inputs) if by_name else dict(enumerate(inputs if isinstance(inputs, Sequence) else [inputs]))
     if not tensors or not all(isinstance(tensor, torch.Tensor) and tensor.ndim for tensor in tensors.values()):
         value = "no example_inputs" if inputs is None else f"example_inputs are {one(type(inputs).__name__)}"
-        rule = "a module is exported as it is called: a tensor, several, or a dict of them, [n, ...] each"
+        rule = "example_inputs are the arguments of a call: a tensor, several, or a dict of them, [n, ...] each"
         raise InputError("module-inputs", name, value, rule, "example_inputs=torch.randn(2, 3, 224, 224)")
     doubled = {str(key): torch.cat([own, own]) if len(own) == 1 else own for key, own in tensors.items()}
     return doubled if by_name else list(doubled.values())

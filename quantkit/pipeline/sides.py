@@ -159,7 +159,7 @@ def open_sides(a: Bundle | str | Path, b: Bundle | str | Path) -> tuple[BundleSi
     """
     first, second = _bundle(a), _bundle(b)
     if first is None and second is None:
-        rule = "at least one is a bundle: a float model is compared by what was measured against it"
+        rule = "at least one side is a bundle: a float model has no measurements of its own"
         where, remedy = f"{a} and {b}", f"quantkit compile {a}"
         raise InputError("bundle-needed", where=where, value="two models", rule=rule, remedy=remedy)
     for bundle in (first, second):
@@ -217,7 +217,7 @@ def _demand_original(reference: str, bundle: Bundle) -> None:
 
 
 def _other_model(where: str, sha256: str, of: str, expected: str) -> InputError:
-    rule = f"{of} was made from {expected[:12]}, and what is compared are versions of one model"
+    rule = f"{of} was made from {expected[:12]}; only versions of one model are compared"
     value, remedy = f"made from {sha256[:12]}", "compile both from the same model"
     return InputError("models-differ", where=where, value=value, rule=rule, remedy=remedy)
 
@@ -230,7 +230,7 @@ def common_runtime(a: BundleSide, b: BundleSide, asked: str | None) -> tuple[str
     first, second = list(a.items()), list(b.items())
     for side, runtimes in ((a, first), (b, second)):
         if not runtimes:
-            value = "the bundle does not hold what was found at each position"
+            value = "the bundle has no results by position"
             rule, remedy = "next words are compared one by one", side.measure("--no-speed")
             raise InputError("items-missing", where=str(side.bundle.path), value=value, rule=rule, remedy=remedy)
         if asked is not None and asked not in runtimes:
@@ -248,12 +248,12 @@ def demand_one_text(a: BundleSide, b: BundleSide, first: Data | None, second: Da
     for side, data in ((a, first), (b, second)):
         if data is None:
             rule, remedy = "both sides were scored on the same items", side.measure("--no-speed")
-            value = "no row says what was scored"
+            value = "no row names the scored text"
             raise InputError("items-differ", where=str(side.bundle.path), value=value, rule=rule, remedy=remedy)
     assert first is not None and second is not None
     if first.sha256 != second.sha256:
         what = (f"{data.set} ({data.split}, {data.items:,} items, {data.sha256[:12]})" for data in (first, second))
-        rule, remedy = "both sides are scored on the same items, which are paired", _remedy(a, b, first, second)
+        rule, remedy = "both sides are scored on the same items, pair by pair", _remedy(a, b, first, second)
         raise InputError("items-differ", f"{a.name} and {b.name}", " and ".join(what), rule, remedy)
     return first
 

@@ -281,7 +281,7 @@ def _shapes(asked: Question) -> LinearShapes:
     """Return the linears of a model that is no bundle, or those that were typed."""
     if (asked.model is None) == (not asked.shapes):
         value = "a model and --shape" if asked.model else "neither a model nor --shape"
-        rule = "one of them says which linears are timed"
+        rule = "a model or --shape names the linears to time"
         remedy = f"quantkit tax --shape 4096x14336, or one of {', '.join(shapes.names())}"
         raise InputError("usage", where="quantkit tax", value=value, rule=rule, remedy=remedy)
     if asked.model is None:

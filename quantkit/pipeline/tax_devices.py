@@ -103,7 +103,7 @@ def _divides(size: int, linears: LinearShapes) -> bool:
 
 
 def _elsewhere(where: str, value: str, remedy: str) -> InputError:
-    rule = "the tax is measured on the machine at hand"
+    rule = "the tax is measured on this machine"
     return InputError("device-absent", where=where, value=value, rule=rule, remedy=remedy)
 
 
@@ -116,7 +116,7 @@ def absent(name: str, known: Sequence[str], where: str) -> InputError:
         native = [runtime for runtime, cell in target.formats.get(name, {}).items() if cell.state == "native"]
         having += [f"{target.name} ({', '.join(native)})"] if native else []
     value, rule = f"{name} does not run in {where}", "emulating it would not measure it"
-    remedy = f"computed natively by {'; '.join(having)}" if having else "no target that is known computes in it"
+    remedy = f"computed natively by {'; '.join(having)}" if having else "no known target computes in it"
     return InputError("format-absent", where="--format", value=value, rule=rule, remedy=remedy)
 
 
@@ -154,7 +154,7 @@ class Graphics:
         """
         gpus, reason = machine.gpus()
         if not gpus:
-            value, rule = f"no GPU here: {reason}", "kernels are timed on the device that they are for"
+            value, rule = f"no GPU here: {reason}", "kernels are timed on their own device"
             remedy = f"run it where there is one ({install('gpu')}); --device cpu times this processor"
             raise InputError("device-absent", where="--device cuda", value=value, rule=rule, remedy=remedy)
         name, capability = str(gpus[0]["name"]), str(gpus[0]["sm"])
@@ -239,6 +239,6 @@ def target_of(name: str) -> Target:
     for target in graphics:
         if re.search(rf"(?<![a-z0-9]){re.escape(target.name)}(?![a-z0-9])", slug):
             return target
-    value, rule = f"no target is called like {name}", "its figures stand beside the measured ones"
+    value, rule = f"no target has the name {name}", "its figures stand beside the measured ones"
     remedy = f"name one of its architecture, or a file of your own: --target {', '.join(t.name for t in graphics)}"
     raise InputError("target-unknown", where="--device cuda", value=value, rule=rule, remedy=remedy)

@@ -223,8 +223,8 @@ def keep(
     """
     measured, bundle = bundle.manifest.content_sha256, Bundle.load(bundle.path)
     if bundle.manifest.content_sha256 != measured:
-        value, rule = bundle.manifest.content_sha256, f"what was measured is {measured}"
-        remedy = "measure again, with nothing else at work on the bundle"
+        value, rule = bundle.manifest.content_sha256, f"the measured content is {measured}"
+        remedy = "measure again while nothing else changes the bundle"
         raise InputError("bundle-changed", where=str(bundle.path), value=value, rule=rule, remedy=remedy)
     if not more:
         efficiency.keep([row.as_dict() for row in rows if "emulated" not in row.flags])

@@ -211,7 +211,30 @@ def _refusal(error: InputError, recipe: Recipe, target: Target, kind: Kind) -> I
         places = ((other.name, _elsewhere(other, target, kind)) for other in alike)
         remedy = next((f"--recipe {name} {place}" for name, place in places if place), "")
     own = error.remedy if not remedy or error.remedy.startswith(("--set", "leave")) else ""
-    return with_remedy(error, _either(own, remedy))
+    return with_remedy(error, _either(_changed(recipe, target, kind) or own, remedy))
+
+
+def _changed(recipe: Recipe, target: Target, kind: Kind) -> str:
+    """Return one change of the scheme with which all exports are readable; "" without any."""
+    scheme, changes = recipe.scheme.weights, list[str]()
+    if scheme is None or kind == "network":
+        return ""
+    if scheme.granularity == "group" and scheme.group:
+        # 128 divides K of fewer models
+        group = scheme.group
+        sizes = sorted((16, 32, 64, 128), key=lambda size: (size > group, size == 128, abs(size - group)))
+        changes += [f"scheme.weights.group={size}" for size in sizes if size != group]
+    changes += [] if scheme.symmetric else ["scheme.weights.symmetric=true"]
+    # a bfloat16 model stores these instead of float16
+    scales = ["scheme.weights.scale=bfloat16"]
+    both = scheme.scale == "float16" and "bfloat16" in load_format(scheme.format).rules.scales
+    for change in changes:
+        with suppress(InputError):
+            for asked in ([change], [change, *scales])[: 1 + both]:
+                data, allowed = recipe.as_dict(), bool(recipe.code)
+                _readers(Recipe.from_dict(data, name=recipe.name, changes=asked, allow_code=allowed), target, kind)
+            return f"--set {change}"
+    return ""
 
 
 def with_remedy(error: InputError, remedy: str) -> InputError:

@@ -172,7 +172,7 @@ def demand_whole(
         value = f"{one(type(plugin).__name__)} without {broken}"
     if value:
         rule = f"an object of a class that goes on from {protocol.__module__}.{protocol.__name__}, of the same name"
-        remedy = "mend it, or ask its author; docs/plugins.md has an example"
+        remedy = "correct it, or ask its author; docs/plugins.md has an example"
         raise InputError("plugin-broken", origin, f"{singular} {name}: {value}", rule, remedy)
 
 
@@ -182,7 +182,7 @@ def demand_returned(answer: Any, kind: type[Returned], plugin: Any, method: str)
         return answer
     value = f"{method} of {plugin.name} returned {'None' if answer is None else one(type(answer).__name__)}"
     rule = f"it returns {kind.__module__}.{kind.__name__}(…)"
-    remedy = "mend it, or tell its author; docs/plugins.md has an example"
+    remedy = "correct it, or tell its author; docs/plugins.md has an example"
     raise InputError("plugin-failed", origin(type(plugin).__module__) or plugin.name, value, rule, remedy)
 
 
@@ -245,7 +245,7 @@ def _blaming(origin: str) -> Iterator[None]:
     except BaseException as problem:  # the code may also call sys.exit
         line = (str(problem).splitlines() or [""])[0][:200]
         value = f"{type(problem).__name__}: {line}".removesuffix(": ")
-        remedy = "mend it, or ask its author; docs/plugins.md has an example"
+        remedy = "correct it, or ask its author; docs/plugins.md has an example"
         number = _line_in(problem, origin)
         value += "" if number is None else f" (line {number})"
         raise InputError("plugin-broken", origin, value, "a plug-in's module can be imported", remedy) from None

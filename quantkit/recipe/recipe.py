@@ -391,7 +391,7 @@ class Recipe(Closed):
                 try:
                     scheme = override.over(scheme, kind)
                 except ValueError as error:
-                    raise InputError("recipe-invalid", where=layer, value=str(error), rule="overrides add up") from None
+                    raise InputError("recipe-invalid", layer, str(error), "overrides make one valid scheme") from None
         return scheme
 
 

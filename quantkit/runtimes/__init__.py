@@ -169,7 +169,7 @@ class Runtime(Protocol):
         raise self._not_timed(file)
 
     def _not_timed(self, path: Path) -> InputError:
-        rule, remedy = "it runs none of this kind by itself", "use another runtime: quantkit list runtimes"
+        rule, remedy = "it cannot run this kind of file by itself", "use another runtime: quantkit list runtimes"
         return InputError("runtime-unsupported", str(path), self.name, rule, remedy)
 
     def context(self, folder: Path) -> int:

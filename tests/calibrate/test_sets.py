@@ -169,7 +169,7 @@ def test_ids_beyond_the_vocabulary(tmp_path, wrong):
 
 
 def test_a_tokenizer_of_another_model(own_text, byte_tokenizer):
-    assert "another model" in refused("calibration-ids", own_text, tokenizer=byte_tokenizer, vocab_size=20)
+    assert "this model's own tokenizer" in refused("calibration-ids", own_text, tokenizer=byte_tokenizer, vocab_size=20)
 
 
 def test_what_cannot_be_read(tmp_path, own_text, byte_tokenizer):

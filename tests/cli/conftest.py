@@ -5,20 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import planted
 import pytest
-from without import CLI, Without
+from forked import CLI, without
 
 from quantkit import cli
 from quantkit.bundle import content_sha256, inventory
 from quantkit.bundle.manifest import MANIFEST, MEASUREMENTS
 from quantkit.measurement.rows import write_rows
 
-_ABSENT = {"torch", "transformers", "scipy", "datasets", "compressed_tensors", "pandas", "onnx", "accelerate", "gguf"}
+_ABSENT = ("torch", "transformers", "scipy", "datasets", "compressed_tensors", "pandas", "onnx", "accelerate", "gguf")
 
 
 class Ran:
@@ -66,14 +66,7 @@ def bundle(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def without(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Without]:
-    found = Without(_ABSENT, tmp_path_factory.mktemp("without"))
-    yield found
-    found.close()
-
-
 @pytest.fixture
-def without_packages(without: Without) -> Callable[..., subprocess.CompletedProcess[str]]:
+def without_packages() -> Callable[..., subprocess.CompletedProcess[str]]:
     """The command line where torch and the rest are not installed."""
-    return functools.partial(without.run, CLI)
+    return functools.partial(without, _ABSENT, CLI)

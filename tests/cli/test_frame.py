@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 from quantkit.errors import Rebuilt
@@ -212,6 +214,10 @@ def test_an_interrupt_while_parsing_is_a_safe_stop(
     assert ran.envelope["error"]["code"] == "interrupted"
 
 
+def _quantkit() -> str:
+    return shlex.join(forked.python("-m", "quantkit", light=True))
+
+
 def test_a_reader_that_has_enough_is_no_error() -> None:
     command = f"{sys.executable} -m quantkit list --json | head -c 1 > /dev/null; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
@@ -223,13 +229,13 @@ def test_what_a_library_prints_past_python_is_not_on_stdout() -> None:
     script = "import os, quantkit.report.catalog as c\nfound = c.listing\n"
     script += "c.listing = lambda *a, **k: (os.write(1, b'a solver speaks\\n'), found(*a, **k))[1]\n"
     script += "from quantkit.cli import main\nmain()"
-    done = subprocess.run([sys.executable, "-c", script, "list", "--json"], capture_output=True, text=True, check=True)
+    done = forked.run("-c", script, "list", "--json", light=True, check=True)
     assert json.loads(done.stdout)["exit"] == 0
     assert "a solver speaks" in done.stderr
 
 
 def test_without_a_stdout_nothing_is_printed() -> None:
-    command = f"{sys.executable} -m quantkit list >&-; echo $? >&2"
+    command = f"{_quantkit()} list >&-; echo $? >&2"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stderr == "0\n"
 
@@ -241,7 +247,10 @@ def test_signals_stop_safely_with_75(number: signal.Signals, tmp_path: Path) -> 
     # where these tests are a shell's background job, SIGINT is ignored, and children inherit that
     script = f"import signal\nsignal.signal({int(number)}, signal.SIG_DFL)\n" + script
     process = subprocess.Popen(
-        [sys.executable, "-c", script, "list", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        forked.python("-c", script, "list", "--json", light=True),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     process.stdout.readline()
@@ -255,14 +264,14 @@ def test_signals_stop_safely_with_75(number: signal.Signals, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("form", ["", "--json"])
 def test_a_full_disk_behind_stdout_is_said(form: str) -> None:
-    command = f"{sys.executable} -m quantkit list {form} > /dev/full; echo $?"
+    command = f"{_quantkit()} list {form} > /dev/full; echo $?"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout == "75\n"
     assert done.stderr.startswith("error: [disk-full] stdout:") and done.stderr.count("\n") == 1
 
 
 def test_without_a_stderr_the_answer_is_whole() -> None:
-    command = f"{sys.executable} -m quantkit show nothing-of-this-name --json 2>&-; echo $?"
+    command = f"{_quantkit()} show nothing-of-this-name --json 2>&-; echo $?"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     envelope, code = done.stdout.splitlines()
     assert json.loads(envelope)["error"] and code == "2"

@@ -115,6 +115,31 @@ def test_a_model_of_which_sizes_alone_are_known(quantkit: Command) -> None:
     assert "hf:meta-llama/Meta-Llama-3-8B" in remedy
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["scheme.weights.group=100"],
+        ["scheme.weights.group=7"],
+        ["export=[checkpoint]", "scheme.weights.group=100"],
+        ["export=[checkpoint]", "scheme.activations={format: int8}"],
+    ],
+)
+def test_the_first_remedy_for_a_scheme_is_the_last_that_is_needed(
+    quantkit: Command, tmp_path: Path, byte_tokenizer: Any, asked: list[str]
+) -> None:
+    """The model stores bfloat16, and 128 does not divide its K, as in SmolLM2."""
+    tiny, sizes = tmp_path / "tiny", {"hidden_size": 64, "intermediate_size": 192}
+    zoo.tiny("llama", vocab_size=len(byte_tokenizer), **sizes).to(torch.bfloat16).save_pretrained(tiny)
+    byte_tokenizer.save_pretrained(tiny)
+    changes = [word for change in asked for word in ("--set", change)]
+    failed = quantkit("compile", tiny, "--recipe", "awq-int4", "--dry-run", *changes)
+    assert failed.code == 2
+    first = failed.err.splitlines()[-1].partition("--set ")[2].partition("; or")[0].partition(", or")[0]
+    (mended,) = shlex.split(first)
+    again = quantkit("compile", tiny, "--recipe", "awq-int4", "--dry-run", *changes, "--set", mended)
+    assert again.code == 0, again.err
+
+
 def test_a_word_that_is_no_target_is_not_guessed_at(quantkit: Command) -> None:
     remedy = refused(quantkit, "compile", "--target", "cuda", code="unknown-target")
     assert "did you mean" not in remedy

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from thorough import beside
 
@@ -156,13 +157,12 @@ def test_a_command_that_was_killed_here_has_no_device(linked: Links, tmp_path: P
     ((sha, wheel),) = linked()._wheels.items()
     root = Path(__file__).parents[1]
     words = [root, root.parent, tmp_path / "there", sha, wheel]
-    other = subprocess.Popen([sys.executable, "-c", program, *map(str, words)])
+    other = subprocess.Popen(forked.python("-c", program, *map(str, words), light=True))
     keeper = runner(tmp_path / "there")
     os.kill(keeper, signal.SIGSTOP)  # it hears of nothing
     with pytest.raises(InputError, match="device-busy"):
         linked().run("measure", job())  # it lives
-    other.kill()
-    other.wait()
+    forked.kill(other)
     threading.Timer(1.0, os.kill, (keeper, signal.SIGCONT)).start()
     assert list(linked().run("measure", job())) == numbered(5)
 
@@ -390,7 +390,7 @@ def test_threads_that_carry_the_same_folder_do_not_disturb_each_other(linked: Li
 def test_who_lives_is_not_gone_and_who_ended_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not is_gone(client())
     program = "from quantkit.devices.link import client; print(client())"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    ended = forked.run("-c", program, light=True, check=True).stdout.strip()
     assert is_gone(ended)
     # its number is another process's by now
     kernel, _, began = ended.rsplit(":", 2)

@@ -7,13 +7,13 @@ import random
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked
 import pytest
 
 from devices.conftest import Links, job, numbered
@@ -174,12 +174,11 @@ def test_a_client_that_is_killed_leaves_nothing(devices: Loopback, linked: Links
     ).replace("PosixPath", "Path")
     paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     client = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "there"), *paths], stdout=subprocess.PIPE, text=True
+        forked.python("-c", program, str(tmp_path / "there"), *paths, light=True), stdout=subprocess.PIPE, text=True
     )
     assert client.stdout is not None
     assert client.stdout.readline() == "cell 0\n"
-    client.kill()
-    client.wait()
+    forked.kill(client)
     client.stdout.close()
     time.sleep(4)
 

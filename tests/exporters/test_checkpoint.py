@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import zoo
@@ -294,9 +295,6 @@ def test_what_is_carried_over_is_as_it_was(tmp_path: Path) -> None:
 
 
 def test_torch_free_at_import() -> None:
-    import subprocess
-    import sys
-
     code = "import sys\nfrom quantkit.exporters import load_exporter\nload_exporter('checkpoint').Options()\n"
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'compressed_tensors')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert forked.run("-c", code, light=True).returncode == 0

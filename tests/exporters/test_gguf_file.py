@@ -275,7 +275,7 @@ def test_inputs_and_padding_are_refused() -> None:
     how = WeightScheme(format="q8_0")
     with pytest.raises(InputError, match="activations in int8"):
         EXPORT.accepts(EXPORT.Options(), LayerSpec({"a": how}, activations={"a": ActivationScheme(format="int8")}))
-    with pytest.raises(InputError, match="its last group is filled up"):
+    with pytest.raises(InputError, match="its last group is padded"):
         EXPORT.accepts(EXPORT.Options(), LayerSpec({"a": how}, padded=["a"]))
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from faults.calls import FAULTS
@@ -17,8 +16,7 @@ from quantkit.bundle import Bundle
 
 @pytest.mark.parametrize("name", WORK)
 def test_work_that_failed_is_done_again(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "faults.calls", name, str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    done = forked.run("-m", "faults.calls", name, tmp_path, light=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {fault: wrong for fault, wrong in found.items() if wrong} == {}

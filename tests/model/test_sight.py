@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import transformers
 import zoo
@@ -87,7 +86,7 @@ def test_torch_is_not_imported_for_what_is_refused(tmp_path: Path) -> None:
         "assert codes == [2] * len(codes), codes\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    forked.run("-c", code, light=True, cwd=tmp_path, check=True, timeout=120)
 
 
 LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "somebody/base"}
@@ -160,7 +159,7 @@ def test_no_command_imports_torch_for_it(tmp_path: Path) -> None:
         "try: code = main()\nexcept SystemExit as end: code = end.code\n"
         "print(code, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = forked.run("-c", program, light=True, check=True)
     assert done.stdout.split() == ["2", "False"]
     assert done.stderr.count("\n") == 1
     assert "adapter-unmerged" in done.stderr

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from safetensors import safe_open
@@ -349,9 +350,6 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
 
 def test_reading_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
     """32 tensors of 4 MB: reading them one by one never holds more than one (plus the allocator's slack)."""
-    import subprocess
-    import sys
-
     path = tmp_path / "model.safetensors"
     headers = [(f"w{i}", "F32", (1024, 1024)) for i in range(32)]
     write_safetensors(path, headers, lambda name: torch.full((1024, 1024), float(name[1:])))
@@ -362,5 +360,5 @@ def test_reading_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
         "for name in weights.entries: assert weights.read(name)[0, 0] == float(name[1:])\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    run = forked.run("-c", code, tmp_path, check=True)
     assert int(run.stdout) < 12_000  # kB; all of them are 128 MB

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import small_onnx
 import yaml
@@ -291,7 +290,7 @@ def test_targets_that_are_not_here() -> None:
 
 def test_importing_a_night_does_not_import_torch() -> None:
     program = "import quantkit.nightly.run, sys; print({'torch', 'onnx', 'duckdb', 'ray'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = forked.run("-c", program, light=True, check=True)
     assert done.stdout.strip() == "set()"
 
 

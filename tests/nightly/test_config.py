@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import yaml
 
@@ -222,7 +221,7 @@ def test_it_is_read_without_what_is_heavy() -> None:
         f"Nightly.load({str(SHIPPED)!r})\n"
         "print([each for each in ('torch', 'pyarrow', 'duckdb', 'scipy', 'onnx') if each in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = forked.run("-c", program, light=True, check=True)
     assert done.stdout == "[]\n"
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
+import forked
 import pytest
 
 from quantkit.devices.named import NamedDevice
@@ -107,14 +108,14 @@ def _night(home: Path, recipe: str) -> None:
 
 def test_nothing_goes_on_when_the_night_is_killed(tmp_path: Path) -> None:
     store_of(tmp_path)
-    process = multiprocessing.get_context("spawn").Process(target=_night, args=(tmp_path, "hangs"))
-    process.start()
+    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+    program += "from pathlib import Path; from nightly.test_local import _night\n_night(Path(sys.argv[1]), 'hangs')"
+    process = subprocess.Popen(forked.python("-c", program, str(tmp_path)))
     log = tmp_path / "log"
     while not (log.exists() and log.read_text().endswith("\n")):
         time.sleep(0.01)
     pid = int(log.read_text().split()[1])
-    process.kill()
-    process.join()
+    forked.kill(process)
     for _ in range(500):
         try:
             os.kill(pid, 0)
@@ -125,6 +126,7 @@ def test_nothing_goes_on_when_the_night_is_killed(tmp_path: Path) -> None:
     raise AssertionError("the build outlived its night")
 
 
+@pytest.mark.usefixtures("fresh_children")
 def test_a_build_that_is_stopped_stops_the_night(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     store_of(tmp_path)
     with pytest.raises(Stopped):

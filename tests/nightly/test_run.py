@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import time
 from collections import Counter
@@ -13,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import yaml
 
@@ -197,10 +196,10 @@ def _run(home: Path, resume: bool) -> None:
     run_night(home / "nightly.yaml", Local(), work=work, resume=resume)
 
 
-def _started(home: Path, *, resume: bool = False) -> Any:
-    process = multiprocessing.get_context("spawn").Process(target=_run, args=(home, resume))
-    process.start()
-    return process
+def _started(home: Path, *, resume: bool = False) -> subprocess.Popen[bytes]:
+    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+    program += f"from pathlib import Path; from nightly.test_run import _run\n_run(Path(sys.argv[1]), {resume})"
+    return subprocess.Popen(forked.python("-c", program, str(home)))
 
 
 def _committed(home: Path) -> int:
@@ -213,8 +212,7 @@ def test_killed_for_real_it_goes_on_with_what_is_missing(home: Path) -> None:
     process = _started(home)
     while _committed(home) < 1:
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    forked.kill(process)
     kept = _committed(home)
     assert kept < 4, "it ended before it could be killed"
     (home / "seconds").write_text("0")
@@ -232,8 +230,7 @@ def test_two_at_once_share_a_night(home: Path) -> None:
     (home / "seconds").write_text("0.1")
     both = [_started(home, resume=True) for _ in range(2)]
     for process in both:
-        process.join()
-        assert process.exitcode == 0
+        assert process.wait() == 0
     store = store_of(home)
     assert len(store.results()) == 4 and not store.warnings
     assert {each.state for each in store.results()} == {"done"}

@@ -7,12 +7,12 @@ import json
 import math
 import random
 import subprocess
-import sys
 import threading
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import forked
 import pyarrow as pa
 import pytest
 
@@ -160,7 +160,9 @@ print(sum(commit(key, attempt) for attempt in range(1, 4) for key in cells))
 
 
 def _writer(store: Store, after: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _WRITER, str(store.path), FIRST, str(after), *(cell.key for cell in CELLS)]
+    command = forked.python(
+        "-c", _WRITER, str(store.path), FIRST, str(after), *(cell.key for cell in CELLS), light=True
+    )
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
@@ -215,7 +217,7 @@ _HOLDER = (
 @pytest.mark.parametrize("how", ["r", "w"])
 def test_a_lock_that_is_not_let_go_is_told(store: Store, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(stores, "_WAIT_SECONDS", 0.05)
-    command = [sys.executable, "-c", _HOLDER, str(store.file), how]
+    command = forked.python("-c", _HOLDER, str(store.file), how, light=True)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"\n"
         with pytest.raises(InputError, match=r"\[store-locked\]"):

@@ -1,4 +1,4 @@
-"""A compile in a process of its own: forked from one that has imported everything, or from nothing.
+"""A compile in a process of its own: forked from one that has imported everything.
 
 python in_child.py MODEL OUT REPORT …      REPORT gets {"peak": bytes}, what that compile had resident at most
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import os
+import subprocess
 import sys
 from importlib import import_module
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +24,6 @@ _IMPORTED = [
     "quantkit.measurement.accuracy.score",
     "quantkit.report.bundle.document",
 ]
-_IMPORTED_OF_GRAPHS = [
-    "onnxruntime",
-    "quantkit.graph.fuse",
-    "quantkit.graph.codes.solve",
-    "quantkit.pipeline.graphs.subject",
-]
 
 RECIPE = {
     "schema": 1,
@@ -43,13 +35,9 @@ RECIPE = {
 }
 
 
-def context() -> ForkServerContext:
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([*_IMPORTED, *_IMPORTED_OF_GRAPHS])
-    return found
-
-
-def start(model: Path, out: Path, *, resume: bool = False, graph: dict[str, Any] | None = None) -> BaseProcess:
+def start(
+    model: Path, out: Path, *, resume: bool = False, graph: dict[str, Any] | None = None
+) -> subprocess.Popen[bytes]:
     """Begin a compile of a folder with `RECIPE`, or of a graph.
 
     Args:
@@ -58,12 +46,12 @@ def start(model: Path, out: Path, *, resume: bool = False, graph: dict[str, Any]
         resume: go on.
         graph: its recipe and what else is asked.
     """
-    run = (
-        (_compile, (str(model), str(out), resume)) if graph is None else (_graph, (str(model), str(out), resume, graph))
-    )
-    process = context().Process(target=run[0], args=run[1])
-    process.start()
-    return process
+    import forked
+
+    asked = (str(model), str(out), resume, *([] if graph is None else [graph]))
+    path = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    program = f"import sys; sys.path += {path!r}; import in_child; in_child.{'_compile' if graph is None else '_graph'}"
+    return subprocess.Popen(forked.python("-c", f"{program}(*{asked!r})"))
 
 
 def _begin(out: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import in_child
 import pytest
 import transformers
@@ -37,11 +38,10 @@ def killed(
 ) -> None:
     """Start a compile and kill it as soon as it is `ripe`."""
     process = in_child.start(model, out, resume=resume, graph=graph)
-    while process.is_alive() and not ripe():
+    while process.poll() is None and not ripe():
         time.sleep(0.001)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL, "it ended before it could be killed"
+    forked.kill(process)
+    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
     assert not out.exists()
 
 
@@ -50,8 +50,7 @@ def test_two_kills_then_resume_ends_with_the_undisturbed_content(model: Path, tm
     whole, out = tmp_path / "whole", tmp_path / "killed"
     partial = tmp_path / "killed.partial"
     process = in_child.start(model, whole)
-    process.join()
-    assert process.exitcode == 0
+    assert process.wait() == 0
 
     killed(model, out, lambda: committed(partial) >= 5, resume=False)
     assert committed(partial) < 12
@@ -60,8 +59,7 @@ def test_two_kills_then_resume_ends_with_the_undisturbed_content(model: Path, tm
     assert committed(partial) >= 12
 
     process = in_child.start(model, out, resume=True)
-    process.join()
-    assert process.exitcode == 0
+    assert process.wait() == 0
     assert not partial.exists()
     resumed = Bundle.load(out)
     assert resumed.manifest.content_sha256 == Bundle.load(whole).manifest.content_sha256

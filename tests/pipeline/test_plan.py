@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from quantkit.errors import InputError
@@ -177,7 +176,7 @@ def test_nothing_heavy_is_imported_for_the_largest_model() -> None:
         "found = plan(PlanQuestion('deepseek-v3', target='h200', devices=8)); "
         "print(json.dumps([found.architecture.parameters, sorted(sys.modules)]))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = forked.run("-c", script, light=True, check=True)
     parameters, loaded = json.loads(done.stdout)
     assert parameters > 6e11
     assert not {"torch", "transformers", "scipy", "plotly", "onnx", "onnxruntime", "pandas"} & set(loaded)

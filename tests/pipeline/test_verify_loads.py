@@ -64,6 +64,7 @@ def _dies(_: Any, caller: child.Caller) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+@pytest.mark.usefixtures("fresh_children")
 def test_one_that_ends_its_process_is_said(good: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = _changed(good, tmp_path / "b", "", "", 0)
     monkeypatch.setattr(reload, "_steps", _dies)

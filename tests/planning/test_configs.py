@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 from quantkit.errors import InputError
@@ -330,5 +329,5 @@ assert card.needed(1, 8192) == 8
 heavy = {"torch", "transformers", "scipy", "plotly", "huggingface_hub", "onnx", "onnxruntime", "compressed_tensors"}
 print(sorted(heavy & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forked.run("-c", code, light=True, check=True)
     assert done.stdout.strip() == "[]"

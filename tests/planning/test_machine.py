@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from quantkit import machine
@@ -85,7 +86,7 @@ def test_describe_is_plain_data_and_needs_no_torch() -> None:
         "import json, sys; from quantkit.machine import describe; json.dumps(describe()); "
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    forked.run("-c", program, light=True, check=True)
 
 
 def test_device_id_is_stable_and_versions_name_what_is_there() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import planned
 import pytest
 from plotly import graph_objects
@@ -244,7 +243,7 @@ def test_nothing_heavy_is_imported() -> None:
     """A plan answers in a second: neither torch nor what draws pages."""
     heavy = ("torch", "scipy", "plotly", "transformers", "jinja2")
     code = f"import sys, quantkit.report.plan.document; print([name for name in {heavy} if name in sys.modules])"
-    done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done: Any = forked.run("-c", code, light=True, check=True)
     assert done.stdout.strip() == "[]"
 
 

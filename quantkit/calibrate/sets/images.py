@@ -334,7 +334,7 @@ def _check_values(images: NDArray[np.float32], how: Preprocess | None, where: st
     bad = np.flatnonzero(~np.isfinite(flat).all(axis=1))
     if len(bad):
         value = f"NaN or infinity in {len(bad)} of {len(images)} images"
-        remedy = "leave those images out, or find what made them so"
+        remedy = "leave those images out, or find the cause"
         raise InputError("calibration-nonfinite", where, value, "values are finite", remedy)
     if (flat == flat[:, :1]).all():
         value, rule = f"all {len(images)} images have one value everywhere", "images must vary"
@@ -347,7 +347,7 @@ def _check_values(images: NDArray[np.float32], how: Preprocess | None, where: st
     ends = [(value - mean) / std for mean, std in zip(how.mean, how.std, strict=True) for value in (0.0, 1.0)]
     slack = _SLACK * (max(ends) - min(ends))
     if low < min(ends) - slack or high > max(ends) + slack:
-        rule = f"preprocessed as this model's images are, they lie in {min(ends):g} to {max(ends):g}"
+        rule = f"with this model's preprocessing, values lie in {min(ends):g} to {max(ends):g}"
         remedy = "normalise with the model's mean and std, or give bytes (uint8)"
         raise InputError("calibration-range", where, f"floats from {low:g} to {high:g}", rule, remedy)
 
@@ -415,7 +415,7 @@ def opened_arrays(file: Path | bytes, where: str) -> Iterator[Any]:
         if "allow_pickle" not in reason:
             return cards.unreadable(where, reason)
         value = "it holds Python objects, or is no file of arrays"
-        rule = "a file of objects runs code when it is read, so none is read"
+        rule = "reading Python objects can run code, so only plain arrays are read"
         remedy = "save plain arrays: numpy.savez_compressed(path, images=..., labels=...)"
         return InputError("calibration-pickle", where, value, rule, remedy)
 
@@ -443,7 +443,7 @@ def _arrays(file: Path | bytes, where: str) -> Images:
             images, labels, clusters = loaded, None, None
         elif "images" not in loaded.files:
             value = f"arrays {', '.join(map(repr, list(loaded.files)[:6])) or 'none'}"
-            rule = "an array `images`, and `labels` and `clusters` where there are some"
+            rule = "an array `images`, and optionally `labels` and `clusters`"
             remedy = "numpy.savez_compressed(path, images=..., labels=...)"
             raise InputError("calibration-fields", where, value, rule, remedy)
         else:
@@ -454,7 +454,7 @@ def _arrays(file: Path | bytes, where: str) -> Images:
         raise cards.empty(where, f"images {list(images.shape)}", "images are [n, …], n at least 1, and no size is 0")
     bytes_ = images.dtype == np.uint8
     if not bytes_ and images.dtype.kind != "f":
-        value, rule = f"images of {images.dtype}", "bytes (uint8) that get preprocessed, or floats that were"
+        value, rule = f"images of {images.dtype}", "bytes (uint8) to preprocess, or preprocessed floats"
         raise InputError("calibration-dtype", where, value, rule, "images.astype('uint8') or images.astype('float32')")
     if bytes_ and images.ndim not in (3, 4):
         rule = "bytes are [n, height, width] or [n, height, width, channels]"

@@ -278,7 +278,7 @@ def _fitting(array: Array, own: GraphInput, where: str) -> Array:
         with np.errstate(over="ignore"):  # values beyond the type become infinity, and are refused
             array = array.astype(dtype)
         if not np.isfinite(array).all():
-            remedy = "leave those samples out, or find what made them so"
+            remedy = "leave those samples out, or find the cause"
             raise refused("nonfinite", "NaN or infinity", "values are finite", remedy)
         if array.ndim == 4:
             check_range(array, f"{where}: {own.name}")

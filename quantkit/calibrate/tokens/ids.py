@@ -286,7 +286,7 @@ def demand_tokenizer(tokenizer: Any, where: str, what: str, remedy: str) -> None
 def check_vocabulary(ids: NDArray[np.int64], vocab_size: int, where: str) -> None:
     """Refuse ids outside of the vocabulary. Raises InputError `calibration-ids`."""
     if ids.size:
-        _check_range(int(ids.min()), int(ids.max()), vocab_size, where, remedy="this tokenizer is of another model")
+        _check_range(int(ids.min()), int(ids.max()), vocab_size, where, remedy="use this model's own tokenizer")
 
 
 def _check_range(low: int, high: int, vocab_size: int, where: str, remedy: str = "tokenize for this model") -> None:
@@ -323,7 +323,7 @@ def load_pair_tokens(
     length = max(map(len, ids))
     rows = filled(ids, length, -(-samples * tokens // length))
     if not len(rows):
-        rule, remedy = "a row of ids is filled with texts", "more pairs"
+        rule, remedy = "the texts must fill at least one row of ids", "more pairs"
         raise InputError("calibration-short", reference, f"{len(pairs.left)} pairs to {split}", rule, remedy)
     check_vocabulary(rows, vocab_size, reference)
     sha256 = ids_sha256(rows) if split == "calib" else pairs.sha256

@@ -404,7 +404,7 @@ def _records(records: Iterable[tuple[str, Any]], where: str, chat: bool | None, 
         places.append(place)
         if len(read) > 1:
             rule = "all lines have `text`, or all have `messages`, or all have `input_ids`"
-            remedy = "part them into two files"
+            remedy = "split them into two files"
             raise InputError("calibration-mixed", place, f"{' and '.join(read)} in one file", rule, remedy)
     if IDS in read:
         return Ids(tuple(read[IDS]), tuple(places))

@@ -103,7 +103,8 @@ class Checkpoint(Exporter):
 
     def holds(self, options: CheckpointOptions, runtime: str, asked: LayerSpec) -> State:
         """Return the support as `Exporter.holds`: floats in `dense`; vLLM has kernels for some schemes."""
-        layout = options.found
+        layout, symmetric = options.found, all(scheme.symmetric for scheme in asked.schemes.values())
+        run_time.refuse(asked.activations, asked.cache, options.layout if asked.schemes else DENSE, symmetric)
         if layout is None:
             return "emulated" if asked.schemes else "native"
         for place, scheme in asked.schemes.items() if runtime == "vllm" else ():

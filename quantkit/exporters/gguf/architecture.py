@@ -121,13 +121,13 @@ def _demand_rope(own: LlamaCppClass, config: Config, where: str) -> None:
     rope = _rope(config)
     local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
     if (kind := local.get("rope_type", "default")) != "default":
-        rule = f"in llama.cpp's {own.name} those that see everything alone are scaled"
+        rule = f"in llama.cpp's {own.name} only layers without a window are scaled"
         raise _refused(where, f"rope_type {kind} of layers with a window", rule)
     if (share := rope.get("partial_rotary_factor", local.get("partial_rotary_factor"))) not in (None, 1):
-        raise _refused(where, f"partial_rotary_factor {share}", f"llama.cpp's {own.name} turns whole heads")
+        raise _refused(where, f"partial_rotary_factor {share}", f"llama.cpp's {own.name} rotates whole heads")
     kind = rope.get("rope_type", "default")
     if kind not in own.ropes:
-        raise _refused(where, f"rope_type {kind}", f"of {own.name} {', '.join(sorted(own.ropes))} are written")
+        raise _refused(where, f"rope_type {kind}", f"for {own.name}: {', '.join(sorted(own.ropes))}")
     if kind != "yarn":
         return
     if rope.get("truncate") is False:

@@ -64,7 +64,7 @@ class Gguf(Exporter):
         demand_package()
         _refuse(asked, options)
         for linear in asked.padded:
-            value, rule = "its last group is filled up", "a row of a GGUF file is whole blocks"
+            value, rule = "its last group is padded", "a row of a GGUF file has only whole blocks"
             raise unheld(linear, value, rule, f"another format, or {_LEAVE}")
         if asked.source is not None:
             from quantkit.exporters.gguf.tokenizer import demand_held
@@ -141,7 +141,7 @@ def _content(values: Values, options: GgufOptions) -> Any:
 
 def _refuse(asked: LayerSpec, options: GgufOptions) -> None:
     """Refuse layers without a type in ggml. Raises InputError `layout-unsupported`."""
-    rule = "a GGUF file says nothing of it: llama.cpp rounds inputs of its products by itself"
+    rule = "a GGUF file cannot state it: llama.cpp rounds the inputs of its products by itself"
     if asked.cache is not None:
         raise unheld("scheme.kv_cache", f"a KV cache in {asked.cache.format}", rule, _LEAVE)
     for linear, inputs in asked.activations.items():

@@ -417,7 +417,7 @@ def _parts(tensor: QuantTensor, where: str) -> Parts:
 def _float16(values: Tensor, where: str) -> NDArray[Any]:
     short = values.to(torch.float16)
     if not torch.equal(short.float(), values.float()):
-        rule = "a GGUF file holds float16, which not all of them fit"
+        rule = "a GGUF file holds float16 scales, and some are out of its range"
         remedy = "--set scheme.weights.scale=float16, of a source in float32 or float16"
         raise InputError("scale-inexact", where, f"scales in {str(values.dtype).removeprefix('torch.')}", rule, remedy)
     return short.numpy().reshape(-1, 1)  # type: ignore[no-any-return]

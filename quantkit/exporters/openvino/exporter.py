@@ -206,7 +206,7 @@ def _refuse_inputs(linear: str, inputs: ActivationScheme, weight: WeightScheme) 
     if inputs.format != "int8":
         raise unheld(linear, value, "OpenVINO fuses pairs of 8-bit integers alone", _LEAVE)
     if inputs.dynamic or inputs.granularity != "tensor":
-        rule = "OpenVINO finds scales of its own where they are not fixed, whatever a file says"
+        rule = "OpenVINO chooses its own scales for dynamic inputs, whatever a file says"
         raise unheld(linear, f"{value}, scales by {inputs.granularity}", rule, f"fix them (--recipe int8), or {_LEAVE}")
     if weight.format not in ("int8", "int7") or weight.granularity not in ("channel", "tensor") or not weight.symmetric:
         rule = "a product of bytes has one scale a channel, and no zero point"

@@ -71,7 +71,7 @@ def library(flags: Sequence[str] = ("-march=native",)) -> Path:
     """
     compiler = _compiler()
     if compiler is None:
-        rule = "its operators are compiled for the processor at hand"
+        rule = "its operators are compiled for this machine's processor"
         remedy = "install gcc or clang and name it in CC, or use the runtime `onnxruntime`, which needs none"
         raise InputError("compiler-missing", "quantkit_cpu", _missing(), rule, remedy)
     try:

@@ -77,7 +77,7 @@ def demand_talking(choice: CalibrationChoice, kind: str) -> None:
         raise InputError("calibration-generated", where=where, value=value, rule=rule, remedy=remedy)
     if choice.template is not None and kind != "decoder":
         where, value = "calibration.template", f"{choice.template}, {mismatch}"
-        rule = "conversations are what a decoder goes on with"
+        rule = "only a decoder continues conversations"
         raise InputError(pack.CODE, where=where, value=value, rule=rule, remedy=pack.NONE)
 
 

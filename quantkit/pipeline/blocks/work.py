@@ -181,7 +181,7 @@ def check_order(steps: Sequence[PassRun]) -> None:
         rule = "a pass comes after what it requires, and before codes are assigned if it changes weights"
         if step.run.scope == "model" and before:
             value, place = f"comes after {before}", "the beginning"
-            rule = "what changes the whole model is done as its blocks load, before what works block by block"
+            rule = "a pass of scope `model` comes before the passes of scope `block`"
         elif missing := step.run.requires - facts:
             value, place = f"needs {', '.join(sorted(missing))}", "another place"
         if value:

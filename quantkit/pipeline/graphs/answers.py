@@ -57,8 +57,8 @@ def cost(model: ir.Model, sites: Sequence[Site], feed: Feed) -> SampleCost:
     bad = [name for name in floats if not np.isfinite(shown[name]).all()]
     if bad or not floats:
         value = "NaN or infinity for calibration samples" if bad else "no floats"
-        rule = "what comes out is finite floats, by which the quantized graph is compared"
-        remedy = "check the samples and the weights" if bad else "give out what the last operator reads, too"
+        rule = "outputs are finite floats, so that the quantized graph can be compared"
+        remedy = "check the samples and the weights" if bad else "make the last operator's input an output, too"
         raise InputError("onnx-outputs", ", ".join(bad or compared), value, rule, remedy)
     came = sum(shown[name].size for name in outputs)
     return SampleCost(macs, came // samples, sum(shown[site.output].size for site in sites) // samples)

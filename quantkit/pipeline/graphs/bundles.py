@@ -134,10 +134,10 @@ def float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None
 def baseline_needed(source: SourceEntry) -> InputError:
     """Make the error `baseline-needed`, for an original that has moved or was never opened here."""
     name, path = source.ref.removeprefix("path:"), next(iter(remembered(source.sha256)), None)
-    value = f"the bundle was made from {name!r}, which {'has changed' if path else 'lies at no place known here'}"
+    value = f"the bundle was made from {name!r}, which {'has changed' if path else 'is at no known place'}"
     rule = "a bundle holds neither its original nor the path of it"
     typed = shlex.quote(f"./{name}" if path is None else content.near(path))
-    remedy = f"--baseline {typed}, where it lies" if source.ref.startswith("path:") else "--baseline ./model.onnx"
+    remedy = f"--baseline {typed}, with its path" if source.ref.startswith("path:") else "--baseline ./model.onnx"
     return InputError("baseline-needed", where="--baseline", value=value, rule=rule, remedy=remedy)
 
 

@@ -138,8 +138,8 @@ def prepare(request: Request) -> PreparedGraph:
         decisions.append(decision("activations", "by-tensor", graph.name, reason, activations.granularity, "tensor"))
     mixed = next((step.settings for step in recipe.passes if step.name == Mixed.name), None)
     if mixed is not None and dynamic:
-        value = "the pass mixed, and activations quantized as the model runs"
-        rule = "products are kept high among those with fixed scales"
+        value = "the pass mixed with dynamic activations"
+        rule = "the pass keeps products in floats only among those with fixed scales"
         remedy = "--set scheme.activations.dynamic=false, or leave the pass out"
         raise InputError("scheme-unsupported", f"recipe {recipe.name}", value, rule, remedy)
     held = None if mixed is None else inputs_of(request, graph, "tune", file.alias, mixed.samples)
@@ -157,7 +157,7 @@ def prepare(request: Request) -> PreparedGraph:
     out = request.out or default_out(graph.name, recipe.name, resume=request.resume)
     costs = cost(graph.model, products, feed)
     if scoring.labels is not None and int(scoring.labels.max()) >= max(costs.outputs, 2):
-        rule = f"the graph gives {costs.outputs} numbers a sample, so that its classes are below that"
+        rule = f"the graph has {costs.outputs} outputs a sample, so classes are below that number"
         remedy = "score it on samples with labels of its own classes"
         raise InputError("label-out-of-range", scoring.name, f"label {int(scoring.labels.max())}", rule, remedy)
     return PreparedGraph(request, graph, file.ref, chosen, calib, scoring, held, costs, out, decisions)
@@ -168,7 +168,7 @@ def _check_globs(recipe: Recipe, names: Sequence[str]) -> None:
     for override in recipe.overrides:
         if override.weights is not None or override.activations is not None:
             where, remedy = f"overrides: {override.match}", "`weights: null` in the override, or keep"
-            rule = "of a graph, a product has the recipe's scheme or stays in float32"
+            rule = "each product of a graph has the recipe's scheme or stays in float32"
             raise InputError("scheme-unsupported", where=where, value="a scheme of its own", rule=rule, remedy=remedy)
     asked = [("override", "overrides", override.match) for override in recipe.overrides]
     asked += [("keep", "keep", pattern) for pattern in recipe.keep if pattern not in ROLES]
@@ -196,7 +196,7 @@ def inputs_of(request: Request, graph: FloatGraph, split: Split, alias: Alias | 
             raise
         if alias is not None:
             return load(alias.calibration)
-        rule = f"a graph is calibrated on samples of what it takes: {', '.join(value.name for value in graph.inputs)}"
+        rule = f"a graph is calibrated on samples of its inputs: {', '.join(value.name for value in graph.inputs)}"
         remedy = "--calibration ./FILE.npz with an array for each input, or a folder of images"
         raise InputError(problem.code, recipe.calibration.set, problem.value, rule, remedy) from None
 
@@ -221,16 +221,16 @@ def takes(
     exporter, library = load_exporter(EXPORT), TENSORRT.parser(step.settings)
     _demand_known(graph, library)
     if step.settings.type != "float16":
-        rule = "a graph becomes a network in float16: nothing here computes convolutions in bfloat16 to check it by"
+        rule = "a graph becomes a network in float16: no library here can check convolutions in bfloat16"
         raise InputError("layout-unsupported", "tensorrt.type", step.settings.type, rule, "--set tensorrt.type=float16")
     unsupported = ""
     sides = {form.format.replace("int7", "int8") for form in (weights, activations) if form is not None}
     if any(run.name == Mixed.name for run in recipe.passes):
         unsupported, rule = "the pass mixed", "what it keeps is searched for with ONNX Runtime's kernels"
-        remedy = "--recipe int8-tensorrt; `keep` names what stays in 16 bits"
+        remedy = "--recipe int8-tensorrt; `keep` names the products that stay in 16 bits"
     elif weights is not None and (weights.format not in WEIGHTS or len(sides) > 1):
         unsupported = f"weights {weights.format}, inputs {activations.format if activations else 'float'}"
-        rule = f"weights are in {', '.join(WEIGHTS)}; inputs are as the weights, in 8 bits, or floats"
+        rule = f"weights are in {', '.join(WEIGHTS)}; inputs have the weights' 8-bit format, or stay floats"
         remedy = "--recipe int8-tensorrt"
     if unsupported:
         where = f"recipe {recipe.name}"

@@ -365,7 +365,7 @@ class QuantizedGraph:
         ok = multiplied.share >= _INTEGER_SHARE and not multiplied.floating
         if not ok:
             value = f"{multiplied.share:.1%} of the multiply-accumulates run in integers"
-            rule = f"what is quantized is multiplied in integers, at least {_INTEGER_SHARE:.0%} of all"
+            rule = f"at least {_INTEGER_SHARE:.0%} of the quantized multiply-accumulates run in integers"
             remedy = "keep these layers in floats: --set 'keep=[NAME]'"
             raise GateError("check-failed", where or path.name, value, rule, remedy)
         return Check(name="integer.macs", value=multiplied.share, limit=_INTEGER_SHARE, ok=ok, where=where)

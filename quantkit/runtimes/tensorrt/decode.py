@@ -41,7 +41,7 @@ class EngineModel(FileModel):
             remedy = "run it with TensorRT's own tools; its network runs here: --runtime onnxruntime"
             raise InputError("engine-of-graph", str(self.place), value, rule, remedy)
         if self.decoder and "write_indices" not in engine.inputs:
-            value, rule = "a cache that each step gives out anew", "this runtime writes into one in place"
+            value, rule = "a cache that each step returns as a new tensor", "this runtime updates its cache in place"
             remedy = "export with cache: in_place"
             raise InputError("cache-grown", str(self.place), value, rule, remedy)
 

@@ -208,7 +208,7 @@ class Engine:
         with self._aside():
             done = context.execute_async_v3(self.stream())
         if not done:
-            value, rule = self._said.last or "no word why", "an engine runs the shapes that it was built for"
+            value, rule = self._said.last or "no reason given", "an engine runs the shapes that it was built for"
             remedy = "please report it, with the recipe and the shapes"
             raise InputError("engine-failed", str(self.file.path), value, rule, remedy)
 

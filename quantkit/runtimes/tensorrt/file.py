@@ -145,7 +145,7 @@ def choose(bundle: Path, engines: Mapping[Path, Description], library: Versioned
             return path
         reasons.append(f"{path.name} is for {reason}")
     where = f"{name}, SM {here}, {library.name} {library.version}"
-    rule = "an engine is loaded by what built it, on the GPU that it was built for"
+    rule = "an engine is loaded by the library that built it, on the GPU that it was built for"
     remedy = f"build one for this GPU: {rebuild(bundle, library)}"
     raise InputError("engine-foreign", where, "; ".join(reasons), rule, remedy)
 
@@ -164,7 +164,7 @@ def verified(bundle: Bundle) -> dict[Path, str]:
     if not engines and not strange:
         raise _missing(bundle.path)
     if strange:
-        where, rule = f"{folder}/{strange[0]}", "only listed files are run: an engine is executable code"
+        where, rule = f"{folder}/{strange[0]}", "an engine is executable code, so the manifest must list it"
         remedy = f"delete it, and build again: {REBUILD.format(bundle=bundle.path)}"
         raise InputError("hash-mismatch", where, "files.unlisted", rule, remedy)
     bundle.demand_intact(f"{FOLDER}/")
@@ -189,7 +189,7 @@ def _read(path: Path, sha256: str) -> bytes:
     data = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(data).hexdigest() == sha256:
         return data
-    rule = "only listed files are run: an engine is executable code"
+    rule = "an engine is executable code, so the manifest must list it"
     remedy = f"build it again: {REBUILD.format(bundle=path.parent.parent)}"
     raise InputError("hash-mismatch", str(path), "changed since it was verified", rule, remedy)
 
