@@ -303,10 +303,8 @@ def _recommended(outlook: Outlook, ranked: Sequence[Ranked], losses: Losses) -> 
     if outlook.architecture.kind != "decoder":
         because.append("no KL was measured on models that do not generate: more bits come first")
     if best.request is None:
-        by, target = "bytes and KL" if outlook.architecture.kind == "decoder" else "bits and bytes", outlook.target
-        remedy = f"run `quantkit doctor --write --target {outlook.aimed or target.name}` on that machine"
-        remedy = remedy if target.unmeasured() else f"{target.name} has no figure for its memory's bandwidth"
-        because.append(f"ranked by {by}, since no time is known: {remedy}")
+        by = "bytes and KL" if outlook.architecture.kind == "decoder" else "bits and bytes"
+        because.append(f"ranked by {by}, since no time is known")
     elif best.request.bound:
         because.append("times are bounds, without unpacking weights: `quantkit tax` measures that")
     if best.candidate.recipe == _FLOAT and len(ranked) > 1:

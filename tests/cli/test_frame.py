@@ -92,6 +92,8 @@ def test_recommend_ranks_recipes_on_a_target(quantkit: Any) -> None:
     rows = [line.split()[0] for line in lines if line.split()[2:3] in (["yes"], ["no"])]
     assert rows == [one["recipe"] for one in recipes], "a line each"
     assert lines[-2].startswith("  quantkit compile hf:meta-llama/Meta-Llama-3-8B --recipe int4-best --target h100")
+    untimed = quantkit("recommend", "smollm2-135m", "--target", "cpu-x86-amx").out
+    assert "`quantkit doctor --write --target cpu-x86-amx` on that machine" in " ".join(untimed.split())
     first = quantkit("recommend", "smollm2-135m", "--target", "cpu-x86", "--json").envelope["result"]
     assert [one["recipe"] for one in first["refused"]] == ["fp8-block"]
     assert quantkit("recommend", "llama-3-80b", "--json").envelope["error"]["code"] == "unknown-model"

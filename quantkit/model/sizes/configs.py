@@ -147,7 +147,7 @@ def _missing(path: Path, value: str) -> InputError:
     remedy = f"name a folder with a {CONFIG}, the {CONFIG} itself, or one of `quantkit list models`"
     compiled = f"quantkit compile {shlex.quote(str(path))}"
     if path.suffix.lower() == ".gguf":
-        remedy = f"`{compiled} --dry-run` says what a compile needs; or {remedy}"
+        remedy = f"`{compiled} --dry-run` says what a compile needs"
     if path.suffix.lower() == ".onnx":
         remedy = f"a graph has one usual recipe: {compiled} --recipe int8-network --calibration ./FILE.npz"
     return InputError("config-missing", str(path), value, rule, remedy)

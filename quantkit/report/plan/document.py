@@ -76,11 +76,13 @@ def ranking(outlook: Outlook, ranked: Sequence[Ranked], version: str = "") -> tr
         about.append("It orders the recipes: your model loses more or less.")
     about.append(say.legend(outlook))
     about += [f"left out: {one.label}: {one.problem}" for one in outlook.candidates if one.problem is not None]
+    measures = f"To know times: `quantkit doctor --write --target {outlook.aimed or label}` on that machine."
+    missing = [Remark(measures, "note")] if outlook.target.unmeasured() else []
     first = f"To try the first on {label}; `measure` gives the verdict:"
     return tree.Document(
         (Styled(outlook.architecture.name, "strong"), " on ", Styled(label, "strong"), ": which recipe to try first"),
         [say.model(outlook.architecture), say.target(outlook), say.workload(outlook.workload, outlook.architecture)],
-        [replace(_answer(outlook), because=outlook.recommendation.because, commands=[])],
+        [replace(_answer(outlook), because=outlook.recommendation.because, commands=[]), *missing],
         [
             Sheet(head, rows, 0, 3),
             *(Remark(line, "caption") for line in about if line),
