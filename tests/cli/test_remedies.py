@@ -170,7 +170,7 @@ def test_a_folder_of_a_gguf_file_names_it(quantkit: Command, tmp_path: Path, mon
     # it is opened: what it says of these four bytes is that they are no whole file
     path = remedy.rpartition(" ")[2]
     refused(quantkit, "compile", path, "--dry-run", code="gguf-damaged")
-    instead, _ = re.findall(r"`quantkit ([^`]*)`", refused(quantkit, "plan", path, code="config-missing"))
+    (instead,) = re.findall(r"`quantkit ([^`]*)`", refused(quantkit, "plan", path, code="config-missing"))
     refused(quantkit, *shlex.split(instead), code="gguf-damaged")
 
 
