@@ -26,6 +26,7 @@ from typing import Any, Self
 from quantkit.bundle import disk, seal
 from quantkit.bundle.bundle import Bundle
 from quantkit.bundle.disk import (
+    Hashes,
     disk_full,
     fsync,
     fsync_tree,
@@ -54,6 +55,7 @@ class Build:
         folder: `<out>.partial`, in the same folder as `out`, so that a rename is possible.
         finished: the bundle, when the resumed build is already complete. If the process was killed after the partial
             folder was deleted, the fingerprint is gone too: compare the manifest of this bundle with the request.
+        hashes: sha256 of files in the folder, each read once.
     """
 
     def __init__(self, out: Path, lock: int, finished: Bundle | None = None) -> None:
@@ -64,6 +66,7 @@ class Build:
         self._lock = lock
         self._committed: list[dict[str, Any]] = []
         self._dropped = ""
+        self.hashes = Hashes()
         self._hashes: dict[str, str | None] = {}
 
     @property

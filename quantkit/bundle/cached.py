@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from quantkit.bundle.disk import fsync, is_plain, sha256, walk, write_atomic
@@ -21,12 +23,15 @@ if TYPE_CHECKING:
 _NAME = "hidden"
 
 
-def put(source: Path, place: Path) -> None:
+def put(source: Path, place: Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
     """Move a complete file or folder to its place in the cache.
 
     The hashes are written first, so a file without hashes is never taken for a complete one.
+
+    Args:
+        known: sha256 of files in the folder that were hashed while they were written, by their path in it.
     """
-    write_atomic(_sums(place), _said(source, place.name).encode())
+    write_atomic(_sums(place), _said(source, place.name, known).encode())
     source.rename(place)
     fsync(place.parent)
 
@@ -94,8 +99,10 @@ def _sums(place: Path) -> Path:
     return place.with_name(f".{place.name}.sums")
 
 
-def _said(place: Path, name: str) -> str:
+def _said(place: Path, name: str, known: Mapping[str, str] = MappingProxyType({})) -> str:
     files = list(walk(place)) if place.is_dir() and not place.is_symlink() else [place]
     if not all(is_plain(os.lstat(path)) for path in files):
         raise ValueError("a link")
-    return "".join(f"{sha256(path)}  {Path(name, path.relative_to(place)).as_posix()}\n" for path in files)
+    inside = [path.relative_to(place) for path in files]
+    hashes = [known.get(below.as_posix()) or sha256(path) for below, path in zip(inside, files, strict=True)]
+    return "".join(f"{digest}  {Path(name, below).as_posix()}\n" for digest, below in zip(hashes, inside, strict=True))

@@ -99,7 +99,9 @@ def fsync_tree(folder: Path) -> None:
         fsync(Path(place))
 
 
-def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, inside: Path | None = None) -> str:
+def write_atomic(
+    path: Path, data: bytes | Iterable[bytes | memoryview], *, inside: Path | None = None, hashed: bool = True
+) -> str:
     """Replace the content of a file; a reader, or a crash, sees the old content or the new one.
 
     Args:
@@ -108,7 +110,7 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, insi
         inside: folder that the file must not leave. Missing folders between the two are created.
 
     Returns:
-        the sha256 of the content.
+        the sha256 of the content; "" if not `hashed`.
 
     Raises:
         InputError: `bundle-link`, a folder between `inside` and the file is a link.
@@ -121,16 +123,19 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, insi
         try:
             with os.fdopen(descriptor, "wb") as stream, ThreadPoolExecutor(1) as beside:
                 for chunk in [data] if isinstance(data, bytes) else data:
-                    hashed = None
+                    if not hashed:
+                        stream.write(chunk)
+                        continue
+                    waiting = None
                     if memoryview(chunk).nbytes >= _LARGE:
                         with suppress(RuntimeError):  # an interpreter that is shutting down starts no threads
                             # hashing takes as long as writing, and both release the GIL
-                            hashed = beside.submit(digest.update, chunk)
+                            waiting = beside.submit(digest.update, chunk)
                     stream.write(chunk)
-                    if hashed is None:
+                    if waiting is None:
                         digest.update(chunk)
                     else:
-                        hashed.result()
+                        waiting.result()
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -138,7 +143,7 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, insi
             with suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=folder)
         os.fsync(folder)
-    return digest.hexdigest()
+    return digest.hexdigest() if hashed else ""
 
 
 def is_left_over(name: str) -> bool:
@@ -257,6 +262,21 @@ def sha256(path: Path) -> str:
     """Return the sha256 of a file's content, in hex."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class Hashes:
+    """Sha256 of files; one is read again only if its inode, size or times have changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, ...], str]] = {}
+
+    def __call__(self, path: Path) -> str:
+        """Return the sha256 of a file's content, in hex."""
+        status = os.lstat(path)
+        stamp = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        if path not in self._known or self._known[path][0] != stamp:
+            self._known[path] = stamp, sha256(path)
+        return self._known[path][1]
 
 
 def is_plain(status: os.stat_result) -> bool:

@@ -12,7 +12,7 @@ import html
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from quantkit import limits
+from quantkit import limits, machine
 from quantkit.bundle.disk import sha256, walk
 from quantkit.content import Bounded
 from quantkit.errors import InputError, from_validation, one
@@ -375,13 +375,16 @@ def _weights(place: str) -> tuple[str, ...]:
     return next((tuple(exporter.weights) for exporter in loaded if exporter.place == place), ())
 
 
-def inventory(folder: Path) -> list[FileEntry]:
+def inventory(folder: Path, hashed: Callable[[Path], str] = sha256) -> list[FileEntry]:
     """List all files of a bundle except its manifest, with their hashes, sorted by path.
+
+    Args:
+        hashed: function that hashes a file; `Hashes` reads unchanged ones once.
 
     Raises:
         InputError: `bundle-link`, something that is not a plain file.
     """
-    entries = []
+    sizes: dict[Path, int] = {}
     for path in walk(folder):
         name = path.relative_to(folder).as_posix()
         if name in UNLISTED:
@@ -389,8 +392,10 @@ def inventory(folder: Path) -> list[FileEntry]:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):
             raise InputError("bundle-link", name, "a link or device", "a bundle holds plain files")
+        sizes[path] = status.st_size
+    entries = []
+    for path, digest in zip(sizes, machine.in_order(hashed, list(sizes)), strict=True):
+        name = path.relative_to(folder).as_posix()
         role, deterministic = role_of(name)
-        entries.append(
-            FileEntry(path=name, bytes=status.st_size, sha256=sha256(path), role=role, deterministic=deterministic)
-        )
+        entries.append(FileEntry(path=name, bytes=sizes[path], sha256=digest, role=role, deterministic=deterministic))
     return sorted(entries, key=lambda entry: entry.path)

@@ -204,11 +204,11 @@ def _compiled(subject: Subject) -> Compiled:
             "checks": subject.checks,
             "state": _state(subject.checks),
             "weights": subject.weights(),
-            "files": inventory(bundle.path),
+            "files": inventory(bundle.path, build.hashes),
             "verdict": decide(rows, subject.checks, subject.layers, request.target, exports),
         }
     )
-    finished = build.finish(with_documents(manifest, rows, notes, bundle.path))
+    finished = build.finish(with_documents(manifest, rows, notes, bundle.path, build.hashes))
     ended = watch.end()
     seconds = {"quantize_cpu": subject.quantize_cpu, "total": sum(stage.seconds for stage in ended)}
     return Compiled(finished, rows, seconds, machine.peak_bytes(), notes, ended)
@@ -219,7 +219,7 @@ def _manifest(subject: Subject) -> Manifest:
     import torch
 
     request, (model, calibration) = subject.request, subject.entries()
-    files, compiled_on = inventory(subject.build.bundle), subject.device.as_dict()
+    files, compiled_on = inventory(subject.build.bundle, subject.build.hashes), subject.device.as_dict()
     return Manifest(
         quantkit=__version__,
         content_sha256=content_sha256(files),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import limits, plugins
 from quantkit.bundle import Bundle, Check, Decision, LayerEntry, Manifest, Verdict, inventory
+from quantkit.bundle.disk import Hashes
 from quantkit.bundle.manifest import MEASUREMENTS
 from quantkit.errors import InputError, QuantkitError
 from quantkit.exporters import load_exporter, reader
@@ -357,7 +358,7 @@ def read_harm(folder: Path) -> Harm | None:
         return None
 
 
-def with_documents(manifest: Manifest, rows: list[Row], notes: Sequence[str], folder: Path) -> Manifest:
+def with_documents(manifest: Manifest, rows: list[Row], notes: Sequence[str], folder: Path, hashes: Hashes) -> Manifest:
     """Write page and card into a bundle; return the manifest that lists them."""
     from quantkit.report.bundle.document import card
 
@@ -366,6 +367,6 @@ def with_documents(manifest: Manifest, rows: list[Row], notes: Sequence[str], fo
         manifest = manifest.model_copy(update={"decisions": [*manifest.decisions, *missing]})
         if text is not None:
             (folder / REPORT).write_bytes(text)
-            manifest = manifest.model_copy(update={"files": inventory(folder)})
+            manifest = manifest.model_copy(update={"files": inventory(folder, hashes)})
     (folder / "README.md").write_text(card(manifest, rows, notes), encoding="utf-8")
-    return manifest.model_copy(update={"files": inventory(folder)})
+    return manifest.model_copy(update={"files": inventory(folder, hashes)})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.bundle.disk import alone, write_atomic, writing
+from quantkit.bundle.disk import Hashes, alone, write_atomic, writing
 from quantkit.errors import InputError, Stopped
 
 
@@ -21,6 +21,17 @@ def test_chunks_are_one_file_with_one_hash(tmp_path: Path) -> None:
     assert (path.read_bytes(), digest) == (b"abcd", hashlib.sha256(b"abcd").hexdigest())
     assert write_atomic(path, b"abcd") == digest
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_is_hashed_again_only_once_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes, path = Hashes(), tmp_path / "file"
+    path.write_bytes(b"one")
+    first = hashes(path)
+    with monkeypatch.context() as patched:
+        patched.setattr("quantkit.bundle.disk.sha256", None)
+        assert hashes(path) == first == hashlib.sha256(b"one").hexdigest()
+    write_atomic(path, b"two", hashed=False)
+    assert hashes(path) == hashlib.sha256(b"two").hexdigest()
 
 
 def test_what_ends_in_the_middle_leaves_the_old_content(tmp_path: Path) -> None:

@@ -18,10 +18,13 @@ from test_gguf import vocabulary, write_gguf
 from zoo import tiny
 
 from quantkit import content
+from quantkit.bundle import cached
+from quantkit.bundle.disk import sha256
 from quantkit.calibrate.sets.card import Card
 from quantkit.calibrate.sets.images import load_images
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
+from quantkit.model.source import files
 from quantkit.model.source.alias import ALIASES, Alias, Packaged, materialize
 from quantkit.model.source.open import open_model
 
@@ -66,6 +69,25 @@ def test_converted_once_without_importing_the_package(slow: Alias, conversions: 
     source = open_model(str(folder))
     model = tiny("llama", vocab_size=len(vocabulary()))
     assert torch.equal(source.weights.read("lm_head.weight"), model.state_dict()["lm_head.weight"])
+
+
+def test_what_is_written_is_not_read_for_its_hash(alias: Alias, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALIASES, "tiny", alias)
+    hashed: list[str] = []
+    for module in (cached, files):
+        monkeypatch.setattr(module, "sha256", lambda path: hashed.append(path.name) or sha256(path))
+    source = open_model("tiny")
+    source.demand_unchanged()
+    assert set(hashed) == {"provenance.json", "tiny.gguf"}
+    stored = json.loads((source.path / "provenance.json").read_text())["files"]
+    assert {name: sha256(source.path / name) for name in stored} == stored
+    (source.path / "model.safetensors").touch()
+    source.demand_unchanged()
+    assert "model.safetensors" in hashed
+    with (source.path / "config.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(InputError, match="source-changed"):
+        source.demand_unchanged()
 
 
 def test_a_new_file_in_the_package_is_a_new_folder(alias: Alias) -> None:

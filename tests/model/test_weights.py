@@ -223,6 +223,36 @@ def test_weights_that_are_not_finite_are_refused(dtype: torch.dtype, value: floa
     assert re.search(r"(1 NaN and 0|0 NaN and 1) infinite of 35", caught.value.value)
 
 
+def test_one_pass_hashes_a_file_and_finds_its_largest_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {name: tensor for name, tensor in ODD.items() if tensor.is_floating_point()}
+    parts["long"] = torch.linspace(-3, 2, 700_001)
+    parts["wide"] = torch.cat([torch.zeros(900_000), torch.tensor([-7.5])]).bfloat16()
+    file = tmp_path / "model.safetensors"
+    save_file({**parts, "codes": torch.full((3,), 9, dtype=torch.int8)}, file)
+    apart = Weights.open(tmp_path).largest([*parts, "codes"])
+    assert apart == {
+        **{name: float(value.float().abs().max()) if value.numel() else 0.0 for name, value in parts.items()},
+        "codes": 0.0,
+    }
+    weights = Weights.open(tmp_path)
+    assert weights.hashed(file.name) == hashlib.sha256(file.read_bytes()).hexdigest()
+    monkeypatch.setattr("quantkit.model.source.weights._looked_at", None)  # nothing is read again
+    assert weights.largest(apart) == apart
+
+
+def test_one_pass_leaves_the_error_to_whoever_uses_the_tensor(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"fine": torch.ones(2), "damaged": torch.tensor([1.0, float("nan"), 2.0])}, file)
+    weights = Weights.open(tmp_path)
+    assert weights.hashed(file.name) == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert weights.largest(["fine"]) == {"fine": 1.0}
+    with pytest.raises(InputError, match=r"weights-nonfinite.*damaged.*1 NaN"):
+        weights.largest(["fine", "damaged"])
+    os.truncate(file, file.stat().st_size - 4)
+    with pytest.raises(InputError, match="weights-truncated"):
+        weights.hashed(file.name)
+
+
 def test_the_largest_finite_values_are_fine(tmp_path: Path) -> None:
     extremes = torch.tensor([torch.finfo(torch.float32).max, torch.finfo(torch.float32).min])
     save_file({"w": extremes}, tmp_path / "model.safetensors")

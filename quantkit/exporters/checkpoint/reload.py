@@ -29,13 +29,14 @@ from quantkit.exporters.check import judged
 from quantkit.exporters.checkpoint.writer import loading_dtype
 from quantkit.formats import load_format
 from quantkit.formats.base.layout import against, split
+from quantkit.machine import in_order
 from quantkit.model import layouts, run_time
 from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.model.layouts import Layout
 from quantkit.model.run_time import RunTime
 from quantkit.model.source import pretrained
 from quantkit.model.source.open import in_float32, model_class_of, open_written, quiet_loading
-from quantkit.model.source.weights import Weights, in_order, strict_json
+from quantkit.model.source.weights import Weights, strict_json
 from quantkit.model.structure.kinds import cut_config, positions
 from quantkit.model.structure.names import match_names, same
 from quantkit.scheme import WeightScheme

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.exporters.carried import carry
+from quantkit.machine import in_order
 from quantkit.model import run_time
 from quantkit.model.layouts import REGEX, Header, Layout
 from quantkit.model.run_time import RunTime
@@ -153,8 +154,8 @@ class Writer:
         fixed = {name: value for name, (place, value) in self.fixed.items() if place == shard}
         return headers + [(name, dtype_name(value.dtype), tuple(value.shape)) for name, value in fixed.items()]
 
-    def write_shard(self, shard: str, path: Path) -> str:
-        """Write one shard and return its sha256.
+    def write_shard(self, shard: str, path: Path) -> None:
+        """Write one shard; the bundle's inventory hashes it.
 
         Raises InputError: `scale-inexact`, `layout-unsupported`; Stopped: `disk-full`.
         """
@@ -179,13 +180,14 @@ class Writer:
             waiting.update(layout.companions(prefix, tensor, self.dtype))
             return waiting.pop(name)  # type: ignore[no-any-return]
 
-        return write_safetensors(path, self.headers(shard), produced)
+        write_safetensors(path, self.headers(shard), produced, hashed=False)
 
     def write(self, folder: Path) -> None:
         """Write every shard, config.json, the index, and the copied files."""
         folder.mkdir(parents=True, exist_ok=True)
-        for shard in self.shards:
-            self.write_shard(shard, folder / shard)
+        headers = [(header, shard) for shard in self.shards for header in self.headers(shard)]  # before the threads
+        for _ in in_order(lambda shard: self.write_shard(shard, folder / shard), self.shards):
+            pass
         config = dict(self.source.config)
         if not config.keys() & {"dtype", "torch_dtype"}:
             # otherwise a loader takes the dtype of the first tensor, which may be a scale
@@ -194,7 +196,6 @@ class Writer:
             config["quantization_config"] = self.quantization
         carry(self.source, folder, config)
         if self.shards != [SINGLE]:
-            headers = [(header, shard) for shard in self.shards for header in self.headers(shard)]
             total = sum(math.prod(shape) * torch_dtype(kind).itemsize for (_, kind, shape), _ in headers)
             placed = {name: shard for (name, _, _), shard in headers}
             write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})

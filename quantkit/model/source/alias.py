@@ -24,8 +24,8 @@ from quantkit.content import cache_dir, read_yaml
 from quantkit.errors import InputError, QuantkitError, unknown_name
 from quantkit.kinds import Kind
 from quantkit.model.sizes import configs
-from quantkit.model.source.files import file_sha256
-from quantkit.model.source.gguf import convert_gguf
+from quantkit.model.source.files import file_sha256, keep_sha256
+from quantkit.model.source.gguf import convert_gguf, hashes_of
 from quantkit.model.source.packaged import FilePart, Joined, Preprocess, convert_network, copy_folder, fetch
 from quantkit.model.source.weights import disk_errors
 
@@ -165,8 +165,11 @@ def converted(name: str, source: Path, convert: Callable[[Path, Path], None]) ->
             work.mkdir()
             try:
                 convert(source, work)
+                known = hashes_of(work)
                 fsync(work)
-                cached.put(work, folder)
+                cached.put(work, folder, known)
+                for file, digest in known.items():
+                    keep_sha256(folder / file, digest)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     return folder

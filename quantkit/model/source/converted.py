@@ -74,6 +74,12 @@ class Converted(Weights):
             return False
         return torch.equal(*(self.read(name).contiguous().view(-1).view(torch.uint8) for name in (one, other)))
 
+    def _largest(self, entry: TensorEntry) -> float:
+        if not isinstance(entry, ConvertedTensor):
+            return super()._largest(entry)
+        values = self._read(entry)
+        return float(values.abs().max()) if values.is_floating_point() and values.numel() else 0.0
+
     def _read(self, entry: TensorEntry, device: torch.device | None = None) -> Tensor:
         if not isinstance(entry, ConvertedTensor):
             return super()._read(entry, device)

@@ -18,18 +18,20 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from quantkit import limits
-from quantkit.bundle.disk import write_atomic
+from quantkit.bundle.disk import sha256, write_atomic
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
-from quantkit.model.source.weights import INDEX, SINGLE, Weights, checked_file, in_order, strict_json
+from quantkit.machine import in_order
+from quantkit.model.source.weights import INDEX, SINGLE, Weights, checked_file, strict_json
 
 # files beside the weights; no other text files, which may be logs of this process
 PATTERNS = ("*.json", "*vocab*.txt", "*merges*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -41,27 +43,45 @@ _RACY_NS = 2_000_000_000
 _PLACES = 8
 
 
-def file_sha256(path: Path) -> str:
-    """Hash a file's content, in hex; from the cache if the file has not changed since."""
+def file_sha256(path: Path, hashed: Callable[[], str] | None = None) -> str:
+    """Hash a file's content, in hex; from the cache if the file has not changed since.
+
+    Args:
+        hashed: function that hashes it, where it is read for something else too.
+    """
     real = path.resolve()
     before = real.stat()
-    key = {"path": str(real), "size": before.st_size, "mtime_ns": before.st_mtime_ns}
-    key |= {"ctime_ns": before.st_ctime_ns, "device": before.st_dev, "inode": before.st_ino}
-    slot = cache_dir() / "hashes" / f"{hashlib.sha256(str(real).encode()).hexdigest()[:32]}.json"
+    slot, key = _kept(real, before)
     with suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged: hash the file
         known = json.loads(slot.read_text(encoding="utf-8"))
         if {name: known[name] for name in key} == key and known["check"] == _check(key, known["sha256"]):
             return str(known["sha256"])
-    with real.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashed() if hashed is not None else sha256(real)
     if time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) > _RACY_NS:
-        with suppress(Exception):  # without a writable cache the hash is only slower
-            slot.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(slot, json.dumps({**key, "sha256": sha256, "check": _check(key, sha256)}).encode())
-    return sha256
+        _keep(slot, key, digest)
+    return digest
 
 
-def _check(key: dict[str, object], sha256: str) -> str:
+def keep_sha256(path: Path, sha256: str) -> None:
+    """Keep the hash of a file that this process hashed while it wrote it, under a lock: it is not read for that."""
+    real = path.resolve()
+    _keep(*_kept(real, real.stat()), sha256)
+
+
+def _kept(real: Path, status: os.stat_result) -> tuple[Path, dict[str, object]]:
+    """Return the place of a file's hash in the cache, and all that the hash holds for."""
+    key: dict[str, object] = {"path": str(real), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    key |= {"ctime_ns": status.st_ctime_ns, "device": status.st_dev, "inode": status.st_ino}
+    return cache_dir() / "hashes" / f"{hashlib.sha256(str(real).encode()).hexdigest()[:32]}.json", key
+
+
+def _keep(slot: Path, key: Mapping[str, object], digest: str) -> None:
+    with suppress(Exception):  # without a writable cache the hash is only slower
+        slot.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(slot, json.dumps({**key, "sha256": digest, "check": _check(key, digest)}).encode())
+
+
+def _check(key: Mapping[str, object], sha256: str) -> str:
     return hashlib.sha256(f"{json.dumps(key, sort_keys=True)} {sha256}".encode()).hexdigest()[:16]
 
 
@@ -108,10 +128,15 @@ def files_of(path: Path, weights: Weights, trust: bool) -> list[str]:
     return sorted(names | set(weights.shards) | {name for _, name in files_of_modules(path)})
 
 
-def identity(path: Path, weights: Weights, trust: bool) -> str:
-    """Hash a model: over (name, sha256) of its files."""
+def identity(path: Path, weights: Weights, trust: bool, *, opening: bool = False) -> str:
+    """Hash a model: over (name, sha256) of its files; `opening` looks at its tensors in the same pass."""
     files = files_of(path, weights, trust)
-    lines = map("{} {}\n".format, files, in_order(file_sha256, [path / name for name in files]))
+    shards = set(weights.shards) if opening else set()
+
+    def look(name: str) -> str:
+        return file_sha256(path / name, partial(weights.hashed, name) if name in shards else None)
+
+    lines = map("{} {}\n".format, files, in_order(look, files))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

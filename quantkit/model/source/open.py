@@ -354,7 +354,7 @@ def _open_folder(
         dtype=stated if written else _stored_dtype(weights, ref),
         was=was,
         notes=notes,
-        sha256=identity(path, weights, trust) if hashed else "",
+        sha256=identity(path, weights, trust, opening=True) if hashed else "",
         weights=weights,
         trust_remote_code=trust,
         architecture=model_class.__name__,

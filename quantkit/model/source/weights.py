@@ -11,28 +11,27 @@ Memory: `Weights.read` and `write_safetensors` hold one tensor, in memory of its
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO
 
 from quantkit import limits
 from quantkit.bundle import disk
 from quantkit.errors import InputError
 from quantkit.lazy import torch
-from quantkit.machine import cores
+from quantkit.machine import in_order
 from quantkit.model.device import filled
 
-T = TypeVar("T")
-R = TypeVar("R")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_PIECE = 1 << 20  # bytes that are looked at together
 HEADER_LIMIT = 100_000_000  # the format's own limit
 _AGAIN = "copy or download it again"
 _INSIDE = "a model's files are in its own folder"
@@ -62,18 +61,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _FORMAT_NAMES[str(dtype).removeprefix("torch.")]
 
 
-def in_order(look: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """Apply a function to items in order, on a thread for every four cores, up to eight: reading and hashing hold no
-    lock.
-    """
-    threads = min(cores() // 4, 8)
-    if threads < 2:
-        yield from map(look, items)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        yield from pool.map(look, items)
-
-
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor of a shard; `start` and `end` are byte offsets in the file itself, not in its data section."""
@@ -93,11 +80,15 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors of a model folder by name, unread; `shards` are its files, in the order of the index."""
+    """All tensors of a model folder by name, unread; `shards` are its files, in the order of the index.
+
+    `magnitudes` are the largest ones of float tensors that `hashed` has seen, by (shard, start, end).
+    """
 
     entries: dict[str, TensorEntry]
     folder: Path
     shards: list[str]
+    magnitudes: dict[tuple[str, int, int], float] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
 
     @classmethod
     def open(cls, folder: Path) -> Weights:
@@ -139,18 +130,29 @@ class Weights:
         return self._read(self.entries[name], device)
 
     def largest(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the largest magnitude of each float tensor; tensors are read and dropped. Raises InputError, as
-        `read`.
-        """
+        """Return the largest magnitude of each float tensor, 0 for others. Raises InputError, as `read`."""
+        wanted = list(names)
+        return dict(zip(wanted, in_order(lambda name: self._largest(self.entries[name]), wanted), strict=True))
 
-        def look(name: str) -> tuple[str, float]:
-            value = self.read(name)
-            if not value.is_floating_point() or value.numel() == 0:
-                return name, 0.0
-            low, high = torch.aminmax(value if value.dtype.itemsize > 1 else value.float())
-            return name, max(-float(low), float(high))
+    def _largest(self, entry: TensorEntry) -> float:
+        if (known := self.magnitudes.get((entry.shard, entry.start, entry.end))) is not None:
+            return known
+        with (self.folder / entry.shard).open("rb") as file:
+            value = _looked_at(file, entry)
+        if not math.isfinite(value):
+            self._read(entry)  # the error counts the values
+        return value
 
-        return dict(in_order(look, list(names)))
+    def hashed(self, shard: str) -> str:
+        """Hash a file, and look at its tensors in the same pass; for weights as opened."""
+        entries = sorted((one for one in self.entries.values() if one.shard == shard), key=lambda one: one.start)
+        digest = hashlib.sha256()
+        with (self.folder / shard).open("rb") as file:
+            digest.update(file.read(entries[0].start if entries else -1))
+            for entry in entries:
+                if math.isfinite(value := _looked_at(file, entry, digest.update)):
+                    self.magnitudes[shard, entry.start, entry.end] = value
+        return digest.hexdigest()
 
     def beginning(self, name: str, rows: int) -> torch.Tensor:
         """Read the first rows of a tensor, and only those."""
@@ -165,10 +167,7 @@ class Weights:
             file.seek(entry.start)
 
             def fill(raw: torch.Tensor) -> torch.Tensor:
-                if raw.numel() and file.readinto(_view(raw)) != raw.numel():
-                    value = f"{file.tell() - entry.start} of {entry.bytes} bytes"
-                    raise InputError("weights-truncated", where, value, "the file changed while in use")
-                return raw
+                return _filled(file, raw, entry)
 
             if device is not None and device.type == "cuda":
                 raw = filled(entry.bytes, fill, device)
@@ -325,6 +324,37 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
+def _filled(file: BinaryIO, raw: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """Read the next bytes of a tensor."""
+    if raw.numel() and file.readinto(_view(raw)) != raw.numel():  # type: ignore[attr-defined]
+        where, value = f"{entry.shard}: {entry.name}", f"{file.tell() - entry.start} of {entry.bytes} bytes"
+        raise InputError("weights-truncated", where, value, "the file changed while in use")
+    return raw
+
+
+def _looked_at(file: BinaryIO, entry: TensorEntry, note: Callable[[memoryview], object] | None = None) -> float:
+    """Return the largest magnitude of a float tensor, NaN where it has one, else 0; read in pieces that a cache holds.
+
+    Args:
+        note: function of the bytes read; without one, tensors of integers are not read.
+    """
+    dtype, worst = torch_dtype(entry.dtype), 0.0
+    if note is None and not dtype.is_floating_point:
+        return 0.0
+    file.seek(entry.start)
+    buffer = torch.empty(min(entry.bytes, _PIECE), dtype=torch.uint8)
+    for at in range(0, entry.bytes, _PIECE):
+        raw = _filled(file, buffer[: min(_PIECE, entry.bytes - at)], entry)
+        if note is not None:
+            note(_view(raw))
+        if dtype.is_floating_point:
+            values = raw.view(dtype)
+            low, high = torch.aminmax(values if dtype.itemsize > 1 else values.float())
+            largest = max(-float(low), float(high))
+            worst = largest if not worst >= largest else worst
+    return worst
+
+
 def _check_finite(tensor: torch.Tensor, where: str) -> None:
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
@@ -354,8 +384,10 @@ def no_weights(folder: Path) -> InputError:
 Header = tuple[str, str, tuple[int, ...]]
 
 
-def write_safetensors(path: Path, headers: Iterable[Header], producer: Callable[[str], torch.Tensor]) -> str:
-    """Write one safetensors file with one tensor in memory at a time, and return the file's sha256.
+def write_safetensors(
+    path: Path, headers: Iterable[Header], producer: Callable[[str], torch.Tensor], *, hashed: bool = True
+) -> str:
+    """Write one safetensors file with one tensor in memory at a time, and return its sha256; "" if not `hashed`.
 
     The file appears under `path` complete or not at all (temporary name beside it, fsync, rename). Tensors are laid out
     and
@@ -386,13 +418,13 @@ def write_safetensors(path: Path, headers: Iterable[Header], producer: Callable[
         for name, dtype, shape in listed:
             yield _raw(producer(name), name, dtype, shape)
 
-    return write_atomic(path, chunks())
+    return write_atomic(path, chunks(), hashed=hashed)
 
 
-def write_atomic(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
+def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], *, hashed: bool = True) -> str:
     """Write chunks to `path`, complete or not at all, durable on return, and return their sha256; see `disk_errors`."""
     with disk_errors(path):
-        return disk.write_atomic(path, chunks)
+        return disk.write_atomic(path, chunks, hashed=hashed)
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, indent: int = 2) -> str:

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import limits
 from quantkit.errors import InputError, reading
 from quantkit.lazy import torch
 from quantkit.model.source import pretrained
@@ -40,13 +41,23 @@ from quantkit.model.source.gguf.file import (
     tensors,
 )
 from quantkit.model.source.gguf.tokenizer import demand_whole, tokenizer_config, tokenizer_json
-from quantkit.model.source.weights import Header, write_json, write_safetensors
+from quantkit.model.source.weights import Header, strict_json, write_json, write_safetensors
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["GGUF", "PROVENANCE", "convert_gguf", "demand_lengths", "fields", "note_on", "stored_as", "tensors"]
+__all__ = [
+    "GGUF",
+    "PROVENANCE",
+    "convert_gguf",
+    "demand_lengths",
+    "fields",
+    "hashes_of",
+    "note_on",
+    "stored_as",
+    "tensors",
+]
 
 PROVENANCE, GGUF = "provenance.json", ".gguf"
 
@@ -79,6 +90,12 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
     """
     with reading(lambda problem: damaged(str(gguf_file), problem)):
         _convert(fields(gguf_file), tensors(gguf_file), gguf_file, folder)
+
+
+def hashes_of(folder: Path) -> dict[str, str]:
+    """Return the sha256 of each file of a folder that was just converted, as its `provenance.json` states them."""
+    files: dict[str, str] = strict_json(limits.read(folder / PROVENANCE), PROVENANCE)["files"]
+    return files
 
 
 def note_on(name: str, was: str) -> str:
