@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from devices.local import Near
 from devices.loopback import ABSENT, SSHD, Loopback, left
 from quantkit.devices.link import Link
 from quantkit.devices.openssh import Address, OpenSSH
@@ -52,17 +53,25 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def linked(fake: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
-    """A link to a workdir, whose shell is `sh -c` where no host is named; no process may stay there."""
+    """Make links to a workdir, whose shell is `sh -c` where no host is named; no process may stay there.
+
+    One to this machine carries no wheels, unless it is asked for as `kind=Link`.
+    """
     # this machine is many devices
     monkeypatch.setenv("QUANTKIT_LOCK", "")
     made: list[Link] = []
     workdir = tmp_path / "there"
 
     def link(
-        host: str | None = None, workdir: Path = workdir, begin: Sequence[str] = ("sh", "-c"), **more: Any
+        host: str | None = None,
+        workdir: Path = workdir,
+        begin: Sequence[str] = ("sh", "-c"),
+        kind: type[Link] = Near,
+        **more: Any,
     ) -> Link:
         shell = OpenSSH(Address(host or "here"), name=host or "here", begin=None if host else begin)
-        made.append(Link(shell, str(workdir), **{"wheels": fake, "lease": 20, "patience": 30.0, **more}))
+        own = Link if host else kind
+        made.append(own(shell, str(workdir), **{"wheels": fake, "lease": 20, "patience": 30.0, **more}))
         return made[-1]
 
     yield link

@@ -27,6 +27,7 @@ from quantkit.cli import run
 from quantkit.devices import asked
 from quantkit.devices.answers import Cells
 from quantkit.devices.asked import DeviceTimer
+from quantkit.devices.link import Link
 from quantkit.devices.named import NamedDevice, reach
 from quantkit.devices.openssh import OpenSSH
 from quantkit.devices.probed import probe
@@ -162,7 +163,7 @@ def test_too_little_memory_is_said_before_anything_is_carried(bundle: Path, know
 
 
 def test_a_device_is_cleaned(linked: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, link = tmp_path / "there", linked()
+    there, link = tmp_path / "there", linked(kind=Link)
     device = NamedDevice(name="here", address="ssh://here", workdir=str(there))
     way = OpenSSH(link._shell.address, name="here", begin=["sh", "-c"])
     monkeypatch.setattr(asked, "shell", lambda device: way)

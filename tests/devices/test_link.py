@@ -76,7 +76,7 @@ def test_what_arrives_damaged_twice_is_refused(linked: Links, tmp_path: Path, mo
 
 
 def test_cells_come_once_and_nothing_is_left(linked: Links, tmp_path: Path) -> None:
-    link, seen, shares = linked(), list[str](), list[str]()
+    link, seen, shares = linked(kind=Link), list[str](), list[str]()
     link.install()
     assert not list((tmp_path / "there").rglob("left_out.py"))
     cells = link.run(
@@ -274,7 +274,7 @@ def network(folder: Path) -> list[str]:
 
 
 def test_a_device_that_starts_again_is_waited_for(linked: Links, tmp_path: Path) -> None:
-    link = linked(begin=network(tmp_path))
+    link = linked(kind=Link, begin=network(tmp_path))
     (tmp_path / "down").touch()
     with pytest.raises(InputError, match=r"device-unreachable.*Connection refused"):
         link.install()  # it was never there
@@ -359,7 +359,7 @@ def test_a_folder_of_something_else_is_left_alone(linked: Links, tmp_path: Path)
 def test_a_full_disk_is_said_before_anything_is_carried(
     linked: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = linked()
+    link = linked(kind=Link)
     full = {"whole": False, "there": {}, "free": 1000, "wheels": []}
     monkeypatch.setattr(link, "_have", lambda *_: links._Have.model_validate(full))
     with pytest.raises(InputError, match="device-full"):

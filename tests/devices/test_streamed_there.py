@@ -118,7 +118,7 @@ def test_what_torch_says_there_is_what_it_says_here(home: Path, bundle: Bundle, 
     assert 1e8 < running < 4e9
     # of the bundle what its runtime reads, of the float model what it is made of
     carried = {path.name.partition("-")[0]: path for path in (told.there / "files").iterdir()}
-    assert set(carried) == {"subject", "baseline", "scored", ".coming", ".unpacking"}
+    assert set(carried) == {"subject", "baseline", "scored", ".coming"}
     assert {path.name for path in carried["subject"].iterdir()} == {"model"}
     assert not (told.there / "tmp").exists()
     stored = [Row.model_validate(row) for row in told.bundle.measurements]

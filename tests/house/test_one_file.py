@@ -8,13 +8,13 @@ Nothing else of the copy is touched. What a machine can do with the new ones is 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import yaml
@@ -448,24 +448,27 @@ def _house(folder: Path, tokenizer: Any, files: Mapping[str, str]) -> Path:
     return package
 
 
+# in a process that has torch and transformers: our own modules anew, from the copy; children the same
+PROGRAM = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "quantkit"]:
+    del sys.modules[name]
+"""
+IN_CHILDREN = """
+import forked
+from types import SimpleNamespace
+from quantkit.runtimes import child
+child.machine = SimpleNamespace(python=lambda kind, program: forked.python(kind, PROGRAM + program))
+"""
+
+
 def _run(folder: Path, package: Path, asked: Sequence[Sequence[str]]) -> tuple[list[int], list[str], str]:
-    """Run commands of a copy, all in one process: their exit codes, a line that each wrote, and all that was said."""
-    program = f"from quantkit.cli import run\nif __name__ == '__main__': print([run(each) for each in {asked!r}])"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        env=_environment(package.parent),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Run commands of a copy in one process; return their exit codes, the line that each wrote, and all the output."""
+    program = f"{PROGRAM}PROGRAM = {PROGRAM!r}{IN_CHILDREN}from quantkit.cli import run\n"
+    program += f"assert child.__file__.startswith({str(package)!r})\nprint([run(each) for each in {asked!r}])"
+    path = os.pathsep.join([str(package.parent), str(Path(forked.__file__).parent)])
+    done = forked.run("-c", program, cwd=folder, env={**os.environ, "PYTHONPATH": path})
     said = done.stderr + done.stdout
     assert done.returncode == 0, said
     *lines, codes = done.stdout.splitlines()
     return json.loads(codes), lines, said
-
-
-def _environment(tree: Path) -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(tree)}
