@@ -20,13 +20,14 @@ import torch
 
 from quantkit.errors import InputError, install
 from quantkit.kernels.dispatch import HUMMING
+from quantkit.kernels.modules import OpaqueLinear
 
 # name as a candidate in a table
 NAME = HUMMING
 _METHOD = "compressed-tensors"
 
 
-class HummingLinear(torch.nn.Module):
+class HummingLinear(OpaqueLinear):
     """Linear layer that humming-kernels multiplies.
 
     Args:
@@ -51,11 +52,11 @@ class HummingLinear(torch.nn.Module):
         device: str | torch.device,
         bias: torch.Tensor | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(shape[0], bias)
         inputs = group.get("input_activations")
         if inputs is not None and inputs.get("dynamic") is not True:
             raise _refused("inputs with a fixed scale", "inputs are floats, or have dynamic scales")
-        self.shape, self.bias = shape, bias
+        self.shape = shape
         try:
             layer = (
                 importlib.import_module("humming.layer")
@@ -85,13 +86,10 @@ class HummingLinear(torch.nn.Module):
         """Size of its packed tensors."""
         return sum(part.numel() * part.element_size() for part in self.product.state_dict().values())
 
-    @torch.compiler.disable
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply, as described in the module."""
-        y: torch.Tensor = self.product(x.reshape(-1, x.shape[-1]).contiguous())
-        if self.bias is not None:
-            y = y + self.bias
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply, as described in the module, without the bias."""
+        y: torch.Tensor = self.product(x)
+        return y
 
 
 def _arguments(group: Mapping[str, Any], part: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from quantkit.errors import InputError
 from quantkit.kernels import dispatch
 from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, Config, Table
 from quantkit.kernels.matmul import dequantize, weight_only
+from quantkit.kernels.modules import OpaqueLinear
 from quantkit.kernels.native import multiply, native, quantize_tokens, torch_product
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _OURS_TO = {True: (16, 32), False: (16, 32, 64, 128)}
 
 
-class QuantLinear(torch.nn.Module):
+class QuantLinear(OpaqueLinear):
     """Linear layer on a packed weight.
 
     Args:
@@ -49,8 +50,8 @@ class QuantLinear(torch.nn.Module):
         table: Table | None = None,
         memory: Workspace | None = None,
     ) -> None:
-        super().__init__()
-        self.packed, self.bias, self.memory = packed, bias, memory
+        super().__init__(packed.shape[0], bias)
+        self.packed, self.memory = packed, memory
         self.table = table or unmeasured(packed)
         self.table.choose(packed.shape, 1)
         for choice in self.table.choices[packed.shape]:
@@ -60,25 +61,18 @@ class QuantLinear(torch.nn.Module):
                 remedy = "choose among these: `dispatch.fastest` of their timings"
                 raise InputError("kernel-unsupported", where, choice.candidate, rule, remedy)
 
-    @torch.compiler.disable
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply, as described in the module."""
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
-        choice = self.table.choose(self.packed.shape, flat.shape[0])
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply, as described in the module, without the bias."""
+        choice = self.table.choose(self.packed.shape, x.shape[0])
         config = None if choice.config is None else Config.of(choice.config)
-        if self.packed.kind.endswith(".native"):
-            codes, step = quantize_tokens(flat, self.packed.kind.removesuffix(".native"))
+        if not self.packed.kind.endswith(".native"):
             if config is None:
-                y = multiply(codes, step, self.packed, x.dtype)
-            else:
-                y = native(codes, step, self.packed, config, dtype=x.dtype, workspace=self.memory)
-        elif config is None:
-            y = linear(flat, dequantize(self.packed, x.dtype))
-        else:
-            y = weight_only(flat, self.packed, config, workspace=self.memory)
-        if self.bias is not None:
-            y = y + self.bias
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+                return linear(x, dequantize(self.packed, x.dtype))
+            return weight_only(x, self.packed, config, workspace=self.memory)
+        codes, step = quantize_tokens(x, self.packed.kind.removesuffix(".native"))
+        if config is None:
+            return multiply(codes, step, self.packed, x.dtype)
+        return native(codes, step, self.packed, config, dtype=x.dtype, workspace=self.memory)
 
 
 def other(packed: PackedWeight) -> str:

@@ -302,9 +302,12 @@ def _of_bundle(bundle: Bundle, on: Processor | Graphics) -> tuple[LinearShapes, 
     if not manifest.layers:
         where, value = str(bundle.path), "nothing in it is quantized"
         raise InputError("no-linears", where=where, value=value, remedy="name its model")
-    linears = shapes.from_tensors(
-        {f"{layer.name}.weight": layer.shape for layer in manifest.layers}, manifest.model.name
-    )
+    layers = manifest.layers
+    if isinstance(on, Graphics) and (bundle.model_folder / "config.json").is_file():
+        from quantkit.runtimes.torch.packed import joined_layers
+
+        layers = joined_layers(bundle.model_folder, layers)
+    linears = shapes.from_tensors({f"{layer.name}.weight": layer.shape for layer in layers}, manifest.model.name)
     variants = [on.own(layer.scheme, layer.activations) for layer in manifest.layers]
     outside = zip(manifest.layers, variants, strict=True)
     head = next(((layer, variant) for layer, variant in outside if not _BLOCK.search(layer.name)), None)

@@ -242,7 +242,7 @@ def _cost(model: Any, name: str, compute: str) -> StepCost:
     heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
     head = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    output = model.get_output_embeddings()
+    output, width = model.get_output_embeddings(), model.dtype.itemsize
     inside, stored, floats = 0.0, 0.0, 0.0
     for module in model.modules():
         if isinstance(module, QuantLinear):
@@ -251,18 +251,21 @@ def _cost(model: Any, name: str, compute: str) -> StepCost:
         elif is_linear(module) and module is not output:
             inside += module.weight.numel()
             floats += module.weight.numel() * module.weight.element_size()
-    top = output.weight
-    floats += top.numel() * top.element_size()
+    packed = isinstance(output, QuantLinear)
+    rows, columns = output.packed.shape if packed else output.weight.shape
+    top, float_top = 2.0 * rows * columns, 0.0 if packed else 2.0 * rows * columns
+    inside -= rows * columns if packed else 0
+    floats += 0 if packed else rows * columns * output.weight.element_size()
     return StepCost(
         name,
         stored + floats,
-        kv_bytes_per_token=2.0 * layers * kv_heads * head * top.element_size(),
+        kv_bytes_per_token=2.0 * layers * kv_heads * head * width,
         flops_per_token=2.0 * inside,
         attention_flops=4.0 * layers * heads * head,
-        head_flops=2.0 * top.numel(),
+        head_flops=top,
         float_bytes=floats,
-        float_head_flops=2.0 * top.numel(),
-        io_bytes_per_token=float(top.shape[0] * top.element_size()),
+        float_head_flops=float_top,
+        io_bytes_per_token=float(rows * width),
         compute=compute,
         attention=compute,
     )

@@ -5,8 +5,8 @@ a graph that was captured once is right at every position. A sliding window is c
 freeze: the steps of such a model are launched kernel by kernel, as they are on a CPU, in tests.
 
 Between its linears a step of transformers' classes is some 35 small kernels a layer (norms, rotary embedding, cache,
-SwiGLU, sums). With `fuse`, torch.compile joins them to a few; packed linears are excluded (`kernels.linear`), and
-prefill is not compiled.
+SwiGLU, sums). With `fuse`, torch.compile joins them to a few around the packed linears, each of which stays one
+operator (`kernels.modules`); prefill is not compiled.
 
 `TorchDecoder` is a `runtimes.generate.Decoder` for a checkpoint, by transformers' own classes and cache.
 

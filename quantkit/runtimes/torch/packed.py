@@ -1,6 +1,7 @@
 """Load a bundle's model with its quantized linears in our kernels: weights stay packed in memory.
 
-transformers builds the classes and loads the other tensors; every quantized linear becomes a `QuantLinear`. A linear
+transformers builds the classes and loads the other tensors; every quantized linear becomes a `QuantLinear`. Linears
+with one input are joined to one product (`kernels.modules`); a run of the class without values shows which. A linear
 that no kernel of ours takes (by its format or groups) goes to another library, if it is installed and takes it
 (`kernels.humming`). The remaining ones (with a fixed input scale, say) are expanded to floats, their inputs and the
 cache stay floats, and the reason is recorded.
@@ -8,7 +9,8 @@ cache stay floats, and the reason is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,7 @@ from quantkit.model.finished import DenseWeights
 from quantkit.model.source.open import open_written
 from quantkit.model.source.weights import Weights
 from quantkit.model.structure.names import same
-from quantkit.model.structure.traced import is_linear
+from quantkit.model.structure.traced import hooked, is_linear
 from quantkit.runtimes.torch.reloaded import built, described
 from quantkit.runtimes.torch.reloaded import expanded as dense
 from quantkit.scheme import WeightScheme
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from quantkit.kernels.dispatch import Table
     from quantkit.kernels.humming import HummingLinear
     from quantkit.kernels.layout import PackedWeight
+    from quantkit.kernels.linear import QuantLinear
+    from quantkit.kernels.matmul import Workspace
     from quantkit.model.source.open import Source
 
 _TRITON = "triton"
@@ -45,18 +49,27 @@ class PackedModel:
     Args:
         model: transformers model, eval mode, on its device.
         expanded: linear -> reason that its weight is expanded.
+        apart: linears with one input -> reason that they are not one product.
     """
 
     model: Any
     expanded: dict[str, str]
+    apart: dict[tuple[str, ...], str]
 
     def said(self) -> str:
-        """Describe the fallbacks in a sentence; "" if there are none."""
-        groups: dict[str, list[str]] = {}
-        for reason in self.expanded.values():
-            groups.setdefault(reason.rpartition("; ")[2], []).append(reason)
-        parts = [f"{len(reasons)} (the first: {reasons[0]})" for reasons in groups.values()]
-        return f"no kernel takes these, which are expanded to floats: {', '.join(parts)}" if parts else ""
+        """Describe the fallbacks, a sentence for each kind; "" if there are none."""
+        sentences = (
+            ("no kernel takes these, which are expanded to floats", self.expanded),
+            ("these have one input and are multiplied one by one", self.apart),
+        )
+        return "; ".join(f"{what}: {_counted(reasons.values())}" for what, reasons in sentences if reasons)
+
+
+def _counted(reasons: Iterable[str]) -> str:
+    groups: dict[str, list[str]] = {}
+    for reason in reasons:
+        groups.setdefault(reason.rpartition("; ")[2], []).append(reason)
+    return ", ".join(f"{len(alike)} (the first: {alike[0]})" for alike in groups.values())
 
 
 def recorded(place: Path, device: str) -> tuple[Table | None, str]:
@@ -104,12 +117,12 @@ def load(
     dtype = dtype or (torch.bfloat16 if source.dtype == "bfloat16" else torch.float16)
     if dtype not in (torch.float16, torch.bfloat16):
         raise InputError("kernel-dtype", "dtype", str(dtype), "kernels multiply in float16 or bfloat16")
-    from quantkit.kernels.linear import QuantLinear, other
     from quantkit.kernels.matmul import Workspace
+    from quantkit.kernels.modules import JoinedMember, JoinedProduct
 
     model_class, config = described(folder)
-    weights = dense(source).weights
-    packed, others, reasons = _packed(layers, weights, _linears(model_class, config), device, dtype, source, table)
+    skeleton, weights = _skeleton(model_class, config), dense(source).weights
+    packed, others, reasons = _packed(layers, weights, _linears(skeleton), device, dtype, source, table)
     if (source.config.get("quantization_config") or {}).get("kv_cache_scheme"):
         reasons["cache"] = "keys and values are kept as floats"
     # nothing is written into the dense memory of linears that stay packed, so the system never allocates it
@@ -121,18 +134,123 @@ def load(
     }
     model = built(model_class, config, state, dtype)
     memory = Workspace()
+    groups, apart = _joined(skeleton, packed, others)
+    for members, weight in groups.items():
+        rows = [packed.pop(name).shape[0] for name in members]
+        whole = JoinedProduct(_layer(weight, table, memory), rows)
+        for place, name in enumerate(members):
+            model.set_submodule(name, JoinedMember(whole, place, _bias(model, name, device)))
     for name, weight in packed.items():
-        old = model.get_submodule(name)
-        bias = None if old.bias is None else old.bias.detach().to(device)
-        chosen = {choice.candidate for choice in table.choices.get(weight.shape, ())} if table is not None else set()
-        # a table may name a kernel that cannot run a layer stored in another way than most
-        known = table if chosen and chosen <= {OURS, other(weight)} else None
-        model.set_submodule(name, QuantLinear(weight, bias, table=known, memory=memory))
-    for name, layer in others.items():
-        old = model.get_submodule(name)
-        layer.bias = None if old.bias is None else old.bias.detach().to(device)
+        layer = _layer(weight, table, memory)
+        layer.bias = _bias(model, name, device)
         model.set_submodule(name, layer)
-    return PackedModel(model.to(device), reasons)
+    for name, other in others.items():
+        other.bias = _bias(model, name, device)
+        model.set_submodule(name, other)
+    return PackedModel(model.to(device), reasons, apart)
+
+
+def _layer(weight: PackedWeight, table: Table | None, memory: Workspace) -> QuantLinear:
+    from quantkit.kernels.linear import QuantLinear, other
+
+    chosen = {choice.candidate for choice in table.choices.get(weight.shape, ())} if table is not None else set()
+    # a table may name a kernel that cannot run a layer stored in another way than most
+    known = table if chosen and chosen <= {OURS, other(weight)} else None
+    return QuantLinear(weight, table=known, memory=memory)
+
+
+def _bias(model: Any, name: str, device: str) -> torch.Tensor | None:
+    bias = model.get_submodule(name).bias
+    return None if bias is None else bias.detach().to(device)
+
+
+def _joined(
+    skeleton: Any, packed: Mapping[str, PackedWeight], others: Iterable[str]
+) -> tuple[dict[tuple[str, ...], PackedWeight], dict[tuple[str, ...], str]]:
+    """Return (members -> their joined weight, members -> reason for none) of the linears with one input."""
+    from quantkit.kernels.modules import apart_by, joined
+
+    weights: dict[tuple[str, ...], PackedWeight] = {}
+    apart: dict[tuple[str, ...], str] = {}
+    try:
+        groups = one_input(skeleton) if packed or others else []
+    except Exception as error:  # of a class that does not run without values
+        problem = str(error).partition("\n")[0]
+        return {}, {tuple(packed): f"{type(skeleton).__name__}: {problem}; it does not run without values"}
+    for group in groups:
+        alike: list[list[str]] = []
+        for name in (name for name in group if name in packed):
+            reasons = [apart_by(packed[name], packed[names[0]]) for names in alike]
+            if "" in reasons:
+                alike[reasons.index("")].append(name)
+            else:
+                alike.append([name])
+                apart |= {group: f"{name}: {reasons[0]}"} if reasons else {}
+        weights |= {tuple(names): joined([packed[name] for name in names]) for names in alike if len(names) > 1}
+        if len(foreign := [name for name in group if name in others]) > 1:
+            apart[group] = f"{foreign[0]}; another library multiplies them"
+    return weights, apart
+
+
+def joined_layers(folder: Path, layers: Iterable[LayerEntry]) -> list[LayerEntry]:
+    """Return a bundle's layers as the kernels multiply them: those that are joined as one, named `q_proj+k_proj`.
+
+    Args:
+        folder: folder of the checkpoint.
+        layers: entries of the bundle's manifest.
+    """
+    from quantkit.kernels.layout import ROWS
+
+    known = {layer.name: layer for layer in layers}
+    try:
+        groups = one_input(_skeleton(*described(folder)))
+    except Exception:  # `load` gives the reason
+        groups = []
+    for group in groups:
+        alike: dict[str, list[LayerEntry]] = {}
+        for layer in (known[name] for name in group if name in known):
+            if layer.shape[0] % ROWS == 0 and layer.scheme.get("scale") != "double":
+                alike.setdefault(repr((layer.scheme, layer.activations)), []).append(layer)
+        for members in alike.values():
+            for member in members:
+                del known[member.name]
+            first, *others = members
+            name = "+".join([first.name, *(other.name.rpartition(".")[2] for other in others)])
+            shape = [sum(member.shape[0] for member in members), first.shape[1]]
+            known[name] = first.model_copy(update={"name": name, "shape": shape})
+    return list(known.values())
+
+
+def one_input(skeleton: Any) -> list[tuple[str, ...]]:
+    """Group the linears of a model without values by the tensor that they read, in the order in which they run.
+
+    A linear that runs more than once, and one whose output may not lie in a wider row, is alone.
+    """
+    readers: dict[tuple[int, int], list[str]] = {}
+    kept, runs = [], Counter[str]()
+
+    def note(name: str) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
+        def hook(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            kept.append(inputs[0])  # or its place would be taken again
+            readers.setdefault((id(inputs[0]), inputs[0]._version), []).append(name)
+            runs[name] += 1
+
+        return hook
+
+    def wider(_: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.cat([output, output], dim=-1)[..., : output.shape[-1]]
+
+    linears = {name: module for name, module in skeleton.named_modules() if is_linear(module)}
+    inputs = {name: value.to("meta") for name, value in skeleton.dummy_inputs.items()}
+    with torch.no_grad():
+        with hooked(module.register_forward_pre_hook(note(name)) for name, module in linears.items()):
+            skeleton(**inputs)
+        groups = [
+            tuple(names) for names in readers.values() if len(names) > 1 and all(runs[name] == 1 for name in names)
+        ]
+        with hooked(linears[name].register_forward_hook(wider) for names in groups for name in names):
+            skeleton(**inputs)
+    return groups
 
 
 def _packed(
@@ -194,10 +312,13 @@ def _other(
     return HummingLinear(stored, {"format": config["format"], **group}, shape, dtype=dtype, device=device)
 
 
-def _linears(model_class: Any, config: Any) -> set[str]:
-    """List the names of a model's linears; nothing is allocated."""
+def _skeleton(model_class: Any, config: Any) -> Any:
+    """Build a model on the meta device, in bfloat16: grouped products of experts know no other type there."""
     with torch.device("meta"):
-        skeleton = model_class._from_config(config)
+        return model_class._from_config(config, dtype=torch.bfloat16).eval()
+
+
+def _linears(skeleton: Any) -> set[str]:
     return {name for name, module in skeleton.named_modules() if is_linear(module)}
 
 
