@@ -286,7 +286,7 @@ def sentence(row: Row) -> str:
         return f"{text}, but bytes and operations allow {speed.most:.2f} at most: a time or a ceiling is wrong"
     standing, tail = state(row), _p99(row)
     noise = f"two measurements of one side differ by {100 * speed.spread:.1f} %" if speed.doubt == "noise" else ""
-    if speed.noisy:
+    if speed.busy:
         return f"{text}, not decided: the machine was busy"
     if standing == "open":
         return f"{times}, not decided: with this machine's noise the interval is {low:.2f} to {high:.2f}"

@@ -38,7 +38,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 # with fewer steps, the 99th percentile is the largest of them
 P99_FROM = 100
 # a relative interval or an A/A spread above this share is flagged `noisy`
-_NOISY = 0.1
+NOISY = 0.1
 _GROUPS = 20
 _STRETCHES = 8
 _ROUNDS = 4
@@ -101,7 +101,7 @@ def compare(
         "p99-from-few": subject.size < P99_FROM,
         "interval-spans-1": p50[0] <= 1 <= p50[1],
         "aa-exceeds-effect": spread >= abs(np.expm1(abs(np.log(point[0])))),
-        "noisy": p50[1] / p50[0] - 1 > _NOISY or spread > _NOISY,
+        "noisy": p50[1] / p50[0] - 1 > NOISY or spread > NOISY,
     }
     return Comparison(
         quantiles=_quantiles(subject),

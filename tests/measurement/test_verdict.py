@@ -183,10 +183,13 @@ def test_noise_makes_it_inconclusive():
     found = verdict(noisy, BATCHES)
     assert found.answer == "inconclusive"
     assert any("not decided: with this machine's noise" in reason for reason in found.because)
-    # nor does what a busy machine gave decide anything, however large it is, and whatever its interval says
-    busy = verdict(of(1.98, 1.98, 1.98, 1.98, flags=["noisy"]), BATCHES)
+    # nor does a gain that is no larger than what a busy machine may hide, whatever its interval says
+    busy = verdict(of(1.09, 1.09, 1.09, 1.09, flags=["noisy"]), BATCHES)
     assert (busy.answer, busy.batch) == ("inconclusive", None)
     assert all("not decided: the machine was busy" in reason for reason in busy.because[:-1])
+    # a factor of two is seen on a busy machine too, but not where the interval is as wide
+    assert answer(of(1.98, 1.98, 1.98, 1.98, flags=["noisy"]))[0] == "ship_it"
+    assert answer(of(1.98, 1.98, 1.98, 1.98, width=0.8, flags=["noisy"]))[0] == "inconclusive"
     # a tie that is measured well is none
     assert answer(of(1.0, 1.0, 1.0, 1.0, width=0.03))[0] == "do_not_quantize"
     # one sure win is worth more than the open rest

@@ -284,7 +284,7 @@ def outcomes(curve: Series) -> list[str]:
     for cell in curve.cells:
         if (speed := speed_up(cell.row)) is not None:
             low, high = speed.interval
-            known = "busy" if speed.noisy else "Faster" if low > 1 else "Slower" if high < 1 else "unsure"
+            known = "busy" if speed.busy else "Faster" if low > 1 else "Slower" if high < 1 else "unsure"
             where["beyond" if speed.doubt == "ceiling" else known].append(cell.x)
     at = {key: curve.label(words.listed(xs)) for key, xs in where.items() if xs}
     sentences = [f"{verb} at {at[verb]}." for verb in ("Faster", "Slower") if verb in at]

@@ -452,7 +452,7 @@ def _doubted(rows: Sequence[Row], length: int | None = None) -> str:
     if length is not None:
         timed_ = [row for row in timed_ if row.name == "latency.prefill" and (row.shape or {})["new_tokens"] == length]
     speeds = [speed for row in timed_ if (speed := speed_up(row)) is not None]
-    if any(speed.noisy for speed in speeds):
+    if any(speed.busy for speed in speeds):
         return "the machine was busy"
     return "a time or a ceiling is wrong" if any(speed.doubt == "ceiling" for speed in speeds) else ""
 

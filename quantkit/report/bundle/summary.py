@@ -85,7 +85,7 @@ def _timed(row: Row, manifest: Manifest) -> str:
     times = f"{where}: {before} → {after} {unit} {what}".rstrip()
     if state(row) == "open":
         ends = words.between(speed.interval, words.short)
-        return f"{times}, not decided: {'the machine was busy' if speed.noisy else f'noise ({ends})'}"
+        return f"{times}, not decided: {'the machine was busy' if speed.busy else f'noise ({ends})'}"
     (low, high), ratio, how = speed.interval, speed.ratio, "faster"
     if ratio < 1:
         (low, high), ratio, how = (1 / high, 1 / low), 1 / ratio, "slower"
