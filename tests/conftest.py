@@ -133,6 +133,14 @@ def _operators_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _frozen_heap() -> Iterator[None]:
+    """Count no frozen objects: each compile asks whether there are some, and the walk takes 0.08 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", lambda: 1)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _shapes_of_answers() -> Iterator[None]:
     """Compare the `--json` shape of every command's answer with its recorded shape: see `golden/shapes.py`."""
     if "quantkit.cli.frame" not in sys.modules:

@@ -13,6 +13,7 @@ import torch
 import zoo
 from exported import check_as, write_as
 from small_onnx import EXPORT, expected, relative
+from thorough import beside
 from torch import nn
 
 from quantkit.errors import InputError
@@ -345,26 +346,23 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return runs
 
 
-@pytest.mark.parametrize(("name", "kind"), [("llama", "decoder"), ("bert", "encoder")])
-def test_a_second_trace_of_the_same_model_is_a_copy_of_the_first(
+@pytest.mark.parametrize(("name", "kind"), beside([("llama", "decoder")], [("llama", "decoder"), ("bert", "encoder")]))
+def test_a_second_trace_of_the_same_model_is_a_copy_and_another_config_is_traced_by_itself(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    skeletons = [zoo.tiny(name).to("meta") for _ in range(3)]
     runs = counted(monkeypatch)
-    first, second = (transformer.trace(skeleton, kind) for skeleton in skeletons[:2])
+    first, second = (transformer.trace(zoo.tiny(name).to("meta"), kind) for _ in range(2))
     assert runs == [kind]
-    assert drawn(first) == drawn(second)
+    as_traced = drawn(first)
+    assert drawn(second) == as_traced
     assert dict(first.parameters) == dict(second.parameters)
     nodes = set(first.model.graph)
     assert not nodes & set(second.model.graph)
     for node in list(first.model.graph):  # what one dialect rewrites, the next one does not see
         node.name = "rewritten"
-    transformer._last.clear()
-    assert drawn(transformer.trace(skeletons[2], kind)) == drawn(second)
-
-
-def test_another_config_is_traced_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    skeletons = [zoo.tiny("llama", rms_norm_eps=epsilon).to("meta") for epsilon in (1e-5, 1e-6)]
-    runs = counted(monkeypatch)
-    graphs = {drawn(transformer.trace(skeleton, "decoder")) for skeleton in skeletons}
-    assert len(runs) == len(graphs) == 2
+    assert drawn(second) == drawn(transformer.trace(zoo.tiny(name).to("meta"), kind)) == as_traced
+    assert runs == [kind]
+    epsilon = "rms_norm_eps" if name == "llama" else "layer_norm_eps"
+    other = transformer.trace(zoo.tiny(name, **{epsilon: 1e-3}).to("meta"), kind)
+    assert drawn(other) != as_traced
+    assert runs == [kind, kind]

@@ -23,6 +23,7 @@ SMOLLM2 = {
 # name -> model, recipe, changes; a model is an alias or one that is made by `_made`
 COMPILES: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{f"smollm2 {recipe}": ("smollm2-cut", recipe, changes) for recipe, changes in SMOLLM2.items()},
+    "decoder awq-int4": ("decoder", "awq-int4", {**SMOLLM2["awq-int4"], "scheme.weights.group": 32}),
     "encoder int8-encoder": ("encoder", "int8-encoder", FEW),
     "minilm-l6 int8-encoder": ("minilm-l6", "int8-encoder", FEW),
     "fashion-mnist-cnn int8-network": ("fashion-mnist-cnn", "int8-network", {"calibration.images": 8}),
@@ -103,13 +104,19 @@ def _encoder(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _decoder(folder: Path) -> None:
+    tokenizer = tokenizer_of_bytes("<s> $A")
+    zoo.tiny("llama", vocab_size=len(tokenizer), num_hidden_layers=2).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def _mixture(folder: Path) -> None:
     tokenizer = tokenizer_of_bytes("<s> $A")
     zoo.mixture("mixtral", vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-_MADE = {"smollm2-cut": _smollm2, "encoder": _encoder, "mixture": _mixture}
+_MADE = {"smollm2-cut": _smollm2, "decoder": _decoder, "encoder": _encoder, "mixture": _mixture}
 
 
 def _made(model: str, folder: Path) -> Path:

@@ -339,8 +339,9 @@ def test_a_head_that_no_graph_has_is_a_decision(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", beside([torch.bfloat16], [torch.float32, torch.bfloat16]))
 def test_a_classifier_is_compiled_judged_and_loaded_with_its_head(
-    tmp_path: Path, byte_tokenizer: Any, dtype: torch.dtype
+    tmp_path: Path, byte_tokenizer: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 600)
     made = model("BertForSequenceClassification", dtype, num_labels=3)
     place = folder(tmp_path / "m", made, byte_tokenizer, [])
     changes = ["scheme.weights.group=32", "calibration.tokens=32", "gates={agreement_min: 0.5}"]
@@ -350,8 +351,8 @@ def test_a_classifier_is_compiled_judged_and_loaded_with_its_head(
     assert "gate.agreement_min" in {check.name for check in bundle.manifest.checks if check.ok}
     again = measure_bundle(Bundle.load(bundle.path), str(place), runtime="torch", speed=False)
     agreed = next(row for row in again if row.name == "accuracy.top1_agreement")
-    # texts of 32 tokens, until 6,000 positions are scored
-    assert agreed.shape == {"classes": 3} and agreed.n == 194
+    # texts of 32 tokens, until 600 positions are scored
+    assert agreed.shape == {"classes": 3} and agreed.n == 20
     found, _ = scored(place)
     session = LogitsAlone(bundle.path / "onnx", threads=1)
     logits = results(session, found.ids, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
+from thorough import beside
 
 import quantkit
 from quantkit.errors import InputError
@@ -97,14 +99,19 @@ def language_model(dtype: torch.dtype, tokenizer: Any) -> Any:
 SMALL = ["calibration.samples=4", "calibration.tokens=32", "scheme.weights.group=32", "gates={}"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "saved_before"),
+    beside(
+        [(torch.bfloat16, True), (torch.float32, False)],
+        product([torch.bfloat16, torch.float32], [True, False]),
+    ),
+)
 def test_a_language_model_in_memory_is_saved_with_its_tokenizer_and_measured_again(
-    dtype: torch.dtype, beside: bool, tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, saved_before: bool, tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "SCORED", 100)
     model, given = language_model(dtype, byte_tokenizer), {"tokenizer": byte_tokenizer}
-    if beside:  # as it is after `from_pretrained`, and changed since
+    if saved_before:  # as it is after `from_pretrained`, and changed since
         model.save_pretrained(tmp_path / "mine")
         byte_tokenizer.save_pretrained(tmp_path / "mine")
         model, given = type(model).from_pretrained(tmp_path / "mine", dtype=dtype), {}
@@ -113,14 +120,16 @@ def test_a_language_model_in_memory_is_saved_with_its_tokenizer_and_measured_aga
     asked: dict[str, Any] = {"changes": SMALL, "speed": False, **given}
     bundle = quantkit.compile(model, "gptq-int4", out=tmp_path / "out", **asked)
     source = bundle.manifest.model.source
-    assert bundle.manifest.model.name == ("mine" if beside else type(model).__name__)
+    assert bundle.manifest.model.name == ("mine" if saved_before else type(model).__name__)
     folder = saved_in_memory(source.sha256)
     assert folder is not None
     saved = type(model).from_pretrained(folder, dtype="auto").state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
     assert str(tmp_path) not in "".join(path.read_text() for path in folder.glob("*.json"))
     notes = [step.reason for step in bundle.manifest.decisions if step.where == "tokenizer"]
-    assert notes == (["none was given: the one of mine, where the model was loaded from, is taken"] if beside else [])
+    assert notes == (
+        ["none was given: the one of mine, where the model was loaded from, is taken"] if saved_before else []
+    )
     again = bundle.measure(speed=False, quick=True)
     assert [row["value"] for row in again if row["name"] == "accuracy.kl"]
     twice = quantkit.compile(model, "gptq-int4", out=tmp_path / "two", **asked)

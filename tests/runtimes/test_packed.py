@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,12 @@ def compiled(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
-    def make(weights: dict[str, Any], layout: str = "pack-quantized", **scheme: Any) -> Bundle:
+    def make(
+        weights: dict[str, Any], layout: str = "pack-quantized", sizes: Mapping[str, int] = {}, **scheme: Any
+    ) -> Bundle:
         folder = tmp_path / "model"
-        zoo.tiny("llama", vocab_size=len(byte_tokenizer), num_hidden_layers=1).save_pretrained(folder)  # type: ignore[operator]
+        sizes = {"vocab_size": len(byte_tokenizer), "num_hidden_layers": 1, **sizes}
+        zoo.tiny("llama", **sizes).save_pretrained(folder)  # type: ignore[operator]
         byte_tokenizer.save_pretrained(folder)
         recipe: dict[str, Any] = {"schema": 1, "summary": "a test", "passes": [{"rtn": {}}]}
         recipe |= {name: scheme.pop(name) for name in ("keep", "overrides") if name in scheme}
@@ -356,7 +359,9 @@ def test_what_a_gpu_run_holds_the_kernels_against(
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks/gpu"))
     from parts import real_model
 
-    bundle = compiled(GROUPS)
+    # the interpreter computes for a minute with a model of 64 features
+    narrow = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    bundle = compiled(GROUPS, sizes=narrow)
     ids = real_model.text_ids(bundle)
     monkeypatch.setattr(real_model, "_PROMPT", 3)
     monkeypatch.setattr(real_model, "_STEPS", 1)

@@ -284,7 +284,9 @@ class StreamedModel:
 
     def load(self, index: int) -> nn.Module:
         """Load block `index` with its weights, in eval mode."""
-        block: nn.Module = copy.deepcopy(self.blocks[index])
+        # the config is only read, and a copy takes milliseconds
+        configs = {id(one): one for part in self.blocks[index].modules() if (one := vars(part).get("config"))}
+        block: nn.Module = copy.deepcopy(self.blocks[index], configs)
         prefix = self.block_names[index] + "."
         for name, _ in [*block.named_parameters(), *block.named_buffers()]:
             if prefix + name in self.files:  # a class may draw a parameter's values even on the meta device
