@@ -162,9 +162,10 @@ def memory_available(root: Path = Path("/")) -> int:
     for line in _text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
+    # pages of files that are mapped are free on demand, and counted so by MemAvailable
     for line in _text(root / "proc/self/status").splitlines():
-        if line.startswith("VmRSS:"):
-            limit -= int(line.split()[1]) * 1024
+        if line.startswith(("VmRSS:", "RssFile:")):
+            limit += int(line.split()[1]) * (-1024 if line.startswith("VmRSS:") else 1024)
     return max(0, min(free, limit))
 
 

@@ -105,6 +105,18 @@ def native(sm: int, config: Config, x: str) -> CompiledKernel:
     return _compile(module.native_matmul, types, {"STEP": 32 * config.unroll}, sm, config)
 
 
+def quantize(sm: int, x: str, *, whole: bool) -> CompiledKernel:
+    """Compile the kernel of `native` that quantizes a token; `x` is `fp16` or `bf16`, `whole` True for int8."""
+    from quantkit.kernels import native as module
+
+    constants = {"REACH": 127.5 if whole else 448.0, "EPSILON": 2.0**-10, "WHOLE": whole, "BLOCK": 4096}
+    constants["OVERLAP"] = sm >= _OVERLAPS
+    types = {"x_ptr": f"*{x}", "code_ptr": "*i8", "step_ptr": "*fp32", "K": "i32"}
+    options = {"num_warps": 8, "launch_pdl": sm >= _OVERLAPS}
+    kernel = module.quantize_token
+    return machine_code(kernel, types | dict.fromkeys(constants, "constexpr"), constants, types, sm, options)
+
+
 def _compile(
     kernel: Any, types: Mapping[str, str | None], constants: Mapping[str, Any], sm: int, config: Config
 ) -> CompiledKernel:

@@ -13,13 +13,17 @@ the tile sizes to try are plain data too, so that a bundle can carry them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from math import ceil, log
+from pathlib import Path
 from typing import Any
 
+from quantkit import limits, machine
 from quantkit.errors import InputError
 
 FILE = "kernels.json"
@@ -245,18 +249,29 @@ def fastest(timings: Iterable[KernelTiming], *, copies: bool = False) -> Table:
     return Table({shape: tuple(by_batch) for shape, by_batch in choices.items()})
 
 
+@cache
+def versions() -> dict[str, str]:
+    """Return versions of torch and Triton, and a hash of the kernels' sources: the fastest kernel depends on them."""
+    sources = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        sources.update(limits.read(path))
+    installed = {name: machine.installed(name) or "" for name in ("torch", "triton")}
+    return {**installed, "kernels": sources.hexdigest()[:12]}
+
+
 @dataclass(frozen=True)
 class Recorded:
     """Choices measured on a device, as a bundle carries them in `kernels.json`.
 
-        {"schema": 1, "device": {"id", "kind", "name"}, "versions": {"torch", "triton", ...},
+        {"schema": 1, "device": {"id", "kind", "name"}, "versions": {"torch", "triton", "kernels", ...},
          "variant": "int4.g64.zeros", "table": the result of `Table.as_dict`}
 
-    They hold for this device alone: the fastest tile sizes of one card may spill or starve on another.
+    They hold for this device and these versions alone: the fastest tile sizes of one card, or of one compiler, may
+    spill or starve on another.
 
     Args:
         device: device, as in rows of measurements.
-        versions: library -> version.
+        versions: library -> version; `kernels`: see `versions`.
         variant: format that was timed.
         table: the choices.
     """
@@ -265,6 +280,21 @@ class Recorded:
     versions: Mapping[str, str]
     variant: str
     table: Table
+
+    def unlike(self, device: str) -> str:
+        """Return the reason against using them here, with a remedy; "" if there is none.
+
+        Args:
+            device: name of the device here.
+        """
+        pairs = [("device", str(self.device.get("name")), device)]
+        pairs += [(name, self.versions.get(name, ""), here) for name, here in versions().items()]
+        for name, then, here in pairs:
+            if then != here:
+                was = f"on {then}" if name == "device" else f"with {name} {then or 'of unknown version'}"
+                again = "`quantkit tax BUNDLE --device cuda` measures again"
+                return f"{FILE} was measured {was}, and here is {here}: it is not used; {again}"
+        return ""
 
     def as_bytes(self) -> bytes:
         """Return the file's contents."""

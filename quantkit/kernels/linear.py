@@ -23,7 +23,6 @@ from quantkit.kernels.native import multiply, native, quantize_tokens, torch_pro
 
 if TYPE_CHECKING:
     from quantkit.kernels.layout import PackedWeight
-    from quantkit.kernels.matmul import Workspace
 
 # largest batches of our own kernels without timings: products of 8-bit codes, others
 _OURS_TO = {True: (16, 32), False: (16, 32, 64, 128)}
@@ -36,7 +35,6 @@ class QuantLinear(OpaqueLinear):
         packed: the weight, on the device of the inputs.
         bias: bias [N] or None.
         table: measured choices; None for `unmeasured`.
-        memory: workspace for the sums of a split K, shared by layers that run one after the other.
 
     Raises:
         InputError: `kernel-unsupported` for a choice that this layer cannot run; `shape-unmeasured`.
@@ -48,10 +46,9 @@ class QuantLinear(OpaqueLinear):
         bias: torch.Tensor | None = None,
         *,
         table: Table | None = None,
-        memory: Workspace | None = None,
     ) -> None:
         super().__init__(packed.shape[0], bias)
-        self.packed, self.memory = packed, memory
+        self.packed = packed
         self.table = table or unmeasured(packed)
         self.table.choose(packed.shape, 1)
         for choice in self.table.choices[packed.shape]:
@@ -68,11 +65,11 @@ class QuantLinear(OpaqueLinear):
         if not self.packed.kind.endswith(".native"):
             if config is None:
                 return linear(x, dequantize(self.packed, x.dtype))
-            return weight_only(x, self.packed, config, workspace=self.memory)
+            return weight_only(x, self.packed, config)
         codes, step = quantize_tokens(x, self.packed.kind.removesuffix(".native"))
         if config is None:
             return multiply(codes, step, self.packed, x.dtype)
-        return native(codes, step, self.packed, config, dtype=x.dtype, workspace=self.memory)
+        return native(codes, step, self.packed, config, dtype=x.dtype)
 
 
 def other(packed: PackedWeight) -> str:

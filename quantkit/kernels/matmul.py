@@ -41,6 +41,7 @@ from quantkit.errors import InputError
 from quantkit.kernels.decoders import DECODERS, undecoded
 from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import KINDS, PackedWeight
+from quantkit.kernels.workspace import Workspace, present
 
 if TYPE_CHECKING:
     import torch
@@ -60,30 +61,6 @@ def overlap() -> dict[str, bool]:
     """Return launch arguments for a kernel that starts with `begin(OVERLAP)`, for the present device."""
     able = not interpreted() and driver.active.get_current_target().arch >= _FROM
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
-
-
-class Workspace:
-    """Sums and counters, as large as the largest call so far needs; for one stream at a time.
-
-    Smaller buffers are kept: a CUDA graph that was captured earlier still writes there.
-    """
-
-    def __init__(self) -> None:
-        self._sums: torch.Tensor | None = None
-        self._counts: torch.Tensor | None = None
-        self._outgrown: list[torch.Tensor] = []
-
-    def of(self, sums: int, counts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return at least `sums` float32 elements, and at least `counts` int32 zeros."""
-        import torch
-
-        if self._sums is None or self._sums.numel() < sums:
-            self._outgrown += [self._sums] if self._sums is not None else []
-            self._sums = torch.empty(sums, dtype=torch.float32, device=device)
-        if self._counts is None or self._counts.numel() < counts:
-            self._outgrown += [self._counts] if self._counts is not None else []
-            self._counts = torch.zeros(counts, dtype=torch.int32, device=device)
-        return self._sums, self._counts
 
 
 def interpreted() -> bool:
@@ -289,7 +266,7 @@ def weight_only(
         x: float16 or bfloat16, rows contiguous.
         weight: packed weight on the same device.
         config: tile sizes.
-        workspace: memory for the sums of a split K, kept between calls (needed under a CUDA graph); None for its own.
+        workspace: memory for the sums of a split K; None for that of the present stream or graph.
         decode: False for the raw twin, whose result is meaningless.
 
     Raises:
@@ -353,7 +330,7 @@ def prepared(
     y = torch.empty((x.shape[0], rows), dtype=dtype or torch.float16, device=x.device)
     if config.split == 1:
         return y, None, None
-    memory = workspace or Workspace()
+    memory = workspace or present(x.device)
     blocks = triton.cdiv(x.shape[0], config.block_m) * triton.cdiv(rows, config.block_n)
     return y, *memory.of(config.split * x.shape[0] * rows, blocks, x.device)
 

@@ -7,9 +7,9 @@ is the left operand and K is split, but nothing is decoded: rows go to shared me
 tensor core reads them, and the kernel is its own raw twin. Above 32 rows of x torch has products of its own
 (`multiply`).
 
-int8: exact up to |sum| < 2^31, K < 131072. FP8: Hopper's tensor core keeps about 14 bits of a sum of FP8 products
-(DeepSeek-V3 technical report, 2024, arXiv 2412.19437, section 3.3.2), so a step of 32 `unroll` columns is summed there
-and added to a float32 sum outside. FP8 needs SM 8.9 or later, int8 SM 8.0.
+int8: exact up to |sum| < 2^31, K < 131072. FP8: tensor cores keep about 14 bits of a sum of FP8 products (Hopper:
+DeepSeek-V3 technical report, 2024, arXiv 2412.19437, section 3.3.2; Ada: SageAttention2, 2024, arXiv 2411.10958), so a
+step of 32 `unroll` columns is summed there and added to a float32 sum outside. FP8 needs SM 8.9 or later, int8 SM 8.0.
 
 **Tokens to codes**, each with its own step:
 
@@ -17,14 +17,14 @@ and added to a float32 sum outside. FP8 needs SM 8.9 or later, int8 SM 8.0.
     fp8_e4m3   step = max|x| / 448       code = nearest element to clip(x / step, -448, 448)
 
 computed in the dtype of x, bit for bit as in `formats/base/activation.py`; a token of zeros has the dtype's epsilon as
-its step. One program per token; x is read twice, the second time from the cache.
+its step. A token with a NaN or an infinity has NaN as its step, and so NaN as its row of y. One program per token; x is
+read twice, the second time from the cache.
 
 **torch's own products**, `torch._int_mm` and `torch._scaled_mm`, for batches limited by arithmetic. Both read the
 weight's rows as `layout` stores them, so there is no second copy. On CUDA they require operands that lie along K, so
-the
-right one in columns; N and K in multiples of 8 or 16; for integers more than 16 rows of x; and scales by row and column
-give bfloat16 everywhere, other types only on some GPUs (torch's `Blas.cpp` and `ScaledBlas.cpp`). For float16, FP8 sums
-therefore come out in float32 and are scaled outside, as int32 sums are.
+the right one in columns; N and K in multiples of 8 or 16; for integers more than 16 rows of x; and scales by row and
+column give bfloat16 everywhere, other types only on some GPUs (torch's `Blas.cpp` and `ScaledBlas.cpp`). For float16,
+FP8 sums therefore come out in float32 and are scaled outside, as int32 sums are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ import triton.language as tl
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import INT_MM, SCALED_MM, Config
 from quantkit.kernels.layout import PackedWeight
-from quantkit.kernels.matmul import Workspace, begin, finish, overlap, prepared
+from quantkit.kernels.matmul import begin, finish, overlap, prepared
+from quantkit.kernels.workspace import Workspace
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +112,8 @@ def native_matmul(
         if WHOLE:
             acc = tl.dot(w, tl.trans(x), acc, out_dtype=SUM)
         else:
-            acc += tl.dot(w, tl.trans(x))
+            # a bound on the sums inside keeps the compiler from moving `acc` into the tensor core
+            acc += tl.dot(w, tl.trans(x), max_num_imprecise_acc=STEP)
     scale = tl.load(scale_ptr + rows, mask=rows < N, other=0).to(tl.float32)
     token = tl.load(step_ptr + batch, mask=batch < M, other=0.0)
     total = acc.to(tl.float32) * scale[:, None] * token[None, :]
@@ -183,6 +185,12 @@ def nearest_e4m3(values):
 
 
 @triton.jit
+def larger(a, b):
+    """Return the larger of two numbers, NaN if one is NaN; a GPU's maximum drops NaN unless told otherwise."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def quantize_token(
     x_ptr, code_ptr, step_ptr, K,
     REACH: tl.constexpr, EPSILON: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -195,10 +203,12 @@ def quantize_token(
     most = tl.zeros((BLOCK,), tl.float32)
     for k in range(0, K, BLOCK):
         x = tl.load(x_ptr + row * K + k + column, mask=k + column < K, other=0.0).to(tl.float32)
-        most = tl.maximum(most, tl.abs(x))
+        most = larger(most, tl.abs(x))
+    largest = tl.reduce(most, 0, larger)
     # rounding to the dtype of x equals a division in it, since float32 has more than twice its bits
-    step = (tl.max(most, axis=0) / REACH).to(DTYPE).to(tl.float32)
+    step = (largest / REACH).to(DTYPE).to(tl.float32)
     step = tl.where(step == 0.0, EPSILON, step)
+    step = tl.where(largest < float("inf"), step, float("nan"))
     for k in range(0, K, BLOCK):
         x = tl.load(x_ptr + row * K + k + column, mask=k + column < K, other=0.0).to(tl.float32)
         units = (x / step).to(DTYPE).to(tl.float32)

@@ -23,6 +23,7 @@ from quantkit.bundle import Bundle, Verdict
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError, did_you_mean, unknown_name
 from quantkit.exporters.onnx.integers import ROWS
+from quantkit.kernels import dispatch
 from quantkit.kernels.dispatch import FILE, LAYERS, KernelTiming, Recorded, fastest
 from quantkit.measurement.operators import run as ops_run
 from quantkit.measurement.operators.run import ALL, SweepJob
@@ -43,7 +44,7 @@ Sweep = Callable[[SweepJob, Report], list[Row]]
 DEVICES = ("cpu", "cuda")
 # the flag of a processor that is a program
 EMULATED = "emulated"
-# what the fastest kernel depends on besides the device
+# libraries whose versions the fastest kernel depends on
 _RECORDED = ("torch", "triton", "driver")
 # what `exporters/onnx/integers/products.py` does by token
 MANY = "int8.token"
@@ -204,6 +205,7 @@ class TaxAnswer:
         if not timings or device is None:
             return None
         versions = {name: version for name, version in timed[0].versions.items() if name in _RECORDED}
+        versions["kernels"] = dispatch.versions()["kernels"]
         return Recorded(device.model_dump(mode="json"), versions, variant, fastest(timings))
 
     def reported(self) -> Taxed:

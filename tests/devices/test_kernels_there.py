@@ -26,7 +26,7 @@ pytest.importorskip("triton")  # Linux alone has it
 
 from quantkit.errors import InputError
 from quantkit.kernels import linear
-from quantkit.kernels.dispatch import EXPANDED, FILE, Choice, Recorded, Table
+from quantkit.kernels.dispatch import EXPANDED, FILE, Choice, Recorded, Table, versions
 from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.rows import Row
 from quantkit.measurement.timing import cuda as speed_cuda
@@ -69,7 +69,8 @@ def bundle(home: Path, tmp_path: Path) -> Bundle:
     made = Bundle.load(shutil.copytree(home / "int4", tmp_path / "int4"))
     shapes = {(layer.shape[0], layer.shape[1]) for layer in made.manifest.layers}
     choices = Table({shape: (Choice(2, EXPANDED, None, 1e-6, 1),) for shape in shapes})
-    return made.put(FILE, Recorded(GpuDevice("cpu", dry=True).identity(), {}, "int4.g32.zeros", choices).as_bytes())
+    own = GpuDevice("cpu", dry=True).identity()
+    return made.put(FILE, Recorded(own, versions(), "int4.g32.zeros", choices).as_bytes())
 
 
 @pytest.fixture

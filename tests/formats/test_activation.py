@@ -72,6 +72,20 @@ def test_static_is_what_compressed_tensors_computes_and_saturates(
     assert float(found.abs().max()) < 25
 
 
+@pytest.mark.parametrize("planted", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("form", "symmetric"), FORMATS)
+def test_a_number_that_is_none_does_not_become_a_code(form: str, symmetric: bool, planted: float) -> None:
+    scheme = ActivationScheme(format=form, symmetric=symmetric)
+    x = values(torch.float16)
+    x[1, 2, 40] = planted
+    assert fake_quantize(x, scheme).isnan().all(dim=-1).nonzero().tolist() == [[1, 2]]
+    assert fake_quantize(x, scheme).isnan().sum() == 64
+    fixed = ActivationScheme(format=form, granularity="tensor", dynamic=False, symmetric=symmetric)
+    scale = InputScale(*parameters(torch.tensor([-3.0]).half(), torch.tensor([20.0]).half(), fixed))
+    if planted != planted:  # noqa: PLR0124 (NaN)
+        assert fake_quantize(x, fixed, scale).isnan().nonzero().tolist() == [[1, 2, 40]]
+
+
 def test_two_rows_of_one_tensor_do_not_touch_each_other() -> None:
     """By token, also where the input has two dimensions, as an expert's has."""
     x = values(torch.float32)[1]

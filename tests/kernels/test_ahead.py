@@ -32,7 +32,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # every case on the newest; on the others the one most in use
 WANTED = [(90, name) for name in CASES] + [(80, "int4"), (80, "w8a8 int8"), (89, "w8a8 fp8")]
-MORE = [(90, "int4"), (90, "int8"), (90, "int4 prefill"), (90, "w8a8 fp8"), (80, "w8a8 int8")]
+MORE = [(90, "int4"), (90, "int8"), (90, "int4 prefill"), (80, "w8a8 int8")]
+# tokens to codes: architecture, dtype of x, int8 (else FP8)
+TOKENS = [(80, "fp16", True), (90, "bf16", False)]
 # every kernel on the newest, with whole numbers and with the largest table; all others are in kernel_resources.py
 SOLVERS = [
     *((90, f"choose, {grid}") for grid in ("int4 zeros", "256 values")),
@@ -44,7 +46,7 @@ import json, sys
 from quantkit.kernels import ahead
 from quantkit.kernels.dispatch import Config
 from quantkit.kernels.solving.ahead import BLOCK, compiled, compiled_of_block, variants
-products, solvers = json.load(sys.stdin)
+products, solvers, tokens = json.load(sys.stdin)
 found = []
 for sm, made, words in products:
     m = words.pop("block_m", 16)
@@ -62,7 +64,8 @@ for sm, name in solvers:
 for name in BLOCK if solvers else ():
     got = compiled_of_block(name, 90)
     solved.append([90, name, got.spill_bytes, got.registers, got.shared_bytes, 1])
-print(json.dumps([found, solved]))
+maxima = [ahead.quantize(sm, x, whole=whole).code for sm, x, whole in tokens]
+print(json.dumps([found, solved, maxima]))
 """
 
 
@@ -71,23 +74,23 @@ class MachineCode(dict[tuple[int, str], dict[str, Any]]):
 
     def __init__(self, cache: str) -> None:
         self.cache = cache
-        self.solved = self.compile([case for case in WANTED if case not in MORE], SOLVERS)
+        self.solved, self.tokens = self.compile([case for case in WANTED if case not in MORE], SOLVERS, TOKENS)
 
     def __missing__(self, case: tuple[int, str]) -> dict[str, Any]:
-        self.compile(MORE, [])
+        self.compile(MORE, [], [])
         return self[case]
 
-    def compile(self, wanted: list[tuple[int, str]], solvers: list[tuple[int, str]]) -> list[Any]:
+    def compile(self, wanted: list[tuple[int, str]], solvers: list[Any], tokens: list[Any]) -> tuple[Any, Any]:
         """In one process."""
-        asked = json.dumps([[(sm, *CASES[name]) for sm, name in wanted], solvers])
+        asked = json.dumps([[(sm, *CASES[name]) for sm, name in wanted], solvers, tokens])
         environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": self.cache}
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM], input=asked, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-        products, solved = json.loads(done.stdout)
+        products, solved, maxima = json.loads(done.stdout)
         self.update(zip(wanted, products, strict=True))
-        return solved  # type: ignore[no-any-return]
+        return solved, maxima
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +140,20 @@ def test_bfloat16_is_decoded_as_such_and_not_converted(compiled: Any) -> None:
 
 def test_a_kernel_lets_the_next_one_begin_and_waits_for_the_last_where_a_gpu_can(compiled: Any) -> None:
     assert all(found["waits"] == ([1, 1] if sm == 90 else [0, 0]) for (sm, _), found in compiled.items())
+
+
+@pytest.mark.parametrize("sm", [89, 90])
+def test_sums_of_fp8_leave_the_tensor_core_after_every_step(compiled: Any, sm: int) -> None:
+    """64 x 16 sums on 128 threads: eight additions in float32 a step, which no compiler may fold into the product."""
+    found = compiled[sm, "w8a8 fp8"]
+    assert (count(found, "FADD"), count(found, "QMMA", "QGMMA")) == (8, 8 if sm == 89 else 4)
+
+
+def test_the_largest_of_a_token_keeps_nan(compiled: MachineCode) -> None:
+    for code in compiled.tokens:
+        # 16 elements a thread of 256: 16 maxima with the last ones, 15 among themselves, 8 across threads
+        assert code["FMNMX.NAN"] == 39
+        assert code["FMNMX"] == 32, "codes are cut to their range after that"
 
 
 def test_the_raw_twin_loads_and_multiplies_the_same(compiled: Any) -> None:

@@ -54,6 +54,30 @@ def test_a_race_and_a_counter_left_behind_are_seen(waits: bool, resets: bool, se
         assert torch.equal(got["first"], torch.stack([x.float().sum(0).half() for x in inputs]))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # of NaN, in the interpreter
+def test_graphs_that_share_a_workspace_are_seen(shared: bool) -> None:
+    from parts.race import beside
+
+    from quantkit.kernels.workspace import Workspace, present
+
+    one, calls = Workspace(), 0
+
+    def product(x: torch.Tensor, memory: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        y = torch.zeros(16, dtype=torch.float16)
+        sums, counts = (one if shared else memory or present(x.device)).of(32, 1, x.device)
+        # planted: another graph's program counts itself between two of this one
+        counts += int(shared and calls == 6)
+        split_sum[(2,)](x, y, sums, counts, WAITS=True, RESETS=True)
+        return y
+
+    inputs = [torch.randn(2, 16, generator=torch.Generator().manual_seed(seed)).half() for seed in range(2)]
+    got = beside(product, inputs, 4)
+    assert (got["launches"], got["differing"] > 0) == (8, shared)
+
+
 def test_a_result_of_the_last_input_and_one_not_written_are_seen() -> None:
     from parts.race import raced
 

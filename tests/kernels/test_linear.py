@@ -16,7 +16,7 @@ from quantkit.kernels import linear as layers
 from quantkit.kernels.dispatch import EXPANDED, INT_MM, OURS, Choice, Config, Table
 from quantkit.kernels.layout import pack
 from quantkit.kernels.linear import QuantLinear, unmeasured
-from quantkit.kernels.matmul import Workspace, dequantize
+from quantkit.kernels.matmul import dequantize
 
 N, K = 40, 128
 TILES = Config(block_n=64, block_m=16, unroll=1, split=2, warps=4, stages=2)
@@ -30,7 +30,7 @@ def table(*choices: tuple[int, str, Any]) -> Table:
 def test_each_number_of_rows_goes_to_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = quantized(N, K, **SCHEME)
     chosen = table((2, OURS, TILES.as_dict()), (8, EXPANDED, None))
-    layer = QuantLinear(pack(tensor), table=chosen, memory=Workspace())
+    layer = QuantLinear(pack(tensor), table=chosen)
     expanded: list[int] = []
 
     def counted(*arguments: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from quantkit.formats.nf4 import VALUES
 from quantkit.kernels.decoders import DECODERS
 from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import KINDS, pack, pack_parts, scales_of
-from quantkit.kernels.matmul import Workspace, dequantize, weight_only
+from quantkit.kernels.matmul import dequantize, weight_only
+from quantkit.kernels.workspace import Workspace, one_graph, present
 
 WHOLE = Config(block_n=32, block_m=16, unroll=1, split=1, warps=2, stages=2)
 SPLIT = Config(block_n=64, block_m=16, unroll=2, split=3, warps=4, stages=3)
@@ -123,6 +125,34 @@ def test_a_split_sum_is_the_same_every_time_and_leaves_its_counters_at_zero() ->
     assert torch.equal(first, again)
     sums, counts = memory.of(1, 1, x.device)
     assert not counts.any() and sums.numel() == 3 * 5 * 72
+
+
+def test_two_graphs_and_two_streams_never_share_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = pack(quantized(72, 320, format="int4", granularity="group", group=64))
+    x = torch.randn(5, 320, generator=torch.Generator().manual_seed(2)).half()
+    want = weight_only(x, weight, SPLIT)
+    with one_graph() as first:
+        assert torch.equal(weight_only(x, weight, SPLIT), want)
+    counts = first.of(1, 1, x.device)[1]
+    # the first graph is under way on another stream: one of its programs has counted itself
+    counts.fill_(1)
+    with one_graph() as second:
+        assert torch.equal(weight_only(x, weight, SPLIT), want)
+    assert counts.eq(1).all() and not second.of(1, 1, x.device)[1].any()
+    weight_only(x, weight, SPLIT, workspace=first)
+    assert counts.any(), "shared, they would never be zero again"
+    gpu, stream = torch.device("cuda"), SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    of_stream = present(gpu)
+    assert present(gpu) is of_stream
+    stream.cuda_stream = 8
+    assert present(gpu) is not of_stream
+    # captured by somebody else: every product its own, zeroed in the graph
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert present(gpu) is not present(gpu)
+    with one_graph() as own:
+        assert present(gpu) is own and present(gpu) is own
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # words taken for numbers may be none

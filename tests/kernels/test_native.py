@@ -105,6 +105,21 @@ def test_tokens_are_quantized_as_activations_are(fmt: str) -> None:
         assert torch.equal(codes.view(torch.uint8) & 127, units.to(torch.float8_e4m3fn).view(torch.uint8) & 127)
 
 
+@pytest.mark.parametrize("planted", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])
+def test_a_token_that_is_no_number_stays_none_and_spoils_no_other(fmt: str, planted: float) -> None:
+    """Whatever codes it gets, its step is NaN: so is its row of every product, ours and torch's."""
+    x = torch.randn(3, 1008, generator=torch.Generator().manual_seed(8)).half()
+    packed = pack(quantized(48, 1008, format=fmt, granularity="channel"), native=True)
+    clean = quantize_tokens(x, fmt)
+    x[1, 700] = planted
+    codes, step = quantize_tokens(x, fmt)
+    assert step.isnan().tolist() == [False, True, False]
+    assert torch.equal(codes.float()[::2], clean[0].float()[::2]) and torch.equal(step[::2], clean[1][::2])
+    for y in (native(codes, step, packed, SPLIT), multiply(codes, step, packed, torch.float16)):
+        assert y.isnan().all(dim=1).tolist() == [False, True, False] and not y[::2].isnan().any()
+
+
 def test_a_device_without_the_type_is_named_with_those_that_have_it() -> None:
     require("fp8_e4m3.native", 89)
     require("int8.native", 80)

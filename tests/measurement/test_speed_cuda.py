@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")  # Linux alone has it
 
+from quantkit.kernels.workspace import present
 from quantkit.measurement.cuda import device as limits
 from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.operators.ceilings import Ceiling, joined, median_interval
@@ -66,6 +71,67 @@ def test_a_run_hands_on_what_its_clock_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert {row["n"] for row in rows if row["value"] is not None} == {6}
     (copy,) = [row for row in rows if row["name"] == "ceiling.copy"]
     assert (copy["value"], copy["better"]) == (pytest.approx(np.median(8 * 1024 / BEFORE[:3])), "higher")
+
+
+def test_a_copy_is_a_kernel_that_copies_all() -> None:
+    x = torch.arange(2 * 3 * 256, dtype=torch.int32)
+    y = torch.zeros_like(x)
+    limits._copy[(2,)](x, y, 3, BLOCK=256)
+    assert torch.equal(x, y)
+
+
+class Card:
+    """A GPU's graphs and clock: every call takes its seconds, a kernel behind its like the fewer of two."""
+
+    TAKES: ClassVar = {"ours": (5.0, 3.0), "theirs": (5.0, 5.0), "plain": (2.0, 2.0)}
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.graph: list[str] = []
+        self.owners: set[Any] = set()
+        cuda = {"CUDAGraph": SimpleNamespace, "graph": self.capture, "Event": self.event}
+        for name, stand_in in {**cuda, "is_available": lambda: True, "synchronize": lambda: None}.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        number = SimpleNamespace(add_=lambda _: self.graph.append("plain"))
+        monkeypatch.setattr(torch, "zeros", lambda *_, **__: number)
+
+    @contextmanager
+    def capture(self, graph: Any) -> Iterator[None]:
+        self.graph = []
+        yield
+        calls = self.graph
+
+        def replay() -> None:
+            for last, name in zip([None, *calls], calls, strict=False):
+                self.now += self.TAKES[name][last == name]
+
+        graph.replay = replay
+
+    def event(self, **_: Any) -> Any:
+        made = SimpleNamespace(at=0.0, synchronize=lambda: None)
+        made.record = lambda: setattr(made, "at", self.now)
+        made.elapsed_time = lambda end: 1e3 * (end.at - made.at)
+        return made
+
+    def side(self, name: str, **words: Any) -> Callable[[], float]:
+        def step() -> None:
+            self.owners.add(present(torch.device("cpu")))
+            self.graph.append(name)
+
+        return limits.Implementation(name, [step] * 4, 0, {}, **words).ready()
+
+
+def test_kernels_that_hide_their_start_behind_themselves_are_timed_behind_a_plain_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = Card(monkeypatch)
+    assert [card.side(name)() for name in ("ours", "theirs")] == [5.0, 5.0]
+    eager = present(torch.device("cpu"))
+    # each graph with a workspace of its own, and the call before it in the stream's
+    assert len(card.owners - {eager}) == 2
+    alone = card.side("ours", spaced=False)
+    assert 3.0 < alone() < 3.1
+    assert card.side("theirs", spaced=False)() == 5.0
 
 
 def test_of_one_block_nothing_can_be_drawn_again() -> None:

@@ -60,10 +60,11 @@ def test_what_is_compared_follows_from_sizes_and_from_what_is_free(
     )
     open_bytes, rest = 10**8, outside - 6 * block
 
-    def fitting(free: float, resident: int, expected: float, limit: int = 0) -> int:
-        """Where `free` is what the machine would have free if this process had just begun."""
+    def fitting(free: float, resident: int, expected: float, limit: int = 0, mapped: int = 0) -> int:
+        """Where `free` is what the machine would have free if this process had just begun; `mapped` bytes of files."""
         monkeypatch.setattr(machine, "memory_available", lambda: int(free - (resident - open_bytes)))
-        monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=resident))
+        about = SimpleNamespace(rss=resident + mapped, shared=mapped)
+        monkeypatch.setattr(psutil.Process, "memory_info", lambda _: about)
         monkeypatch.setattr(machine, "memory_limit", lambda: limit)
         taken: Any = SimpleNamespace(peak=open_bytes + expected, memory={"open": float(open_bytes)})
         subject = TransformerSubject(prepared)
@@ -76,4 +77,4 @@ def test_what_is_compared_follows_from_sizes_and_from_what_is_free(
         assert fitting(10**9, resident, room) == 3
         assert fitting(10**9, resident, 0) == 1
         assert fitting(10**9, resident, 0, limit=10**9) == 6  # a small model
-        assert fitting(room / 2, resident, room) == 1
+        assert fitting(room / 2, resident, room) == fitting(room / 2, resident, room, mapped=10**10) == 1

@@ -17,7 +17,7 @@ from quantkit import machine
 from quantkit.bundle import Bundle, LayerEntry, content_sha256
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError
-from quantkit.kernels.dispatch import Recorded
+from quantkit.kernels.dispatch import Recorded, versions
 from quantkit.measurement.operators import run as ops_run
 from quantkit.pipeline.tax import BundleWays, Question, TaxAnswer, batch_range, judge, measure_tax, prepare, record
 from quantkit.pipeline.tax_devices import Graphics
@@ -306,6 +306,7 @@ def test_choices_of_a_gpu_go_into_the_bundle(
     kept = Recorded.of((tmp_path / "kernels.json").read_bytes())
     assert kept.device["name"] == "NVIDIA H200"
     assert kept.variant == found.plan.subject
+    assert kept.versions["kernels"] == versions()["kernels"]
     linear = found.plan.shapes.linears[0]
     choice = kept.table.choose((linear.N, linear.K), 8)
     assert (choice.candidate, choice.config) == ("quantkit", {"block_n": 64, "block_m": 16})

@@ -104,6 +104,9 @@ def test_free_memory_is_the_machine_s_within_what_the_process_may_use(root: Path
     # a container's limit counts less what this process holds already
     (root / "sys/fs/cgroup/a/b/memory.max").write_text(f"{3000 * 1024}\n")
     assert machine.memory_available(root) == 2500 * 1024
+    # pages of mapped files can be taken back
+    (root / "proc/self/status").write_text("Name:\tpython\nVmRSS:\t  900 kB\nRssFile:\t  400 kB\n")
+    assert machine.memory_available(root) == 2500 * 1024
     (root / "sys/fs/cgroup/a/b/memory.max").write_text(f"{400 * 1024}\n")
     assert machine.memory_available(root) == 0
     assert 0 < machine.memory_available() <= machine.memory_limit()

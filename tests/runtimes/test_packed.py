@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -18,7 +19,7 @@ import zoo
 import quantkit
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.kernels.dispatch import EXPANDED, FILE, INT_MM, Choice, Recorded, Table
+from quantkit.kernels.dispatch import EXPANDED, FILE, INT_MM, Choice, Recorded, Table, versions
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.torch.decode_graph import DecodeGraph
@@ -308,9 +309,15 @@ def test_what_was_chosen_on_another_device_is_not_used(compiled: Callable[..., B
     shapes = {(layer.shape[0], layer.shape[1]) for layer in bundle.manifest.layers}
     choices = {shape: (Choice(64, "dequantize_matmul", None, 1.0, 1),) for shape in shapes}
     bundle = bundle.put(FILE, Recorded(device, {}, "int4.g32.zeros", Table(choices)).as_bytes())
-    with pytest.warns(UserWarning, match="kernels.json was measured on another GPU, and here is interpreter"):
+    with pytest.warns(UserWarning, match="measured on another GPU, and here is interpreter.*`quantkit tax BUNDLE"):
         bundle.model(kernels=True, device="cpu")
-    bundle = bundle.put(FILE, Recorded({**device, "name": "interpreter"}, {}, "x", Table(choices)).as_bytes())
+    here, own = versions(), {**device, "name": "interpreter"}
+    for other, then in (("triton", "3.1.0"), ("torch", "2.0.0"), ("kernels", "of unknown version")):
+        was = {**here, other: then} if other != "kernels" else {name: here[name] for name in ("torch", "triton")}
+        bundle = bundle.put(FILE, Recorded(own, was, "x", Table(choices)).as_bytes())
+        with pytest.warns(UserWarning, match=f"measured with {other} {then}, and here is {re.escape(here[other])}: it"):
+            bundle.model(kernels=True, device="cpu")
+    bundle = bundle.put(FILE, Recorded(own, {**here, "driver": "1"}, "x", Table(choices)).as_bytes())
     model = bundle.model(kernels=True, device="cpu")
     timed = [each.table for each in linears(model) if each.packed.shape in shapes]
     assert timed
@@ -337,7 +344,7 @@ def test_steps_on_the_kernels_are_timed_against_sixteen_bits(
         *("down_proj", "gate_proj+up_proj", "o_proj", "q_proj+k_proj+v_proj")
     ]
     choices = {shape: (Choice(2, "dequantize_matmul", None, 1e-6, 1),) for shape in shapes}
-    bundle = bundle.put(FILE, Recorded(device.identity(), {}, "int4.g32.zeros", Table(choices)).as_bytes())
+    bundle = bundle.put(FILE, Recorded(device.identity(), versions(), "int4.g32.zeros", Table(choices)).as_bytes())
     source = open_model(str(tmp_path / "model"))
     rows, said = speed_cuda.run(bundle, source, plan, device, dtype=torch.float16)
     assert said == ""

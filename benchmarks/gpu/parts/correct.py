@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from parts.race import LAUNCHES, Product, raced
+from parts.race import LAUNCHES, Product, beside, raced
 from parts.shapes import DTYPES, VARIANTS, settings
 from quantkit.formats.nf4 import VALUES
 from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import PackedWeight
-from quantkit.kernels.matmul import Workspace, dequantize, weight_only
+from quantkit.kernels.matmul import dequantize, weight_only
 from quantkit.kernels.native import native, quantize_tokens
+from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.cuda.sides import FormatVariant, error, inputs, known, values, weight
 
@@ -28,6 +29,7 @@ LINES: Mapping[str, Callable[[Row], bool]] = {
     "kernels": lambda row: True,
     "bfloat16": lambda row: row["dtype"] == "torch.bfloat16",
     "byte-perm": lambda row: row["variant"].startswith("nf4"),
+    "nan": lambda row: "not_numbers" in row,
 }
 
 
@@ -59,6 +61,8 @@ def _one(
 ) -> Row:
     worst = max(error(variant, plain, x, product(variant, packed, config)(x, Workspace())) for config in configs)
     found = {"worst": worst, "ok": worst <= 1.0, "reason": ""}
+    found["not_numbers"] = all(_not_numbers(product(variant, packed, config), x) for config in configs)
+    found["ok"] = found["ok"] and found["not_numbers"]
     if not variant.native:
         off = (dequantize(packed, torch.float32).double() - plain).abs()
         found["expanded"] = float((off / (plain.abs() * 2.0**-11 + 2.0**-20)).max())
@@ -66,10 +70,24 @@ def _one(
     return found
 
 
+def _not_numbers(multiply: Product, x: torch.Tensor) -> bool:
+    """Whether a NaN or an infinity in a row of x makes that row of y one of NaN or infinities, and no other row."""
+    clean = multiply(x, None)
+    for planted in (float("nan"), float("inf")):
+        spoiled = x.clone()
+        spoiled[-1, x.shape[1] // 3] = planted
+        y = multiply(spoiled, None)
+        if y[-1].isfinite().any() or (planted != planted and not y[-1].isnan().all()):  # noqa: PLR0124 (NaN)
+            return False
+        if not torch.equal(y[:-1], clean[:-1]):
+            return False
+    return True
+
+
 def product(variant: FormatVariant, packed: PackedWeight, config: Config) -> Product:
     """x [M, K] and a workspace -> y [M, N], by one of our kernels."""
 
-    def multiply(x: torch.Tensor, memory: Workspace) -> torch.Tensor:
+    def multiply(x: torch.Tensor, memory: Workspace | None) -> torch.Tensor:
         if not variant.native:
             return weight_only(x, packed, config, workspace=memory)
         codes, step = quantize_tokens(x, variant.format)
@@ -79,7 +97,8 @@ def product(variant: FormatVariant, packed: PackedWeight, config: Config) -> Pro
 
 
 def raced_kernels(device: GpuDevice, dtype: torch.dtype, deadline: float) -> Iterator[Row]:
-    """One row a variant, batch and configuration with a split K: `race.raced`, its first results against float64."""
+    """Two rows a variant, batch and configuration with a split K: `race.raced` and `race.beside`, whose first results
+    are compared with float64."""
     shape = (4096, 4096) if not device.dry else _TINY
     for variant in VARIANTS if not device.dry else [known()[_DRY[0]]]:
         packed = weight(variant, *shape, device.torch_device)
@@ -92,12 +111,19 @@ def raced_kernels(device: GpuDevice, dtype: torch.dtype, deadline: float) -> Ite
                     continue
                 count = 2 if device.dry else _INPUTS
                 drawn = inputs(batch * count, shape[1], dtype, device.torch_device).view(count, batch, -1)
-                try:
-                    found = raced(product(variant, packed, config), list(drawn), 4 if device.dry else LAUNCHES)
-                except Exception as problem:
-                    yield row | {"ok": False, "reason": f"{type(problem).__name__}: {problem}"[:300]}
-                    continue
-                first = found.pop("first")
-                worst = max(error(variant, plain, x, y) for x, y in zip(drawn, first, strict=True))
-                ok = worst <= 1.0 and not found["differing"] and not found["counters_left"]
-                yield row | found | {"worst": worst, "ok": ok, "reason": ""}
+                made, launches = product(variant, packed, config), 4 if device.dry else LAUNCHES
+                # a replay beside another holds many launches
+                ways = (
+                    ("alone", raced, list(drawn), launches),
+                    ("beside", beside, list(drawn[:2]), -(-launches // 5)),
+                )
+                for how, run, inputs_of, count in ways:
+                    try:
+                        found = run(made, inputs_of, count)
+                    except Exception as problem:
+                        yield row | {"how": how, "ok": False, "reason": f"{type(problem).__name__}: {problem}"[:300]}
+                        continue
+                    first = found.pop("first")
+                    worst = max(error(variant, plain, x, y) for x, y in zip(inputs_of, first, strict=True))
+                    ok = worst <= 1.0 and not found["differing"] and not found["counters_left"]
+                    yield row | found | {"how": how, "worst": worst, "ok": ok, "reason": ""}

@@ -73,18 +73,18 @@ def main() -> None:
     sys.path[:0] = [str(here.parents[1]), str(here.parents[3])]
     import torch
 
-    from quantkit.kernels.matmul import Workspace, weight_only
+    from quantkit.kernels.matmul import weight_only
     from quantkit.measurement.cuda.sides import inputs, known, weight
 
     variant, batch, dtype = known()[sys.argv[1]], int(sys.argv[2]), DTYPES[sys.argv[3]]
-    config, memory = settings(variant, batch)[0], Workspace()
+    config = settings(variant, batch)[0]
     runtime: Any = torch.cuda.cudart()
     for shape in WHOLE_MODEL:
         packed, x = weight(variant, *shape, "cuda"), inputs(batch, shape[1], dtype, "cuda")
-        weight_only(x, packed, config, workspace=memory)
+        weight_only(x, packed, config)
         torch.cuda.synchronize()
         runtime.cudaProfilerStart()
-        weight_only(x, packed, config, workspace=memory)
+        weight_only(x, packed, config)
         torch.cuda.synchronize()
         runtime.cudaProfilerStop()
 

@@ -18,7 +18,6 @@ from parts.decoder import Decoder, MakeLinear, Sizes
 from parts.sections import RUN
 from quantkit.kernels.dispatch import Choice, KernelTiming, Table, fastest
 from quantkit.kernels.linear import QuantLinear
-from quantkit.kernels.matmul import Workspace
 from quantkit.measurement.cuda.device import GpuDevice, Implementation, allocated, interleaved, ratio, summary
 from quantkit.measurement.cuda.sides import FormatVariant, weight
 
@@ -124,11 +123,9 @@ def _dense(dtype: torch.dtype, at: str) -> MakeLinear:
 
 
 def _packed(variant: FormatVariant, table: Table | None, at: str) -> MakeLinear:
-    memory = Workspace()
-
     def make(shape: tuple[int, int], layer: int) -> torch.nn.Module:
         choices = table if table is not None and shape in table.choices else None
-        return QuantLinear(weight(variant, *shape, at, seed=layer), table=choices, memory=memory)
+        return QuantLinear(weight(variant, *shape, at, seed=layer), table=choices)
 
     return make
 

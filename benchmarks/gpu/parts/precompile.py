@@ -25,7 +25,7 @@ from parts import solvers
 from parts.shapes import DTYPES, FIRST_SETTINGS, IN_WHOLE, INT4, PROFILED, SWEPT, VARIANTS, settings
 from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import PackedWeight
-from quantkit.kernels.matmul import Workspace, dequantize, weight_only
+from quantkit.kernels.matmul import dequantize, weight_only
 from quantkit.kernels.native import native, quantize_tokens
 from quantkit.measurement.cuda.sides import FormatVariant, known, weight
 
@@ -224,10 +224,10 @@ def made(launch: Launch) -> None:
     elif variant.native:
         codes = torch.zeros(x.shape, dtype=torch.int8 if variant.format == "int8" else torch.float8_e4m3fn)
         assert launch.config is not None
-        native(codes, torch.ones(launch.batch), packed, launch.config, dtype=dtype, workspace=Workspace())
+        native(codes, torch.ones(launch.batch), packed, launch.config, dtype=dtype)
     else:
         assert launch.config is not None
-        weight_only(x, packed, launch.config, workspace=Workspace(), decode=launch.decode)
+        weight_only(x, packed, launch.config, decode=launch.decode)
 
 
 def _solved(launch: Launch) -> None:

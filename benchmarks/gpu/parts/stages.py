@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 SKIPPED = "stage-skipped"
 # lines of PENDING.md that a record settles: the stage that does
 LINES = {
-    **dict.fromkeys(("kernels", "bfloat16", "byte-perm"), "correct"),
-    **{"split": "race", "solvers": "solvers"},
+    **dict.fromkeys(("kernels", "bfloat16", "byte-perm", "nan"), "correct"),
+    **{"split": "race", "graphs": "race", "solvers": "solvers"},
     **dict.fromkeys(("speeds", "int4-bound", "int4-never-behind", "decoding-hidden", "settings", "peers"), "sweep"),
     **{"steps": "whole", "compile-8b": "model", "compile-same": "model"},
     **dict.fromkeys(("block-agrees", "passes-agree", "folds-shared", "scales-agree"), "recipes"),
@@ -194,7 +194,8 @@ def race(job: dict[str, Any], caller: child.Caller) -> None:
 
     work = Work.begun(job, caller)
     rows = part.raced_kernels(work.device, work.dtype, work.deadline)
-    work.checked("race", {"split": lambda row: True}, rows)
+    lines = {"split": lambda row: row.get("how") != "beside", "graphs": lambda row: row.get("how") == "beside"}
+    work.checked("race", lines, rows)
     work.ended()
 
 

@@ -30,7 +30,6 @@ from parts.shapes import (
 )
 from quantkit.errors import InputError
 from quantkit.kernels.dispatch import Config, KernelTiming, width
-from quantkit.kernels.matmul import Workspace
 from quantkit.measurement.cuda import sides
 from quantkit.measurement.cuda.device import GpuDevice, Implementation, interleaved, of, ratio, summary
 from quantkit.measurement.cuda.sides import FormatVariant, known
@@ -188,10 +187,9 @@ class Sweep:
     ) -> None:
         """All candidates of one cell, the baseline first."""
         x = sides.inputs(batch, shape[1], self.dtype, self.device.torch_device)
-        memory = Workspace()
         known = self._settings.setdefault((shape, variant.name, width(batch)), {})
         try:
-            config = self._tuned(where, held, x, memory, variant, part.settings, known)
+            config = self._tuned(where, held, x, variant, part.settings, known)
         except Exception as error:
             self._skip(where, error)
             return
@@ -199,12 +197,12 @@ class Sweep:
             return
         asked: list[Any] = [
             lambda: sides.baseline(shape, batch, self.dtype, self.device),
-            lambda: sides.ours(held, x, config, memory),
+            lambda: sides.ours(held, x, config),
         ]
         if variant.native:
             asked.append(lambda: sides.tokens(variant, x))
         else:
-            asked.append(lambda: sides.ours(held, x, config, memory, decode=False))
+            asked.append(lambda: sides.ours(held, x, config, decode=False))
             asked.append(lambda: sides.expanded(held, x))
         asked.append(lambda: sides.torch_own(variant, held, x))
         others = peers.PEERS if part.peers else ()
@@ -228,7 +226,6 @@ class Sweep:
         where: dict[str, Any],
         held: Any,
         x: torch.Tensor,
-        memory: Workspace,
         variant: FormatVariant,
         most: int | None,
         known: dict[Config, float],
@@ -238,7 +235,7 @@ class Sweep:
             if config in known:
                 continue
             try:
-                sampler = sides.ours(held, x, config, memory).ready()
+                sampler = sides.ours(held, x, config).ready()
             except Exception as error:
                 self._skip(where | {"config": config.as_dict()}, error)
                 continue

@@ -5,10 +5,15 @@ the operation once on each copy, so no copy is still in the cache. One CUDA grap
 twice: the first replay keeps the device busy while the host queues the second, which two events time. That time over
 the number of operations is one sample. Sides are visited in the order A B B A.
 
+Behind each operation the graph has a plain kernel, an addition to one number, and the time of a graph of these alone is
+subtracted. Without it, a kernel that may start before the end of the last one (programmatic launch, as quantkit's do)
+would hide its start behind a copy of itself, and a library's kernel would not.
+
 Ceilings: highest rates of the device, measured in the same run.
 
     read      largest element of an array beyond the size of any cache
-    copy      copy of the same array; its bytes count twice
+    copy      copy of the same array by a kernel; its bytes count twice (in a graph, `Tensor.copy_` is no kernel but a
+              copy by the driver, which is slower)
     compute   square product of random numbers in each input type, 2 n^3 operations, by torch's own library
     launch    addition to one number, eager and in a graph
 """
@@ -20,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -30,6 +36,7 @@ import triton.language as tl
 
 from quantkit import machine
 from quantkit.errors import InputError
+from quantkit.kernels.workspace import one_graph
 from quantkit.measurement.operators.ceilings import Ceiling
 from quantkit.measurement.timing.clocks import asked_of_gpu, gpu_slowed
 from quantkit.measurement.timing.schedule import Array, Visit, interleave
@@ -143,6 +150,8 @@ class Implementation:
         resident_bytes: bytes of one copy.
         settings: settings of its rows.
         least: fewest operations in a graph; they keep the graph's launch a small part of its time.
+        spaced: True for a plain kernel behind each operation, whose time is subtracted; False times operations that
+            follow directly on each other.
     """
 
     name: str
@@ -150,36 +159,45 @@ class Implementation:
     resident_bytes: int
     settings: dict[str, Any]
     least: int = 64
+    spaced: bool = True
 
     def ready(self) -> Callable[[], float]:
         """Compile, capture, and return a function that takes one sample, in seconds."""
         self.steps[0]()
         if not torch.cuda.is_available():
             return self._host
+        number = torch.zeros(1, device="cuda")
+        plain: list[Callable[[], object]] = [partial(number.add_, 1)] if self.spaced else []
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        passes = -(-self.least // len(self.steps))
-        with torch.cuda.graph(graph):
-            for _ in range(passes):
-                for step in self.steps:
-                    step()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-        def sample() -> float:
-            graph.replay()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            return float(start.elapsed_time(end)) / 1e3 / (passes * len(self.steps))
-
-        return sample
+        steps = [*self.steps] * -(-self.least // len(self.steps))
+        both = _replayed([call for step in steps for call in (step, *plain)])
+        alone = _replayed(plain * len(steps)) if plain else lambda: 0.0
+        return lambda: (both() - alone()) / len(steps)
 
     def _host(self) -> float:
         begin = time.perf_counter()
         for step in self.steps:
             step()
         return (time.perf_counter() - begin) / len(self.steps)
+
+
+def _replayed(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
+    """Capture the calls as one CUDA graph, and return a function that times its replay, in seconds."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), one_graph():
+        for call in calls:
+            call()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def sample() -> float:
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    return sample
 
 
 def copies(size: int, cache: int, *, most: int = 1024) -> int:
@@ -233,6 +251,15 @@ def _read(x_ptr, y_ptr, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
     tl.store(y_ptr + tl.program_id(0), tl.max(most, axis=0))
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy(x_ptr, y_ptr, steps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy a program's part of int32."""
+    at = tl.program_id(0).to(tl.int64) * steps * BLOCK + tl.arange(0, BLOCK)
+    for _ in range(steps):
+        tl.store(y_ptr + at, tl.load(x_ptr + at))
+        at += BLOCK
+
+
 def sampled(device: GpuDevice, blocks: int, generator: np.random.Generator) -> list[Ceiling]:
     """Measure all ceilings; a failed one is empty and has a reason."""
     at = device.torch_device
@@ -244,7 +271,7 @@ def sampled(device: GpuDevice, blocks: int, generator: np.random.Generator) -> l
     small = torch.zeros(1, device=at)
     kernels: list[tuple[str, str, float, Callable[[], object], dict[str, Any]]] = [
         ("ceiling.read", "B/s", 4.0 * count, lambda: _read[(programs,)](x, y, steps, BLOCK=block, num_warps=8), {}),
-        ("ceiling.copy", "B/s", 8.0 * count, lambda: z.copy_(x), {}),
+        ("ceiling.copy", "B/s", 8.0 * count, lambda: _copy[(programs,)](x, z, steps, BLOCK=block, num_warps=8), {}),
     ]
     side = 8192 if not device.dry else 32
     measured = []
@@ -258,9 +285,9 @@ def sampled(device: GpuDevice, blocks: int, generator: np.random.Generator) -> l
             continue
         kernels.append(("ceiling.compute", "op/s", 2.0 * side**3, step, {"compute_type": name}))
     for name, unit, work, step, settings in kernels:
-        times = interleaved([Implementation(name, [step], 0, {}, least=2).ready()], blocks, generator)[0]
+        times = interleaved([Implementation(name, [step], 0, {}, least=2, spaced=False).ready()], blocks, generator)[0]
         measured.append(Ceiling(name, unit, tuple(map(float, (work / times).ravel())), settings, {}))
-    alone = Implementation("launch", [lambda: small.add_(1)] * 64, 0, {}).ready()
+    alone = Implementation("launch", [lambda: small.add_(1)] * 64, 0, {}, spaced=False).ready()
     times = interleaved([alone], blocks, generator)[0]
     return [*measured, Ceiling("ceiling.launch", "s", tuple(map(float, times.ravel())), {"graph": at == "cuda"}, {})]
 

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import KINDS, PackedWeight, codes_of, pack_parts, scales_of
-from quantkit.kernels.matmul import Workspace, dequantize, interpreted, weight_only
+from quantkit.kernels.matmul import dequantize, interpreted, weight_only
 from quantkit.kernels.native import multiply, native, quantize_tokens, torch_product
 from quantkit.measurement.cuda.device import GpuDevice, Implementation, copies
 
@@ -55,7 +55,6 @@ def ours(
     held: Sequence[PackedWeight],
     x: torch.Tensor,
     config: Config,
-    memory: Workspace,
     *,
     decode: bool = True,
     quantize: bool = False,
@@ -64,14 +63,14 @@ def ours(
     settings = {"decode": decode, **config.as_dict()}
     if held[0].kind.endswith(".native"):
         quantized = _quantized(x, held[0].kind.removesuffix(".native"), within=quantize)
-        steps: list[Step] = [partial(_native, quantized, w, config, memory, x.dtype) for w in held]
+        steps: list[Step] = [partial(_native, quantized, w, config, x.dtype) for w in held]
     else:
-        steps = [partial(weight_only, x, w, config, workspace=memory, decode=decode) for w in held]
+        steps = [partial(weight_only, x, w, config, decode=decode) for w in held]
     return Implementation("quantkit" if decode else "quantkit raw twin", steps, held[0].resident_bytes, settings)
 
 
-def _native(quantized: Quantized, w: PackedWeight, config: Config, memory: Workspace, dtype: torch.dtype) -> object:
-    return native(*quantized(), w, config, dtype=dtype, workspace=memory)
+def _native(quantized: Quantized, w: PackedWeight, config: Config, dtype: torch.dtype) -> object:
+    return native(*quantized(), w, config, dtype=dtype)
 
 
 def tokens(variant: FormatVariant, x: torch.Tensor) -> Implementation:

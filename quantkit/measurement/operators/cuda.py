@@ -27,7 +27,6 @@ from quantkit.kernels.dispatch import EXPANDED, OURS, Config, candidates, width
 from quantkit.kernels.humming import NAME, HummingLinear
 from quantkit.kernels.layout import KINDS, PackedWeight
 from quantkit.kernels.linear import other
-from quantkit.kernels.matmul import Workspace
 from quantkit.kernels.native import require
 from quantkit.measurement.cuda import sides
 from quantkit.measurement.cuda.device import GpuDevice, Implementation, copies, fitting
@@ -138,13 +137,11 @@ class CudaBench:
         device: GPU to run on. On a CPU, Triton's interpreter checks results; its times mean nothing.
         dtype: dtype of activations.
         seed: seed of the weights.
-        memory: workspace of the kernels.
     """
 
     device: GpuDevice
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
-    memory: Workspace = field(default_factory=Workspace)
 
     def quantizer(self, variant: str) -> str:
         """See `products.Bench`."""
@@ -380,7 +377,7 @@ class _Quantized(_OneProduct):
         chosen = self.choose(M)
         if chosen.config is None:
             raise InputError("no-twin", where=f"batch {M}", value=chosen.name)
-        return sides.ours(self.held, self._inputs(M), chosen.config, self.bench.memory, decode=False)
+        return sides.ours(self.held, self._inputs(M), chosen.config, decode=False)
 
     def _fastest(self, M: int) -> _Chosen:
         if self.own:
@@ -407,7 +404,7 @@ class _Quantized(_OneProduct):
     def _way(self, name: str, config: Config | None, held: Sequence[PackedWeight], M: int) -> Implementation:
         x = self._inputs(M)
         if config is not None:
-            return sides.ours(held, x, config, self.bench.memory, quantize=True)
+            return sides.ours(held, x, config, quantize=True)
         return sides.expanded(held, x) if name == EXPANDED else sides.torch_own(self.variant, held, x, quantize=True)
 
     def _check(self, chosen: _Chosen, M: int) -> None:

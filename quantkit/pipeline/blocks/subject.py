@@ -252,8 +252,9 @@ class TransformerSubject(Subject):
         blocks = [sum(value.numel() for value in block.parameters()) for block in stream.blocks]
         files = {stream.files[name] for name in stream.rest_names()}
         outside = sum(math.prod(source.weights.entries[name].shape) for name in files)
-        begun, resident = self.expected.memory.get("open", 0.0), int(psutil.Process().memory_info().rss)
-        free = machine.memory_available() + resident - begun
+        begun, memory = self.expected.memory.get("open", 0.0), psutil.Process().memory_info()
+        # pages of mapped files are resident and available, both at once
+        free = machine.memory_available() + int(memory.rss - getattr(memory, "shared", 0)) - begun
         if 4 * (sum(blocks) + outside) <= min(WHOLE, machine.memory_limit() // 4, free / 2):
             return len(blocks)
         config = source.config

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from quantkit.errors import InputError
+from quantkit.kernels.workspace import one_graph
 from quantkit.model.structure.kinds import positions
 from quantkit.runtimes.generate import Array, too_long
 
@@ -179,13 +180,13 @@ def captured(run: Callable[[], object], undo: Callable[[], object] = lambda: Non
 
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+    with torch.cuda.stream(aside), one_graph():
         for _ in range(2):
             run()
             undo()
     torch.cuda.current_stream().wait_stream(aside)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), one_graph():
         run()
     return graph

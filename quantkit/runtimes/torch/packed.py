@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from quantkit.kernels.humming import HummingLinear
     from quantkit.kernels.layout import PackedWeight
     from quantkit.kernels.linear import QuantLinear
-    from quantkit.kernels.matmul import Workspace
     from quantkit.model.source.open import Source
 
 _TRITON = "triton"
@@ -73,7 +72,8 @@ def _counted(reasons: Iterable[str]) -> str:
 
 
 def recorded(place: Path, device: str) -> tuple[Table | None, str]:
-    """Return the kernel choices of a bundle for a device of this name, or None and the reason.
+    """Return the kernel choices of a bundle that hold for a device of this name and these versions, or None and the
+    reason.
 
     Args:
         place: folder of the bundle, or of a device's copy.
@@ -85,9 +85,8 @@ def recorded(place: Path, device: str) -> tuple[Table | None, str]:
     if not path.is_file():
         return None, ""
     choices = Recorded.of(limits.read(path))
-    if choices.device.get("name") != device:
-        return None, f"{FILE} was measured on {choices.device.get('name')}, and here is {device}: it is not used"
-    return choices.table, ""
+    reason = choices.unlike(device)
+    return (None if reason else choices.table), reason
 
 
 def load(
@@ -117,7 +116,6 @@ def load(
     dtype = dtype or (torch.bfloat16 if source.dtype == "bfloat16" else torch.float16)
     if dtype not in (torch.float16, torch.bfloat16):
         raise InputError("kernel-dtype", "dtype", str(dtype), "kernels multiply in float16 or bfloat16")
-    from quantkit.kernels.matmul import Workspace
     from quantkit.kernels.modules import JoinedMember, JoinedProduct
 
     model_class, config = described(folder)
@@ -133,15 +131,14 @@ def load(
         for name, entry in weights.entries.items()
     }
     model = built(model_class, config, state, dtype)
-    memory = Workspace()
     groups, apart = _joined(skeleton, packed, others)
     for members, weight in groups.items():
         rows = [packed.pop(name).shape[0] for name in members]
-        whole = JoinedProduct(_layer(weight, table, memory), rows)
+        whole = JoinedProduct(_layer(weight, table), rows)
         for place, name in enumerate(members):
             model.set_submodule(name, JoinedMember(whole, place, _bias(model, name, device)))
     for name, weight in packed.items():
-        layer = _layer(weight, table, memory)
+        layer = _layer(weight, table)
         layer.bias = _bias(model, name, device)
         model.set_submodule(name, layer)
     for name, other in others.items():
@@ -150,13 +147,13 @@ def load(
     return PackedModel(model.to(device), reasons, apart)
 
 
-def _layer(weight: PackedWeight, table: Table | None, memory: Workspace) -> QuantLinear:
+def _layer(weight: PackedWeight, table: Table | None) -> QuantLinear:
     from quantkit.kernels.linear import QuantLinear, other
 
     chosen = {choice.candidate for choice in table.choices.get(weight.shape, ())} if table is not None else set()
     # a table may name a kernel that cannot run a layer stored in another way than most
     known = table if chosen and chosen <= {OURS, other(weight)} else None
-    return QuantLinear(weight, table=known, memory=memory)
+    return QuantLinear(weight, table=known)
 
 
 def _bias(model: Any, name: str, device: str) -> torch.Tensor | None:
