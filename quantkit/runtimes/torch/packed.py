@@ -116,10 +116,8 @@ def load(
     dtype = dtype or (torch.bfloat16 if source.dtype == "bfloat16" else torch.float16)
     if dtype not in (torch.float16, torch.bfloat16):
         raise InputError("kernel-dtype", "dtype", str(dtype), "kernels multiply in float16 or bfloat16")
-    from quantkit.kernels.modules import JoinedMember, JoinedProduct
-
     model_class, config = described(folder)
-    skeleton, weights = _skeleton(model_class, config), dense(source).weights
+    skeleton, weights = without_values(model_class, config), dense(source).weights
     packed, others, reasons = _packed(layers, weights, _linears(skeleton), device, dtype, source, table)
     if (source.config.get("quantization_config") or {}).get("kv_cache_scheme"):
         reasons["cache"] = "keys and values are kept as floats"
@@ -131,20 +129,49 @@ def load(
         for name, entry in weights.entries.items()
     }
     model = built(model_class, config, state, dtype)
+    apart = placed(model, packed, others, device=device, skeleton=skeleton, table=table)
+    return PackedModel(model.to(device), reasons, apart)
+
+
+def placed(
+    model: Any,
+    packed: Mapping[str, PackedWeight],
+    others: Mapping[str, HummingLinear],
+    *,
+    device: str,
+    skeleton: Any,
+    table: Table | None = None,
+) -> dict[tuple[str, ...], str]:
+    """Put layers in the places of a model's linears; return linears with one input -> reason that they are apart.
+
+    Args:
+        model: changed in place; the biases stay.
+        packed: linear -> weight for our kernels.
+        others: linear -> another library's linear.
+        device: device of the layers.
+        skeleton: the same model on the meta device.
+        table: see `load`.
+    """
+    from quantkit.kernels.modules import JoinedMember, JoinedProduct
+
+    def bias(name: str) -> torch.Tensor | None:
+        old = model.get_submodule(name).bias
+        return None if old is None else old.detach().to(device)
+
+    left = dict(packed)
     groups, apart = _joined(skeleton, packed, others)
     for members, weight in groups.items():
-        rows = [packed.pop(name).shape[0] for name in members]
-        whole = JoinedProduct(_layer(weight, table), rows)
+        whole = JoinedProduct(_layer(weight, table), [left.pop(name).shape[0] for name in members])
         for place, name in enumerate(members):
-            model.set_submodule(name, JoinedMember(whole, place, _bias(model, name, device)))
-    for name, weight in packed.items():
+            model.set_submodule(name, JoinedMember(whole, place, bias(name)))
+    for name, weight in left.items():
         layer = _layer(weight, table)
-        layer.bias = _bias(model, name, device)
+        layer.bias = bias(name)
         model.set_submodule(name, layer)
     for name, other in others.items():
-        other.bias = _bias(model, name, device)
+        other.bias = bias(name)
         model.set_submodule(name, other)
-    return PackedModel(model.to(device), reasons, apart)
+    return apart
 
 
 def _layer(weight: PackedWeight, table: Table | None) -> QuantLinear:
@@ -154,11 +181,6 @@ def _layer(weight: PackedWeight, table: Table | None) -> QuantLinear:
     # a table may name a kernel that cannot run a layer stored in another way than most
     known = table if chosen and chosen <= {OURS, other(weight)} else None
     return QuantLinear(weight, table=known)
-
-
-def _bias(model: Any, name: str, device: str) -> torch.Tensor | None:
-    bias = model.get_submodule(name).bias
-    return None if bias is None else bias.detach().to(device)
 
 
 def _joined(
@@ -200,7 +222,7 @@ def joined_layers(folder: Path, layers: Iterable[LayerEntry]) -> list[LayerEntry
 
     known = {layer.name: layer for layer in layers}
     try:
-        groups = one_input(_skeleton(*described(folder)))
+        groups = one_input(without_values(*described(folder)))
     except Exception:  # `load` gives the reason
         groups = []
     for group in groups:
@@ -309,7 +331,7 @@ def _other(
     return HummingLinear(stored, {"format": config["format"], **group}, shape, dtype=dtype, device=device)
 
 
-def _skeleton(model_class: Any, config: Any) -> Any:
+def without_values(model_class: Any, config: Any) -> Any:
     """Build a model on the meta device, in bfloat16: grouped products of experts know no other type there."""
     with torch.device("meta"):
         return model_class._from_config(config, dtype=torch.bfloat16).eval()
