@@ -8,6 +8,9 @@
 Committing a step means: fsync its files, rename them into place, fsync the folders, append one line to the journal,
 fsync the journal. The line is the commit, and holds the sha256 of every file of the step. The next opening deletes
 files without a line. It drops a torn last line, and a line whose files have changed, with all lines that follow.
+
+Short steps may wait and be committed together, since a disk takes as long for one as for several: their lines are
+written once all their files are synced. A killed process loses the steps that waited; one that ends commits them.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from quantkit.bundle import disk, seal
@@ -39,7 +43,7 @@ from quantkit.bundle.disk import (
     write_atomic,
 )
 from quantkit.bundle.manifest import UNLISTED, Manifest
-from quantkit.errors import InputError, QuantkitError
+from quantkit.errors import InputError, QuantkitError, Stopped
 
 _FINGERPRINT = "build.json"
 _JOURNAL = "journal.jsonl"
@@ -65,6 +69,7 @@ class Build:
         self.finished = finished
         self._lock = lock
         self._committed: list[dict[str, Any]] = []
+        self._waiting: list[dict[str, Any]] = []
         self._dropped = ""
         self.hashes = Hashes()
         self._hashes: dict[str, str | None] = {}
@@ -186,6 +191,10 @@ class Build:
         Wrong input would fail again, so its steps are not kept, except where only the name `out` was taken meanwhile.
         """
         hopeless = isinstance(error, InputError) and error.code != "out-exists"
+        if self._lock >= 0 and error is not None and not hopeless:
+            with suppress(OSError, Stopped):
+                self.sync()
+        self._waiting.clear()
         useless = self._lock >= 0 and (hopeless or not self._committed)
         if error is not None and useless and self.folder.exists():
             self._remove()
@@ -194,8 +203,8 @@ class Build:
             raise disk_full(self.folder, error) from error
 
     def done(self) -> dict[str, dict[str, Any]]:
-        """Map the key of every committed step to its record, in order."""
-        return {step["key"]: step["record"] for step in self._committed}
+        """Map the key of every step to its record, in order; the last ones may wait for `sync`."""
+        return {step["key"]: step["record"] for step in (*self._committed, *self._waiting)}
 
     def temporary(self, name: str) -> Path:
         """Return a path for a file that is not committed yet; its folder exists."""
@@ -204,7 +213,14 @@ class Build:
         return path
 
     def commit(
-        self, key: str, record: Mapping[str, Any], files: Mapping[Path, Path], *, remove: Iterable[Path] = ()
+        self,
+        key: str,
+        record: Mapping[str, Any],
+        files: Mapping[Path, Path],
+        *,
+        remove: Iterable[Path] = (),
+        hashes: Mapping[Path, str] = MappingProxyType({}),
+        sync: bool = True,
     ) -> None:
         """Commit a step: all of it, or none of it if the process is killed.
 
@@ -214,6 +230,8 @@ class Build:
             files: temporary path -> final path, both under `folder`. A final path is written once: a later step never
                 replaces the file of an earlier step, because a resume may need it.
             remove: files of earlier steps that no later step needs, such as the hidden states before this block.
+            hashes: sha256 of temporary files that were hashed while they were written.
+            sync: False lets the step wait, with its files, for the next `sync`.
 
         Raises:
             ValueError: the key or a path is already used.
@@ -221,25 +239,35 @@ class Build:
         """
         finals = [self._name(final) for final in files.values()]
         removed = [self._name(path) for path in remove]
-        taken = {name for step in self._committed for name in step["files"]}
+        taken = {name for step in (*self._committed, *self._waiting) for name in step["files"]}
         if key in self.done():
             raise ValueError(f"step {key!r} is committed already")
         if taken & set(finals):
             raise ValueError(f"{sorted(taken & set(finals))[0]} belongs to an earlier step")
         with stopping_when_full(self.folder):
-            hashes = {}
+            digests = {}
             for (temporary, final), name in zip(files.items(), finals, strict=True):
-                hashes[name] = sha256(temporary)
-                fsync(temporary)
+                digests[name] = hashes.get(temporary) or sha256(temporary)
                 self._make(final.parent)
                 temporary.replace(final)
-            for parent in sorted({final.parent for final in files.values()}):
-                fsync(parent)
-            step = {"key": key, "record": dict(record), "files": hashes, "removed": removed}
-            self._append(step)
-        self._committed.append(step)
-        for path in removed:
-            (self.folder / path).unlink(missing_ok=True)
+        self._waiting.append({"key": key, "record": dict(record), "files": digests, "removed": removed})
+        if sync:
+            self.sync()
+
+    def sync(self) -> None:
+        """Commit the waiting steps, in order. Raises Stopped: `disk-full`."""
+        if not self._waiting:
+            return
+        steps = self._waiting
+        paths = [self.folder / name for step in steps for name in step["files"]]
+        with stopping_when_full(self.folder):
+            for path in (*paths, *sorted({path.parent for path in paths})):
+                fsync(path)
+            self._append(steps)
+        self._waiting = []
+        self._committed += steps
+        for name in (name for step in steps for name in step["removed"]):
+            (self.folder / name).unlink(missing_ok=True)
 
     def finish(self, manifest: Manifest) -> Bundle:
         """Write the manifest, rename the bundle to its final name, delete the partial folder.
@@ -256,6 +284,7 @@ class Build:
         if listed != there:
             differing = sorted(name for name in listed.keys() | there.keys() if listed.get(name) != there.get(name))
             raise ValueError(f"the manifest and the folder differ in {differing}")
+        self.sync()
         with stopping_when_full(self.folder):
             seal.write_manifest(self.bundle, manifest.as_bytes())
             fsync_tree(self.bundle)
@@ -314,14 +343,14 @@ class Build:
                 self._hashes[name] = None
         return self._hashes[name]
 
-    def _append(self, step: dict[str, Any]) -> None:
+    def _append(self, steps: Iterable[Mapping[str, Any]]) -> None:
         journal = self.steps / _JOURNAL
         new = not journal.exists()
         start = 0 if new else journal.stat().st_size
-        line = json.dumps(step, ensure_ascii=False, allow_nan=False) + "\n"
+        lines = "".join(json.dumps(step, ensure_ascii=False, allow_nan=False) + "\n" for step in steps)
         try:
             with journal.open("ab") as stream:
-                stream.write(line.encode())
+                stream.write(lines.encode())
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from quantkit.errors import InputError, Stopped
 
@@ -122,20 +123,7 @@ def write_atomic(
         descriptor = os.open(temporary, flags, 0o666, dir_fd=folder)
         try:
             with os.fdopen(descriptor, "wb") as stream, ThreadPoolExecutor(1) as beside:
-                for chunk in [data] if isinstance(data, bytes) else data:
-                    if not hashed:
-                        stream.write(chunk)
-                        continue
-                    waiting = None
-                    if memoryview(chunk).nbytes >= _LARGE:
-                        with suppress(RuntimeError):  # an interpreter that is shutting down starts no threads
-                            # hashing takes as long as writing, and both release the GIL
-                            waiting = beside.submit(digest.update, chunk)
-                    stream.write(chunk)
-                    if waiting is None:
-                        digest.update(chunk)
-                    else:
-                        waiting.result()
+                _write(stream, [data] if isinstance(data, bytes) else data, digest if hashed else None, beside)
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -144,6 +132,30 @@ def write_atomic(
                 os.unlink(temporary, dir_fd=folder)
         os.fsync(folder)
     return digest.hexdigest() if hashed else ""
+
+
+def _write(
+    stream: BinaryIO, chunks: Iterable[bytes | memoryview], digest: hashlib._Hash | None, beside: ThreadPoolExecutor
+) -> None:
+    """Write chunks, and hash them in a thread beside it: both take as long, and release the GIL."""
+    for chunk in chunks:
+        waiting = None
+        if digest is not None and memoryview(chunk).nbytes >= _LARGE:
+            with suppress(RuntimeError):  # an interpreter that is shutting down starts no threads
+                waiting = beside.submit(digest.update, chunk)
+        stream.write(chunk)
+        if waiting is not None:
+            waiting.result()
+        elif digest is not None:
+            digest.update(chunk)
+
+
+def write_unsynced(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
+    """Write a temporary file and return the sha256 of its content; a commit syncs the file."""
+    digest = hashlib.sha256()
+    with path.open("wb") as stream, ThreadPoolExecutor(1) as beside:
+        _write(stream, chunks, digest, beside)
+    return digest.hexdigest()
 
 
 def is_left_over(name: str) -> bool:

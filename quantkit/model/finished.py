@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.formats import Nested, QuantTensor, SuperBlocks, load_format
@@ -22,11 +21,13 @@ from quantkit.formats.base.activation import InputScale, Moved
 from quantkit.model import layouts
 from quantkit.model.device import put
 from quantkit.model.layouts import Layout
-from quantkit.model.source.weights import TensorEntry, Weights
+from quantkit.model.source.weights import TensorEntry, Weights, write_tensors
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # a linear's tensors are stored as NAME::FIELD; a name without field is a parameter
 _MARK, _CODES = "::", "codes"
+# bits of half a byte, and the fields of codes that share bytes: unsigned, signed
+_HALF, _JOINED = 4, ("joined", "joined_signed")
 _FIELDS = ("codes", "scale", "zero", "codebook", "global_scale", "offset")
 # nested scales are stored in parts: `nested.codes`, `super_blocks.d`, ...
 _PARTS: dict[str, type[Nested] | type[SuperBlocks]] = {"nested": Nested, "super_blocks": SuperBlocks}
@@ -40,31 +41,62 @@ def save(
     changed: Mapping[str, Tensor],
     inputs: Mapping[str, InputScale] | None = None,
     cache: tuple[str, InputScale, InputScale] | None = None,
-) -> None:
-    """Write one block's results, all by full names.
+) -> str:
+    """Write one block's results, and return the file's sha256; a commit syncs the file. Arguments as for `flat`."""
+    return write_tensors(path, flat(tensors, changed, inputs, cache))
+
+
+def flat(
+    tensors: Mapping[str, QuantTensor],
+    changed: Mapping[str, Tensor],
+    inputs: Mapping[str, InputScale] | None = None,
+    cache: tuple[str, InputScale, InputScale] | None = None,
+) -> dict[str, Tensor]:
+    """Return one block's results as they are stored, all by full names, on the device where they are.
+
+    Codes of up to 4 bits are stored two to a byte, the first half of the rows in the lower bits, so that half as many
+    bytes are copied from a GPU, hashed and written.
 
     Args:
         changed: parameter -> new value, in its stored dtype.
         inputs: linear -> fixed scale of its input.
         cache: name of the block, fixed scales of its keys and of its values.
     """
-    flat: dict[str, Tensor | None] = dict(changed)
+    stored: dict[str, Tensor | None] = dict(changed)
     for name, tensor in tensors.items():
         parts = {field: getattr(tensor, field) for field in _FIELDS}
         for part, kind in _PARTS.items():
-            if (stored := getattr(tensor, part)) is not None:
-                parts |= {f"{part}.{field.name}": getattr(stored, field.name) for field in fields(kind)}
+            if (inner := getattr(tensor, part)) is not None:
+                parts |= {f"{part}.{field.name}": getattr(inner, field.name) for field in fields(kind)}
         # linears may share a scale, but safetensors requires separate memory; codes are large and never shared
         for field, value in parts.items():
-            flat[name + _MARK + field] = value if field == _CODES or value is None else value.clone()
+            stored[name + _MARK + field] = value if field == _CODES or value is None else value.clone()
+        # the sign of int8 codes says their range, except in formats that add an offset
+        short = load_format(tensor.scheme.format).bits <= _HALF and tensor.offset is None
+        if short and len(tensor.codes) % 2 == 0:
+            signed = tensor.codes.dtype == torch.int8
+            stored[name + _MARK + _CODES] = None
+            stored[name + _MARK + _JOINED[signed]] = _joined(tensor.codes)
     fixed = {name + _MARK + _INPUT: scale for name, scale in (inputs or {}).items()}
     if cache is not None:
         fixed |= {cache[0] + _MARK + _KEYS: cache[1], cache[0] + _MARK + _VALUES: cache[2]}
     for prefix, scale in fixed.items():
-        flat |= {prefix + "scale": scale.scale, prefix + "zero": scale.zero}
+        stored |= {prefix + "scale": scale.scale, prefix + "zero": scale.zero}
         if scale.moved is not None:
-            flat |= {prefix + _SHIFT: scale.moved.shift, prefix + _CHANNELS: scale.moved.scale}
-    save_file({key: value.contiguous() for key, value in flat.items() if value is not None}, path)
+            stored |= {prefix + _SHIFT: scale.moved.shift, prefix + _CHANNELS: scale.moved.scale}
+    return {key: value for key, value in stored.items() if value is not None}
+
+
+def _joined(codes: Tensor) -> Tensor:
+    """Store two codes in a byte: [N, K] -> uint8 [N / 2, K]."""
+    lower, upper = codes.view(torch.uint8).chunk(2)
+    return lower.bitwise_and(15).bitwise_or_(upper << _HALF)
+
+
+def _apart(joined: Tensor, *, signed: bool) -> Tensor:
+    """Invert `_joined`."""
+    codes = torch.cat((joined & 15, joined >> _HALF))
+    return ((codes ^ 8) - 8).view(torch.int8) if signed else codes
 
 
 class Finished:
@@ -81,7 +113,7 @@ class Finished:
         for path in files:
             with safe_open(path, framework="pt") as stored:
                 self._places |= dict.fromkeys(stored.keys(), path)
-        self.schemes = {name: scheme for name, scheme in schemes.items() if name + _MARK + _CODES in self._places}
+        self.schemes = {name: scheme for name, scheme in schemes.items() if self._codes(name)}
         self.activations = {name: how for name, how in (activations or {}).items() if name in self.schemes}
         self.cache = cache
         self.changed = [key for key in self._places if _MARK not in key]
@@ -90,12 +122,16 @@ class Finished:
         """Read one stored tensor, such as a parameter in `changed`, by its full name."""
         with safe_open(self._places[key], framework="pt") as stored:
             if shape_alone:
-                return torch.empty(stored.get_slice(key).get_shape(), device="meta")
+                return torch.empty(stored.get_slice(key).get_shape(), dtype=torch.uint8, device="meta")
             tensor: Tensor = stored.get_tensor(key)
             return tensor.clone()
 
     def _maybe(self, key: str) -> Tensor | None:
         return self.tensor(key) if key in self._places else None
+
+    def _codes(self, linear: str) -> str:
+        """Return the field with a linear's codes; "" for none."""
+        return next((field for field in (_CODES, *_JOINED) if linear + _MARK + field in self._places), "")
 
     def quantized(self, linear: str, *, codes: bool = True) -> QuantTensor:
         """Read a linear in `schemes`, by its full name; without `codes`, only their shape."""
@@ -105,7 +141,10 @@ class Finished:
             keys = {field.name: f"{prefix}{part}.{field.name}" for field in fields(kind)}
             if stored := {field: self.tensor(key) for field, key in keys.items() if key in self._places}:
                 parts[part] = kind(**stored)
-        held = self.tensor(prefix + _CODES, shape_alone=not codes)
+        field = self._codes(linear) or _CODES
+        held = self.tensor(prefix + field, shape_alone=not codes)
+        if field != _CODES:
+            held = _apart(held, signed=field == _JOINED[True])
         return QuantTensor(codes=held, **parts, scheme=self.schemes[linear])
 
     def input_scale(self, linear: str) -> InputScale | None:

@@ -1,7 +1,7 @@
 """A build that needs no model: each step hashes the state before it, as a block needs the hidden states before it.
 
 python fake_build.py OUT [SECONDS_A_STEP]      builds, resuming if need be
-python fake_build.py OUT --kill-at-every-call  forks: child n is killed at its n-th change to the disk, then resumes
+python fake_build.py OUT --kill-at-every-call N  child n is killed at its n-th change to the disk; N steps together
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ def manifest(folder: Path, **changes: object) -> Manifest:
     return Manifest(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def compile_fake(out: Path, *, resume: bool, pause: float = 0.0, steps: int = STEPS, size: int = 20_000) -> Bundle:
-    """Each step writes a shard that is `size` bytes larger than the one before it."""
+def compile_fake(
+    out: Path, *, resume: bool, pause: float = 0.0, steps: int = STEPS, size: int = 20_000, together: int = 1
+) -> Bundle:
+    """Each step writes a shard that is `size` bytes larger than the one before it; `together` are synced at once."""
     with Build.open(out, FINGERPRINT, resume=resume) as build:
         if build.finished is not None:
             return build.finished
@@ -68,12 +70,13 @@ def compile_fake(out: Path, *, resume: bool, pause: float = 0.0, steps: int = ST
                 {"error": step / 10},
                 {shard: build.bundle / "model" / f"{step}.safetensors", hidden: build.steps / f"hidden-{step}"},
                 remove=[before] if step else [],
+                sync=step % together == together - 1,
             )
         (build.bundle / "measurements.jsonl").write_text('{"name": "size.bytes", "value": 1}\n')
         return build.finish(manifest(build.bundle, versions={key: str(val) for key, val in build.done().items()}))
 
 
-def _killed_at(out: Path, count: int) -> bool:
+def _killed_at(out: Path, count: int, together: int) -> bool:
     """Runs a build in a child that is killed just before its count-th change to the disk; whether it was killed."""
     child = os.fork()
     if child:
@@ -89,7 +92,7 @@ def _killed_at(out: Path, count: int) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(counting)
-    compile_fake(out, resume=True, steps=3, size=100)
+    compile_fake(out, resume=True, steps=3, size=100, together=together)
     os._exit(0)
 
 
@@ -98,14 +101,14 @@ def _synced(descriptor: int) -> None:
     os.fstat(descriptor)
 
 
-def kill_at_every_call(out: Path) -> None:
+def kill_at_every_call(out: Path, together: int) -> None:
     os.fsync = _synced
     expected = compile_fake(out, resume=False, steps=3, size=100).manifest
     count, killed = 0, True
     while killed:
         count += 1
         shutil.rmtree(out)
-        killed = _killed_at(out, count)
+        killed = _killed_at(out, count, together)
         bundle = compile_fake(out, resume=True, steps=3, size=100)
         assert bundle.manifest == expected, f"killed at {count}"
         assert all(check.ok for check in Bundle.load(out).verify()), f"killed at {count}"
@@ -114,8 +117,8 @@ def kill_at_every_call(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["--kill-at-every-call"]:
-        kill_at_every_call(Path(sys.argv[1]))
+    if sys.argv[2:3] == ["--kill-at-every-call"]:
+        kill_at_every_call(Path(sys.argv[1]), int(sys.argv[3]))
     else:
         pause = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
         print(compile_fake(Path(sys.argv[1]), resume=True, pause=pause).manifest.content_sha256)

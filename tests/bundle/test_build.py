@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import multiprocessing
 import os
 import random
@@ -40,16 +41,17 @@ def test_a_finished_build_is_a_verified_bundle_and_leaves_nothing_else(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_killed_at_every_single_change_to_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", ["1", "2"])
+def test_killed_at_every_single_change_to_the_disk(tmp_path: Path, together: str) -> None:
     done = subprocess.run(
-        [sys.executable, SCRIPT, tmp_path / "out", "--kill-at-every-call"],
+        [sys.executable, SCRIPT, tmp_path / "out", "--kill-at-every-call", together],
         capture_output=True,
         text=True,
         check=False,
         env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 40
+    assert int(done.stdout) > 35
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:
@@ -76,6 +78,56 @@ def test_resume_goes_on_where_it_stopped(tmp_path: Path) -> None:
     _committed(tmp_path / "out", 3)
     with Build.open(tmp_path / "out", FINGERPRINT, resume=True) as build:
         assert build.done() == {f"block {step}": {"step": step} for step in range(3)}
+
+
+def test_steps_that_wait_are_committed_together_and_their_files_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+    )
+    build = Build.open(tmp_path / "out", FINGERPRINT, resume=False)
+    synced.clear()
+    journal, last = build.steps / "journal.jsonl", build.steps / "hidden-0"
+    for step in range(3):
+        file = build.temporary("x")
+        file.write_bytes(b"%d" % step)
+        digest = hashlib.sha256(b"%d" % step).hexdigest()
+        remove = [last] if step else []
+        last = build.steps / f"hidden-{step}"
+        build.commit(f"{step}", {}, {file: last}, remove=remove, hashes={file: digest}, sync=False)
+    assert list(build.done()) == ["0", "1", "2"]
+    assert not journal.exists() and not synced and (build.steps / "hidden-0").exists()
+    with pytest.raises(ValueError, match="already"):
+        build.commit("1", {}, {})
+    build.sync()
+    assert synced == ["hidden-0", "hidden-1", "hidden-2", "steps", "journal.jsonl", "steps"]
+    assert [path.name for path in build.steps.glob("hidden-*")] == ["hidden-2"]
+    build.sync()
+    assert len(synced) == 6
+    build._release()  # as if it were killed
+    with Build.open(tmp_path / "out", FINGERPRINT, resume=True) as build:
+        assert list(build.done()) == ["0", "1", "2"]
+        assert not build.dropped
+
+
+@pytest.mark.parametrize(("killed", "kept"), [(True, ["0"]), (False, ["0", "1", "2"])])
+def test_steps_that_wait_are_lost_by_a_kill_alone(tmp_path: Path, killed: bool, kept: list[str]) -> None:
+    build = Build.open(tmp_path / "out", FINGERPRINT, resume=False)
+    for step in range(3):
+        file = build.temporary("x")
+        file.write_bytes(b"x")
+        build.commit(f"{step}", {}, {file: build.steps / f"{step}"}, sync=step == 0)
+    if killed:
+        build._release()
+    else:
+        with pytest.raises(KeyboardInterrupt), build:
+            raise KeyboardInterrupt
+    assert list(build.done()) == (["0", "1", "2"])
+    with Build.open(tmp_path / "out", FINGERPRINT, resume=True) as build:
+        assert list(build.done()) == kept
+        assert sorted(path.name for path in build.steps.iterdir()) == [*kept, "journal.jsonl", "temporary"]
 
 
 @pytest.mark.parametrize("cut", [1, 10, 60])

@@ -34,6 +34,10 @@ def _bundle(folder: Path) -> Bundle:
     return fake_build.compile_fake(folder / "out", resume=True, steps=2, size=100)
 
 
+def _waiting(folder: Path) -> Bundle:
+    return fake_build.compile_fake(folder / "out", resume=True, steps=4, size=100, together=3)
+
+
 def _whole(folder: Path) -> Any:
     bundle = Bundle.load(folder / "out")
     assert [check.name for check in bundle.verify() if not check.ok] == []
@@ -90,6 +94,7 @@ def _tune(folder: Path) -> None:
 
 WORK = {
     "compile": Work(lambda folder: None, _bundle, _whole),
+    "waiting": Work(lambda folder: None, _waiting, _whole),
     "put": Work(_bundle, _put, _whole),
     "export": Work(_bundle, _add, _whole),
     "cache": Work(lambda folder: None, _cache, _kept),

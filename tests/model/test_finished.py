@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from quantkit.formats import QuantTensor, load_format
 from quantkit.model import finished
 from quantkit.model.finished import Finished
+from quantkit.plugins import FORMATS
 from quantkit.scheme import WeightScheme
 
 
@@ -81,6 +83,27 @@ def test_whatever_a_format_stores_comes_back(tmp_path: Path, written: dict[str, 
             if getattr(tensor, part) is not None:
                 pairs = [[getattr(getattr(side, part), name) for side in (back, tensor)] for name in names]
                 assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("written", ["int4 with zeros", *(name for name in FORMATS.shipped() if "float" not in name)])
+def test_codes_of_up_to_four_bits_share_bytes(tmp_path: Path, written: str, rows: int) -> None:
+    name, _, zeros = written.partition(" ")
+    how = {"granularity": "group", "group": 32, "symmetric": not zeros} if name.startswith("int") else {}
+    scheme = WeightScheme.model_validate({"format": name, **how})
+    tensor = quantized(scheme, (rows, 256))
+    stored = finished.flat({"a": tensor}, {})
+    together = load_format(name).bits <= 4 and tensor.offset is None and rows % 2 == 0
+    assert sum(value.nbytes for key, value in stored.items() if "codes" in key or "joined" in key) == (
+        tensor.codes.nbytes // 2 if together else tensor.codes.nbytes
+    )
+    digest = finished.save(tmp_path / "0", {"a": tensor}, {})
+    assert digest == hashlib.sha256((tmp_path / "0").read_bytes()).hexdigest()
+    found = Finished([tmp_path / "0"], {"a": scheme})
+    back = found.quantized("a")
+    assert back.codes.dtype == tensor.codes.dtype
+    assert torch.equal(back.codes.view(torch.uint8), tensor.codes.view(torch.uint8))
+    assert found.quantized("a", codes=False).shape == tensor.shape
 
 
 def test_nothing_decided_is_nothing_found(tmp_path: Path) -> None:

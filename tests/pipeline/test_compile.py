@@ -233,6 +233,7 @@ def test_resume_after_an_error_in_the_middle_gives_the_same_content(
     llama: Path, by_gptq: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quantkit.passes.gptq import Gptq
+    from quantkit.pipeline.blocks import quantize
 
     plain = Gptq.run
     blocks: list[str] = []
@@ -243,11 +244,18 @@ def test_resume_after_an_error_in_the_middle_gives_the_same_content(
         blocks.append(block.name)
         return plain(self, block, stats, settings)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Gptq, "run", failing)
-        with pytest.raises(QuantkitError) as caught:
-            run(llama, recipe("gptq"), tmp_path / "out")
-    assert (caught.value.code, caught.value.exit) == ("interrupted", 75)
+    for out, every in (("out", 0.0), ("waiting", 3600.0)):
+        with monkeypatch.context() as patched:
+            patched.setattr(Gptq, "run", failing)
+            patched.setattr(quantize, "_EVERY", every)
+            with pytest.raises(QuantkitError) as caught:
+                run(llama, recipe("gptq"), tmp_path / out)
+        assert (caught.value.code, caught.value.exit, caught.value.value) == ("interrupted", 75, "2 steps kept")
+        blocks.clear()
+    # blocks that waited for their commit have no hidden states beside them
+    assert not list((tmp_path / "waiting.partial/steps").glob("hidden-*.safetensors"))
+    again = run(llama, recipe("gptq"), tmp_path / "waiting", resume=True)
+    assert again.manifest.content_sha256 == by_gptq.manifest.content_sha256
     with pytest.raises(InputError, match="unfinished-build"):
         run(llama, recipe("gptq"), tmp_path / "out")
     with pytest.raises(InputError, match="resume-mismatch"):

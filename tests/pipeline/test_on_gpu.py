@@ -22,6 +22,7 @@ import quantkit.passes.solvers.gptq
 import quantkit.passes.solvers.hqq
 import quantkit.passes.solvers.smoothquant  # noqa: F401
 from quantkit.errors import InputError
+from quantkit.model import finished
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.live import LiveCalls
 from quantkit.model.streaming.stream import LoadedModel, StreamedModel, set_tensor
@@ -98,6 +99,22 @@ def test_gptq_waits_once_a_block_and_takes_few_launches(architecture: str) -> No
     real = LoadedModel(model)
     call, block = real.begin(zoo.ids(2, 8), 2).call(0), real.load(0)
     assert worked[0].block.structure == traced.trace(block, lambda: call(block))
+
+
+def test_codes_of_four_bits_are_joined_on_the_card_before_they_are_copied() -> None:
+    worked, _, _ = on_gpu(zoo.tiny("llama", num_hidden_layers=2), "gptq-int4", "scheme.weights.group=32")
+    with fake_gpu.gpu() as watch:
+        tensors = {
+            name: tensor.replace(codes=fake_gpu.like(tensor.codes), scale=fake_gpu.like(tensor.scale), zero=None)
+            for name, tensor in worked[1].block.tensors.items()
+        }
+        stored = finished.flat(tensors, {})
+        launched, waited = watch.taken()
+    assert not waited
+    assert launched["model/finished.py:_joined"] <= 4 * len(tensors)
+    assert {value.device for value in stored.values()} == {fake_gpu.CUDA}
+    codes = sum(value.nbytes for name, value in stored.items() if "::joined" in name)
+    assert 2 * codes == sum(tensor.codes.nbytes for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "opt"])

@@ -400,6 +400,17 @@ def write_safetensors(
         InputError: `not-writable`.
         ValueError: for a repeated name, or a tensor that differs from its header.
     """
+    return write_atomic(path, _chunks(headers, producer), hashed=hashed)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Write tensors into a temporary file of a build, whose commit syncs it, and return the file's sha256."""
+    headers = [(name, dtype_name(value.dtype), tuple(value.shape)) for name, value in tensors.items()]
+    return disk.write_unsynced(path, _chunks(headers, tensors.__getitem__))
+
+
+def _chunks(headers: Iterable[Header], producer: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:
+    """Yield a file's content: its header, then tensor after tensor."""
     listed = sorted(headers, key=lambda header: -_TORCH_NAMES[header[1]][0])
     layout: dict[str, Any] = {_METADATA: {"format": "pt"}}  # which transformers insists on
     at = 0
@@ -412,13 +423,10 @@ def write_safetensors(
     text = json.dumps(layout, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
 
-    def chunks() -> Iterator[memoryview]:
-        yield memoryview(len(text).to_bytes(8, "little"))
-        yield memoryview(text)
-        for name, dtype, shape in listed:
-            yield _raw(producer(name), name, dtype, shape)
-
-    return write_atomic(path, chunks(), hashed=hashed)
+    yield memoryview(len(text).to_bytes(8, "little"))
+    yield memoryview(text)
+    for name, dtype, shape in listed:
+        yield _raw(producer(name), name, dtype, shape)
 
 
 def write_atomic(path: Path, chunks: Iterable[bytes | memoryview], *, hashed: bool = True) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from quantkit.bundle import Build, LayerEntry
 from quantkit.calibrate.statistics.sums import InputStats
@@ -24,6 +24,7 @@ from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.formats import QuantTensor
 from quantkit.model import finished
+from quantkit.model.source.weights import write_tensors
 from quantkit.model.structure.traced import weight_of
 from quantkit.passes.assign import assigner, in_pieces
 from quantkit.passes.solvers.moments import Moments
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 # a few tokens are enough to trace a block and to prove its folds
 _PROBE = (2, 12)
-# seconds between hidden states that are kept, on a GPU
+# seconds between two commits of blocks, and of the hidden states behind the last: all that a killed compile loses
 _EVERY = 30.0
 
 
@@ -134,7 +135,7 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
         states = {name: value.to(device.place) for name, value in load_file(_hidden_file(build, kept)).items()}
     generator = torch.Generator().manual_seed(recipe.seed)
     progress.at("quantize", start / count, f"block {start + 1} of {count}")
-    keeping = _Keeping(start if kept is None else kept, 0.0 if device.is_cpu else _EVERY)
+    keeping = _Keeping(start if kept is None else kept, _EVERY)
     with ExitStack() as stack:
         lanes = [stack.enter_context(Lane(device.torch)) for _ in range(2)]
         written: Future[None] | None = None
@@ -175,24 +176,25 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
             progress.at("quantize", (index + 1) / count, f"block {min(index + 2, count)} of {count}")
         if written is not None:
             written.result()
+    build.sync()
     _finish_rest(prepared, build)
 
 
 class _Keeping:
-    """Choice of the blocks after which hidden states are kept for a resume.
+    """Choice of the blocks at which all blocks so far are committed, with the hidden states for a resume.
 
     Args:
         last: block whose states were kept last.
-        every: least seconds between two writes. On a GPU a write takes longer than a block; a resume repeats the blocks
-            since the last write.
+        every: least seconds between two commits. Syncing, and writing the states, may take longer than a block; a
+            resume repeats the blocks since.
     """
 
     def __init__(self, last: int, every: float) -> None:
         self._last, self._every, self._at = last, every, time.monotonic()
 
     def after(self, worked: Worked) -> tuple[bool, int]:
-        """Tell whether to keep the states after a block, and the block whose states they replace."""
-        if worked.hidden is None or time.monotonic() - self._at < self._every:
+        """Tell whether to commit after a block, and the block whose states its own replace."""
+        if time.monotonic() - self._at < self._every:
             return False, self._last
         before, self._last, self._at = self._last, worked.block.index, time.monotonic()
         return True, before
@@ -207,16 +209,17 @@ def _commit(prepared: Prepared, build: Build, worked: Worked, cpu_seconds: float
     block = worked.block
     result = build.temporary("block.safetensors")
     named = {block.full_name(name): tensor for name, tensor in block.tensors.items()}
-    finished.save(result, named, _changed(prepared, worked), block.input_scales(), block.cache_scales())
+    scales, cache = block.input_scales(), block.cache_scales()
+    hashes = {result: finished.save(result, named, _changed(prepared, worked), scales, cache)}
     files, remove = {result: build.steps / f"block-{block.index:04}.safetensors"}, []
-    if keep[0]:
+    if keep[0] and worked.hidden is not None:
         outputs = {"hidden": worked.hidden, "original": worked.original}
         kept = build.temporary("hidden.safetensors")
-        save_file({name: value.contiguous() for name, value in outputs.items() if value is not None}, kept)
+        hashes[kept] = write_tensors(kept, {name: value for name, value in outputs.items() if value is not None})
         files[kept] = _hidden_file(build, block.index)
         remove = [before] if (before := _hidden_file(build, keep[1])).exists() and keep[1] != block.index else []
     record = {**_record(prepared, worked), "cpu_seconds": cpu_seconds}
-    build.commit(f"block-{block.index:04}", record, files, remove=remove)
+    build.commit(f"block-{block.index:04}", record, files, remove=remove, hashes=hashes, sync=keep[0])
 
 
 def _finished(prepared: Prepared, build: Build) -> Callable[[int], nn.Module]:
@@ -239,11 +242,11 @@ def _finish_head(prepared: Prepared, build: Build, worked: Worked, progress: Pro
     moments = _head_moments(prepared, layers.head, worked)
     tensor, entry = quantize_head(prepared.stream, layers, _passes(prepared.steps), moments)
     result = build.temporary("head.safetensors")
-    finished.save(result, {entry.name: tensor}, {})
+    digest = finished.save(result, {entry.name: tensor}, {})
     taken = [] if moments is None else [decision.as_dict() for decision in moments.decisions]
     seconds = time.process_time() - begun
     record = {"layers": [entry.model_dump(mode="json")], "decisions": taken, "cpu_seconds": seconds}
-    build.commit("head", record, {result: build.steps / "head.safetensors"})
+    build.commit("head", record, {result: build.steps / "head.safetensors"}, hashes={result: digest})
 
 
 def _finish_rest(prepared: Prepared, build: Build) -> None:
@@ -265,8 +268,8 @@ def _finish_rest(prepared: Prepared, build: Build) -> None:
         if not torch.equal(value, stream.tensor(name).to(dtype)):
             changed[name] = value.contiguous()
     result = build.temporary("rest.safetensors")
-    finished.save(result, {}, changed)
-    build.commit("rest", {}, {result: build.steps / "rest.safetensors"})
+    digest = finished.save(result, {}, changed)
+    build.commit("rest", {}, {result: build.steps / "rest.safetensors"}, hashes={result: digest})
 
 
 def _changed(prepared: Prepared, worked: Worked) -> dict[str, Tensor]:
