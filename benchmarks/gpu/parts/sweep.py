@@ -281,7 +281,7 @@ class Sweep:
             common = (
                 {"schema": 1, "better": "lower", "unit": "s", "stat": "median"}
                 | {"subject": f"random {variant.name}", "batch": batch, "op": op, "runtime": side.name}
-                | {"settings": {"variant": variant.name, "dtype": str(self.dtype), **side.settings}}
+                | {"settings": {"variant": variant.name, "dtype": str(self.dtype), "spaced": side.spaced, **side.settings}}
                 | {"resident_bytes": side.resident_bytes, "device": self.device.identity()}
                 | {"versions": self.versions}
             )
