@@ -278,10 +278,11 @@ class Sweep:
         }
         for side, taken in zip(made, times, strict=True):
             better, interval = ratio(known["torch.linear"], taken, self.generator)
+            how = {"variant": variant.name, "dtype": str(self.dtype), "spaced": side.spaced, **side.settings}
             common = (
                 {"schema": 1, "better": "lower", "unit": "s", "stat": "median"}
                 | {"subject": f"random {variant.name}", "batch": batch, "op": op, "runtime": side.name}
-                | {"settings": {"variant": variant.name, "dtype": str(self.dtype), "spaced": side.spaced, **side.settings}}
+                | {"settings": how}
                 | {"resident_bytes": side.resident_bytes, "device": self.device.identity()}
                 | {"versions": self.versions}
             )
