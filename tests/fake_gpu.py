@@ -155,9 +155,9 @@ class _Mode(FakeTensorMode):
 
 
 @contextmanager
-def gpu(planted: Mapping[torch.dtype, object] | None = None) -> Iterator[Watch]:
-    """Put a counting GPU in the place of the real one."""
-    with _Mode(), _Bindings(), torch.no_grad(), Watch(planted) as watch:
+def gpu(planted: Mapping[torch.dtype, object] | None = None, *, others: bool = False) -> Iterator[Watch]:
+    """Put a counting GPU in the place of the real one; `others` lets tensors in main memory be read beside it."""
+    with _Mode(allow_non_fake_inputs=others), _Bindings(), torch.no_grad(), Watch(planted) as watch:
         yield watch
 
 

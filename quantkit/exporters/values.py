@@ -127,7 +127,7 @@ class Values:
             # a library rounds expanded values to the model's dtype; an export has the codes
             linears = {prefix: linear for linear, prefix in prefixes.items()}
 
-            def exact(prefix: str, _: tuple[int, ...]) -> Tensor:
+            def exact(prefix: str, _: tuple[int, ...], __: torch.device | None) -> Tensor:
                 return quantized(linears[prefix]).dense()
 
             stream.source = replace(stream.source, weights=replace(weights, expand=exact))

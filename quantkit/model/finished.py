@@ -177,14 +177,14 @@ class DenseWeights(Weights):
     Args:
         stored: tensors without codes; for a packed checkpoint, all tensors of its files.
         packed: tensor -> linear with its codes.
-        expand: function of (linear, shape of its weight) to its values.
+        expand: function of (linear, shape of its weight, device) to its values, there or in main memory.
         changed: tensor that a pass changed -> function that reads it.
         layout: layout of a packed checkpoint; None for a compile.
     """
 
     stored: Weights
     packed: Mapping[str, str]
-    expand: Callable[[str, tuple[int, ...]], Tensor]
+    expand: Callable[[str, tuple[int, ...], torch.device | None], Tensor]
     changed: Mapping[str, Callable[[], Tensor]]
     layout: Layout | None = None
 
@@ -205,7 +205,7 @@ class DenseWeights(Weights):
             transposed: quantized linear -> True if its weight is stored [K, N].
         """
 
-        def expand(linear: str, shape: tuple[int, ...]) -> Tensor:
+        def expand(linear: str, shape: tuple[int, ...], _: torch.device | None) -> Tensor:
             return results.dense(linear, shape, transposed=transposed[linear])
 
         # a quantized linear's own tensor has the shape of the shared one
@@ -226,8 +226,14 @@ class DenseWeights(Weights):
             entries[dense] = replace(codes, name=dense, dtype="F32", shape=shape)
         expansion = layout.expansion(config, getattr(torch, dtype))
 
-        def expand(prefix: str, _: tuple[int, ...]) -> Tensor:
-            values: Tensor = expansion.weight(prefix, stored.read)
+        def expand(prefix: str, _: tuple[int, ...], device: torch.device | None) -> Tensor:
+            """Copy the packed tensors to the device, a quarter of what they become there."""
+
+            def read(name: str) -> Tensor:
+                there = expansion.anywhere and stored.entries[name].dtype != "I64"
+                return stored.read(name, device if there else None)
+
+            values: Tensor = expansion.weight(prefix, read)
             return values
 
         return cls(entries, stored.folder, stored.shards, stored, packed, expand, {}, layout)
@@ -235,5 +241,5 @@ class DenseWeights(Weights):
     def read(self, name: str, device: torch.device | None = None) -> Tensor:
         """Read a tensor of the dense model."""
         if name in self.packed:
-            return put(self.expand(self.packed[name], self.entries[name].shape), device)
+            return put(self.expand(self.packed[name], self.entries[name].shape, device), device)
         return put(self.changed[name](), device) if name in self.changed else self.stored.read(name, device)

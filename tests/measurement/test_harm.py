@@ -9,7 +9,7 @@ import pytest
 import torch
 import zoo
 
-from quantkit.measurement.accuracy.harm import through_depth, worst
+from quantkit.measurement.accuracy.harm import Depth, through_depth, worst
 from quantkit.measurement.accuracy.positions import Accuracy
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
@@ -100,6 +100,26 @@ def test_outlier_channels_before_and_after_a_fold(tmp_path: Path) -> None:
     assert first.after < 10
     assert second.before == pytest.approx(second.after, rel=1e-4)
     assert max(block.error for block in harm.blocks) < 1e-5
+
+
+def test_beside_a_score_it_takes_the_blocks_that_the_score_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = stream(zoo.tiny("llama"), tmp_path / "a"), stream(zoo.tiny("llama", seed=1), tmp_path / "b")
+    ids, loaded, load = zoo.ids(2, 8), list[int](), StreamedModel.load
+    alone, scored = through_depth(one, two, ids, layers=[UP]), two.answers(ids).all()
+    assert alone.blocks[0].error > 0.1
+
+    def watched(self: StreamedModel, index: int) -> torch.nn.Module:
+        loaded.extend([index] if self is two else [])
+        return load(self, index)
+
+    monkeypatch.setattr(StreamedModel, "load", watched)
+    depth = Depth(one, two, ids, layers=[UP])
+    two.meanwhile = depth.visit
+    assert torch.equal(two.answers(ids).all(), scored)
+    assert loaded == [0, 1, 2]
+    assert depth.harm == alone
 
 
 def test_a_model_against_itself_and_no_more_tokens_than_a_curve_needs(

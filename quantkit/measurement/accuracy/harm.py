@@ -113,7 +113,15 @@ def through_depth(
     layers: Sequence[str] = (),
     before: StreamedModel | None = None,
 ) -> Harm:
-    """Measure blocks, layers and inputs; two blocks are in memory, three with `before`.
+    """Measure blocks, layers and inputs; two blocks are in memory, three with `before`. Arguments as of `Depth`."""
+    depth = Depth(original, candidate, ids, layers=layers, before=before)
+    for stage, index in enumerate(original.visits):
+        depth.visit(stage, candidate.load(index))
+    return depth.harm
+
+
+class Depth:
+    """Measurement of blocks, layers and inputs, stage by stage, beside whatever else loads the candidate's blocks.
 
     Args:
         original: original in the candidate's class and basis: with the transforms that reach every block.
@@ -121,43 +129,56 @@ def through_depth(
         layers: full names of the quantized layers.
         before: original without those transforms, if there are any; its outliers are compared with the candidate's.
     """
-    few = ids[:1, :_TOKENS]
-    ours, theirs = original.begin(few, 1), candidate.begin(few, 1)
-    # a live model's blocks share state through its calls, so one block alone needs calls of its own
-    single = original.begin(few, 1) if ours.live else ours
-    untouched = ours if before is None else before.begin(few, 1)
-    hidden, changed, clean = ours.hidden, theirs.hidden, untouched.hidden
-    wanted = set(layers)
-    harm = Harm()
-    for stage, index in enumerate(original.visits):
-        name, again = original.block_names[index], index in original.visits[:stage]
-        first, second = original.load(index), candidate.load(index)
+
+    def __init__(
+        self,
+        original: StreamedModel,
+        candidate: StreamedModel,
+        ids: Tensor,
+        *,
+        layers: Sequence[str] = (),
+        before: StreamedModel | None = None,
+    ) -> None:
+        few = ids[:1, :_TOKENS]
+        self.harm = Harm()
+        self._original, self._before, self._wanted = original, before, set(layers)
+        self._ours, self._theirs = original.begin(few, 1), candidate.begin(few, 1)
+        # a live model's blocks share state through its calls, so one block alone needs calls of its own
+        self._single = original.begin(few, 1) if self._ours.live else self._ours
+        self._untouched = self._ours if before is None else before.begin(few, 1)
+        self._hidden, self._changed, self._clean = self._ours.hidden, self._theirs.hidden, self._untouched.hidden
+
+    def visit(self, stage: int, second: nn.Module) -> None:
+        """Measure the call number `stage` of a block; `second` is the candidate's."""
+        original, ours, theirs, single = self._original, self._ours, self._theirs, self._single
+        index = original.visits[stage]
+        first = original.load(index)
         with _Watch(first) as old:
-            target = ours.run_all(first, stage, hidden)
+            target = ours.run_all(first, stage, self._hidden)
         with _Watch(second) as new:
-            alone = single.run_all(second, stage, hidden)
+            alone = single.run_all(second, stage, self._hidden)
         if single is not ours:
-            single.pass_on(stage, single.run_all(first, stage, hidden))
-        out = theirs.run_all(second, stage, changed)
-        changed = theirs.pass_on(stage, out)
-        if before is not None:
-            third = before.load(index)
+            single.pass_on(stage, single.run_all(first, stage, self._hidden))
+        out = theirs.run_all(second, stage, self._changed)
+        self._changed = theirs.pass_on(stage, out)
+        if self._before is not None:
+            third = self._before.load(index)
             with _Watch(third) as old:
-                clean = untouched.pass_on(stage, untouched.run_all(third, stage, clean))
-        hidden = ours.pass_on(stage, target)
-        if again:
-            continue
-        harm.blocks.append(BlockHarm(name=name, error=_apart(out, target), own=_apart(alone, target)))
+                self._clean = self._untouched.pass_on(stage, self._untouched.run_all(third, stage, self._clean))
+        self._hidden = ours.pass_on(stage, target)
+        if index in original.visits[:stage]:
+            return
+        name = original.block_names[index]
+        self.harm.blocks.append(BlockHarm(name=name, error=_apart(out, target), own=_apart(alone, target)))
         prefix = f"{name}." if name else ""
-        quantized = [linear for linear in new.inputs if prefix + linear in wanted]
+        quantized = [linear for linear in new.inputs if prefix + linear in self._wanted]
         for linear in quantized:
             error = _layer(first.get_submodule(linear), second.get_submodule(linear), *new.of(linear))
-            harm.layers.append(LayerHarm(name=prefix + linear, error=error))
+            self.harm.layers.append(LayerHarm(name=prefix + linear, error=error))
         for linear in new.first_of_each(quantized):
             if linear in old.inputs:
                 ratios = [_outliers(seen.inputs[linear]) for seen in (old, new)]
-                harm.inputs.append(InputHarm(name=prefix + linear, before=ratios[0], after=ratios[1]))
-    return harm
+                self.harm.inputs.append(InputHarm(name=prefix + linear, before=ratios[0], after=ratios[1]))
 
 
 def worst(items: Items, ids: Tensor, decode: Callable[[list[int]], str]) -> Harm:

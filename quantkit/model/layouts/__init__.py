@@ -41,10 +41,12 @@ class Expansion:
         library: package whose code does it; None for our own reader, if the library is not installed.
         weight: function of (name of the linear in the files, function that reads a stored tensor) to [N, K], in the
             dtype of the loaded model.
+        anywhere: True if it computes on the device of the tensors that are read, all but integers of 64 bits (shapes).
     """
 
     library: str | None
     weight: Callable[[str, Read], torch.Tensor]
+    anywhere: bool = False
 
 
 class Layout(Protocol):

@@ -125,7 +125,7 @@ class CompressedTensors(Layout):
             values: torch.Tensor = compressor.decompress(parts, scheme)["weight"]
             return values.to(dtype)
 
-        return Expansion(LIBRARY, weight)
+        return Expansion(LIBRARY, weight, anywhere=True)
 
 
 def exact_scale(prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> torch.Tensor:

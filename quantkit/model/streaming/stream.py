@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -199,7 +199,12 @@ class StreamedModel:
             here.
         device: device of the blocks and the other parts.
         place: device of the hidden states of many sequences; None for the same.
+
+    Attributes:
+        meanwhile: function of (stage, block), called for each block as `through` runs it.
     """
+
+    meanwhile: Callable[[int, nn.Module], object] | None = None
 
     def __init__(
         self,
@@ -342,13 +347,21 @@ class StreamedModel:
 
     @torch.no_grad()
     def through(self, ids: Tensor, chunk: int = 4) -> Calls:
-        """Run all blocks on `ids` [samples, tokens], one in memory; `hidden` of the result is the last output."""
+        """Run all blocks on `ids` [samples, tokens], one in memory; `hidden` of the result is the last output.
+
+        On a GPU the next block is read meanwhile.
+        """
         calls = self.begin(ids, chunk)
         hidden, before = calls.hidden, -1
-        for stage, index in enumerate(self.visits):
-            if index != before:
-                block = self.load(index)
-            hidden, before = calls.pass_on(stage, calls.run_all(block, stage, hidden)), index
+        with ExitStack() as stack:
+            ahead = self.device.type != "cpu"
+            blocks = ReadAhead(self, stack.enter_context(Lane(self.device))) if ahead else self
+            for stage, index in enumerate(self.visits):
+                if index != before:
+                    block = blocks.load(index)
+                if self.meanwhile is not None:
+                    self.meanwhile(stage, block)
+                hidden, before = calls.pass_on(stage, calls.run_all(block, stage, hidden)), index
         calls.hidden = hidden
         return calls
 

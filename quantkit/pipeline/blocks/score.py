@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.calibrate.tokens.ids import TokenSet
-    from quantkit.measurement.accuracy.harm import Harm
+    from quantkit.measurement.accuracy.harm import Depth, Harm
     from quantkit.measurement.accuracy.positions import Items
     from quantkit.model.source.open import Source
     from quantkit.model.streaming.stream import StreamedModel
@@ -101,6 +101,13 @@ def score_exports(
         def tell(done: float, number: int = number) -> None:
             progress.at("score", (number + _SCORED * done) / len(exports))
 
+        depth: Depth | None = None
+        harmed = number == 0 and bool(bundle.manifest.layers)
+        # a decoder is scored in one pass over its blocks
+        if harmed and isinstance(candidate, StreamedModel) and original.source.kind == "decoder":
+            candidate = candidate.on(candidate.device, candidate.place)
+            depth = _depth(prepared, original, candidate, bundle)
+            candidate.meanwhile = depth.visit
         how: dict[str, Any] = {"candidate": candidate, "weighed": folder, "scored": tell}
         scored, items = measure(bundle, replace(against, tokens=few), runtime, **how)
         if few is not scoring and near(prepared.request.recipe.gates, scored):
@@ -112,9 +119,13 @@ def score_exports(
         if whole and (number == 0 or tensors):
             progress.at("score", (number + _SCORED) / len(exports), CONFIRMING)
             checks += confirm(original, bundle.path / "model" if tensors else None, scoring.ids, items)
-        if number == 0 and bundle.manifest.layers:
-            dense = candidate if isinstance(candidate, StreamedModel) else _dense(prepared, build, step)
-            harm = _harm(prepared, original, dense, [layer.name for layer in bundle.manifest.layers], items)
+        if harmed:
+            if depth is None:
+                dense = candidate if isinstance(candidate, StreamedModel) else _dense(prepared, build, step)
+                depth = _depth(prepared, original, dense, bundle)
+                for stage, index in enumerate(dense.visits):
+                    depth.visit(stage, dense.load(index))
+            harm = _harm(prepared, depth.harm, items)
             (bundle.path / HARM).write_text(harm.model_dump_json() + "\n", encoding="utf-8")
         if tensors and prepared.request.recipe.scheme.kv_cache is not None:
             rows += _score_long(prepared, bundle, original, progress)
@@ -131,15 +142,19 @@ def _without_bits(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.name != "size.bits_per_weight"]
 
 
-def _harm(
-    prepared: Prepared, original: StreamedModel, dense: StreamedModel, layers: list[str], items: Items | None
-) -> Harm:
-    """Measure how the error grows through the model, and where it differs most from its original: in words, or in ids
-    where the source has no tokenizer."""
-    from quantkit.measurement.accuracy.harm import through_depth, worst
+def _depth(prepared: Prepared, original: StreamedModel, candidate: StreamedModel, bundle: Bundle) -> Depth:
+    """Begin to measure how the error grows through the model."""
+    from quantkit.measurement.accuracy.harm import Depth
 
-    ids, before = prepared.scoring.ids, original if prepared.stream.transforms else None
-    harm = through_depth(prepared.stream, dense, ids, layers=layers, before=before)
+    layers, before = [layer.name for layer in bundle.manifest.layers], original if prepared.stream.transforms else None
+    return Depth(prepared.stream, candidate, prepared.scoring.ids, layers=layers, before=before)
+
+
+def _harm(prepared: Prepared, harm: Harm, items: Items | None) -> Harm:
+    """Add where the model differs most from its original: in words, or in ids where the source has no tokenizer."""
+    from quantkit.measurement.accuracy.harm import worst
+
+    ids = prepared.scoring.ids
     if items is None:
         return harm
     decode: Callable[[list[int]], str] = lambda ids: " ".join(map(str, ids))  # noqa: E731

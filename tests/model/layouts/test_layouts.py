@@ -7,25 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fake_gpu
 import pytest
 import torch
 import zoo
 from exported import check_as, write_as
 from reference import plain_gptq
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM
 
 from quantkit.errors import InputError
 from quantkit.exporters.checkpoint.exporter import EXPORT
 from quantkit.formats import QuantTensor, load_format
 from quantkit.model import finished, layouts
-from quantkit.model.finished import Finished
+from quantkit.model.finished import DenseWeights, Finished
 from quantkit.model.layouts.pack_quantized import LAYOUT
-from quantkit.model.source.open import open_model
+from quantkit.model.source.open import open_model, open_written
+from quantkit.model.source.weights import Weights
 from quantkit.model.streaming.stream import Head, StreamedModel
 from quantkit.model.structure.traced import is_linear
 from quantkit.runtimes import load_runtime
-from quantkit.runtimes.torch.reloaded import reloaded
+from quantkit.runtimes.torch.reloaded import expanded, reloaded
 from quantkit.scheme import WeightScheme
 
 PREFIX = "model.layers.0.mlp.up_proj"
@@ -156,6 +159,36 @@ def in_half_precision() -> bool:
     from bitsandbytes.functional import has_avx512bf16
 
     return bool(has_avx512bf16())
+
+
+# the library picks bits of int3 and int2 by masks, whose shapes a fake tensor does not know
+@pytest.mark.parametrize("case", ["int4", "nvfp4", "mxfp4", "nf4", "gptq"])
+def test_packed_weights_are_expanded_on_the_device(
+    tmp_path: Path, source: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, fields = CASES[case]
+    (bundle, *_), tensors, _ = export(source, tmp_path, name, WeightScheme(**fields))
+    written = open_written(bundle / "model")
+    linear = next(name for name, tensor in tensors.items() if tensor.shape[0] == tensor.shape[1])
+    config = written.config["quantization_config"]
+    anywhere = layouts.of(config).expansion(config, torch.float32).anywhere
+    assert anywhere == (layouts.of(config).libraries == ("compressed_tensors",))
+    if not anywhere:
+        return
+    weights, copied, read = expanded(written).weights, list[int](), Weights.read
+    whole = weights.read(f"{linear}.weight")
+
+    def there(self: Weights, name: str, device: torch.device | None = None) -> torch.Tensor:
+        with _disable_current_modes():
+            value = read(self, name)
+        copied.append(value.nbytes if device is not None else 0)
+        return value if device is None else fake_gpu.like(value)
+
+    monkeypatch.setattr(Weights, "read", there)
+    with fake_gpu.gpu({torch.int64: whole.shape[0]}, others=True):  # what a stored shape says
+        values = DenseWeights.read(weights, f"{linear}.weight", fake_gpu.CUDA)
+    assert (values.device, values.dtype, values.shape) == (fake_gpu.CUDA, whole.dtype, whole.shape)
+    assert 0 < sum(copied) < whole.nbytes
 
 
 @pytest.mark.parametrize(("name", "fields"), CASES.values(), ids=CASES)
