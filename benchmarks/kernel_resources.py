@@ -23,6 +23,7 @@ from quantkit.kernels.layout import KINDS
 WEIGHTS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("int4", {"group": 128}, "int4 g128"),
     ("int4", {"group": 128, "zero": True}, "int4 g128 zeros"),
+    ("int4", {"group": 64, "zero": True}, "int4 g64 zeros"),
     ("int4", {"group": 128, "x": "bf16"}, "int4 g128 bf16"),
     ("int8", {}, "int8"),
     ("fp8_e4m3", {}, "fp8_e4m3"),
@@ -42,11 +43,14 @@ def main() -> int:
     args = parser.parse_args()
     rows = []
     for sm in args.sm or (80, 89, 90):
-        for batch in (16, 32, 64, 128, 512):
+        for batch in (8, 16, 32, 64, 128, 512):
             known = candidates(batch)
-            for config in known if args.all else known[:1]:
+            # with the first of a whole K
+            for config in known if args.all else known[: 2 if known[1].whole_k else 1]:
                 for kind, words, name in WEIGHTS:
-                    weights = config.block_n * config.unroll * KINDS[kind].columns / (32 * config.warps)
+                    # a whole K's warp takes all rows of the tiles; a split K's warps share them
+                    sharing = 32 if config.whole_k else 32 * config.warps
+                    weights = config.block_n * config.unroll * KINDS[kind].columns / sharing
                     found = ahead.weight_only(kind, sm, config, **words)
                     rows.append(_row(found, name, config, weights, batch))
         for batch in (16, 32):
@@ -59,7 +63,9 @@ def main() -> int:
         "sm=SM | rows=rows of x:d | name=format | config=n x m, unroll, split, warps, stages | registers:d"
     )
     columns |= {"shared_bytes": "shared B:d", "spill_bytes": "spill B:d", "per_weight": "instructions a weight:.2f"}
-    show("the inner loop, compiled ahead of time", rows, columns | {"detours": "detours:d", "conversions": "I2F:d"})
+    show(
+        "the inner loop, compiled ahead of time", rows, columns | {"in_flight": "B in flight:d", "detours": "detours:d"}
+    )
     solvers = _solvers(args.sm or (80, 89, 90))
     shown = {"sm": "SM", "name": "kernel", "registers": "registers:d", "shared_bytes": "shared B:d"}
     show("solvers, compiled ahead of time", solvers, shown | {"spill_bytes": "spill B:d", "code": "instructions:d"})
@@ -89,6 +95,7 @@ def _solvers(architectures: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _row(found: ahead.CompiledKernel, name: str, config: Any, weights: float, batch: int) -> dict[str, Any]:
+    streamed = config.warps * config.unroll * config.block_n // 16 * 512 if config.whole_k else 0
     cut = f"{config.block_n} x {config.block_m}, {config.unroll}, {config.split}, {config.warps}, {config.stages}"
     return {
         "sm": found.sm,
@@ -103,6 +110,10 @@ def _row(found: ahead.CompiledKernel, name: str, config: Any, weights: float, ba
         "per_weight": sum(found.loop.values()) / weights,
         # through shared memory or another lane; a few stores are scales on their way to their rows
         "detours": found.count("SHFL") + max(found.count("STS") - 4, 0),
+        # words, before the wait for the previous kernel
+        "early": sum(n for loaded, n in found.early.items() if loaded.startswith("LDG.E.128")),
+        # least bytes of words on their way in a multiprocessor
+        "in_flight": found.programs(config.warps) * streamed,
         "conversions": found.count("I2F", "F2I"),
     }
 

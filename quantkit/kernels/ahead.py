@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ class CompiledKernel:
         spill_bytes: local memory per thread; 0 unless registers ran out.
         loop: full name -> count of the instructions in the loop around the matrix products.
         code: full name -> count of all instructions.
+        early: full name -> count of the instructions before the wait for the previous kernel; empty without a wait.
+        lead: full name -> count of the instructions of the loop before its first matrix product.
     """
 
     sm: int
@@ -51,6 +54,13 @@ class CompiledKernel:
     spill_bytes: int
     loop: Mapping[str, int]
     code: Mapping[str, int]
+    early: Mapping[str, int]
+    lead: Mapping[str, int]
+
+    def programs(self, warps: int) -> int:
+        """Return how many programs fit into the registers and threads of a multiprocessor."""
+        wide = -(-self.registers // 8) * 8
+        return min(65_536 // (wide * _LANES * warps), 2048 // (_LANES * warps))
 
     def count(self, *starts: str, loop: bool = True) -> int:
         """Count the instructions with one of these prefixes."""
@@ -82,17 +92,23 @@ def weight_only(
         x: type of the activations: fp16, bf16.
         decode: False for the raw twin.
     """
+    from quantkit.kernels import decode as whole
     from quantkit.kernels import matmul
     from quantkit.kernels.decoders import DECODERS
 
     decoder = DECODERS[kind]
     types = {"x_ptr": f"*{x}", "words_ptr": "*i32", "y_ptr": f"*{x}", "zero_ptr": "*u8" if zero else None}
-    types |= {"scale_ptr": "*u8" if nested else f"*{scale}", **_SPLIT[config.split > 1]}
+    types |= {"scale_ptr": "*u8" if nested else f"*{scale}"}
     types |= dict.fromkeys(("absmax_ptr", "values_ptr", "offset_ptr"), "*fp32" if nested else None)
     types |= dict.fromkeys(("M", "N", "K", "TILES", "STRIDE", "GROUPS", "magic"), "i32")
     constants = {"decode": decoder.decode, "DECODE": decode, "GAIN": decoder.GAIN, "GROUP": group, "ON_GPU": True}
     constants |= {"COLUMNS": KINDS[kind].columns, "UNROLL": config.unroll}
-    return _compile(matmul.weight_only_matmul, types, constants, sm, config)
+    if not config.whole_k:
+        types |= _SPLIT[config.split > 1]
+        return _compile(matmul.weight_only_matmul, types, constants | {"SPLIT": config.split}, sm, config)
+    types |= {"x_ptr": "*i32"}
+    constants |= {"WARPS": config.warps, "RUN": whole.run_of(group, zero=zero)}
+    return _compile(whole.whole_k_matmul, types, constants, sm, config)
 
 
 def native(sm: int, config: Config, x: str) -> CompiledKernel:
@@ -102,7 +118,7 @@ def native(sm: int, config: Config, x: str) -> CompiledKernel:
     types: dict[str, str | None] = {"x_ptr": f"*{x}", "words_ptr": f"*{x}", "y_ptr": "*fp16"}
     types |= {**dict.fromkeys(("step_ptr", "scale_ptr"), "*fp32"), **_SPLIT[config.split > 1]}
     types |= dict.fromkeys(("M", "N", "K"), "i32")
-    return _compile(module.native_matmul, types, {"STEP": 32 * config.unroll}, sm, config)
+    return _compile(module.native_matmul, types, {"STEP": 32 * config.unroll, "SPLIT": config.split}, sm, config)
 
 
 def quantize(sm: int, x: str, *, whole: bool) -> CompiledKernel:
@@ -121,12 +137,12 @@ def _compile(
     kernel: Any, types: Mapping[str, str | None], constants: Mapping[str, Any], sm: int, config: Config
 ) -> CompiledKernel:
     blocks = {"EVEN_N": True, "EVEN_K": True, "BLOCK_N": config.block_n, "BLOCK_M": config.block_m}
-    blocks |= {"SPLIT": config.split, "OVERLAP": sm >= _OVERLAPS}
+    blocks |= {"OVERLAP": sm >= _OVERLAPS}
     known = blocks | dict(constants) | {name: None for name, kind in types.items() if kind is None}
     signature = {name: "constexpr" if name in known else types[name] for name in kernel.arg_names}
     # as at a real call: pointers and sizes of a weight are multiples of 16; M is any number
     even = [name for name, kind in signature.items() if name != "M" and kind != "constexpr"]
-    options = {"num_warps": config.warps, "num_stages": config.stages, "launch_pdl": sm >= _OVERLAPS}
+    options = {"num_warps": config.warps, "num_stages": max(config.stages, 1), "launch_pdl": sm >= _OVERLAPS}
     return machine_code(kernel, signature, known, even, sm, options)
 
 
@@ -173,24 +189,27 @@ def _read(cubin: bytes, sm: int, shared: int) -> CompiledKernel:
     resources = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", usage)
     if resources is None:
         raise RuntimeError(f"cuobjdump reports no registers: {usage!r:.200}")
-    code = Counter(match[1] for line in lines if (match := _LINE.match(line)))
+    names = [match[1] for line in lines if (match := _LINE.match(line))]
+    code, loop = Counter(names), _loop(lines)
     spills = sum(n for name, n in code.items() if name.startswith(("LDL", "STL")))
     local = max(int(resources[2]), int(resources[3]), 4 * spills)
-    return CompiledKernel(sm, int(resources[1]), shared, local, _loop(lines), code)
+    early = Counter(names[: names.index("ACQBULK")] if "ACQBULK" in code else [])
+    lead = Counter(takewhile(lambda name: "MMA" not in name, loop))
+    return CompiledKernel(sm, int(resources[1]), shared, local, Counter(loop), code, early, lead)
 
 
-def _loop(lines: list[str]) -> Counter[str]:
-    """Count the instructions of the shortest loop with a matrix product."""
+def _loop(lines: list[str]) -> list[str]:
+    """List the instructions of the shortest loop with a matrix product."""
     at: dict[str, int] = {}
-    best: Counter[str] = Counter()
+    best: list[str] = []
     for number, line in enumerate(lines):
         if label := _LABEL.match(line):
             at[label[1]] = number
         match = _LINE.match(line)
         target = _TARGET.search(line)
         if match and match[1].startswith("BRA") and target and target[1] in at:
-            body = Counter(m[1] for inner in lines[at[target[1]] : number] if (m := _LINE.match(inner)))
-            if any("MMA" in name for name in body) and (not best or body.total() < best.total()):
+            body = [m[1] for inner in lines[at[target[1]] : number] if (m := _LINE.match(inner))]
+            if any("MMA" in name for name in body) and (not best or len(body) < len(best)):
                 best = body
     return best
 

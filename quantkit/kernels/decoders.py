@@ -100,12 +100,33 @@ def undecoded(words, FIRST: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexp
     return values
 
 
+# --- scales ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def effective(stored, absmax_ptr, values_ptr, offset_ptr, rows, g, N, GROUPS, GAIN: tl.constexpr):
+    """Return float32 scales of `rows` in group g, times GAIN: [ROWS]; nested ones: values[code] * absmax + offset."""
+    scale = stored
+    if absmax_ptr is not None:
+        # the last rows of a tile may be padding: they have no absmax
+        place = tl.minimum(rows, N - 1) * GROUPS + g
+        scale = tl.load(values_ptr + stored.to(tl.int32)) * tl.load(absmax_ptr + place // 256) + tl.load(offset_ptr)
+    return scale.to(tl.float32) * GAIN
+
+
+@triton.jit
+def as_read(zero):
+    """Return a float32 computed from zero points, so that the raw twin loads them too."""
+    return (zero.to(tl.int32) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
 # --- int4 -------------------------------------------------------------------------------------------------------------
 
-# constants for both halves, as signed numbers; a zero point goes into the low bits (for -64 shifted by four)
-_MINUS_1024 = tl.constexpr(0xE400E400 - (1 << 32))
-_MINUS_64 = tl.constexpr(0xD400D400 - (1 << 32))
-_MINUS_128 = tl.constexpr(0xC300C300 - (1 << 32))
+# what makes MAGIC the bits of -1024, -64 or -128 in both halves; a zero point is added to the low bits (for -64 shifted
+# by four). As constants, the sum would become a product and an OR
+_MINUS_1024 = tl.constexpr(0x80008000 - (1 << 32))
+_MINUS_64 = tl.constexpr(0x70007000)
+_MINUS_128 = tl.constexpr(0x5F005F00)
 
 
 @triton.jit
@@ -132,8 +153,8 @@ def _two_int4(words, zero, magic, FIRST: tl.constexpr, ROWS: tl.constexpr, DTYPE
 @triton.jit
 def _one_int4(words, zero, magic, INDEX: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, ON_GPU: tl.constexpr):
     if zero is not None:
-        # the zero point in both halves of a register, by integer operations, once per row
-        zero = per_word(zero.to(tl.int32) * 0x00010001, ROWS)
+        # in both halves of a register, one integer operation a row
+        zero = zero.to(tl.int32)
     if DTYPE == tl.bfloat16:
         # the interpreter has no bfloat16 arithmetic
         SUM: tl.constexpr = DTYPE if ON_GPU else tl.float32
@@ -141,23 +162,26 @@ def _one_int4(words, zero, magic, INDEX: tl.constexpr, ROWS: tl.constexpr, DTYPE
         if zero is None:
             values = (values - 136.0).to(DTYPE)
         else:
-            values = (values + halves(zero | _MINUS_128, ROWS, DTYPE).to(SUM)).to(DTYPE)
+            minus = per_word(zero * 0x00010001 + (magic + _MINUS_128), ROWS)
+            values = (values + halves(minus, ROWS, DTYPE).to(SUM)).to(DTYPE)
     elif INDEX % 2 == 0:
         values = halves(((words >> (4 * INDEX)) & 0x000F000F) | (magic + 0x04000400), ROWS, DTYPE) * 0.5
         if zero is None:
             values = values - 1032.0
         else:
-            values = values + halves(zero | _MINUS_1024, ROWS, DTYPE)
+            values = values + halves(per_word(zero * 0x00010001 + (magic + _MINUS_1024), ROWS), ROWS, DTYPE)
     else:
         values = halves(((words >> (4 * INDEX - 4)) & 0x00F000F0) | magic, ROWS, DTYPE) * 0.0625
         if zero is None:
             values = values - 72.0
         else:
-            values = values + halves((zero << 4) | _MINUS_64, ROWS, DTYPE)
+            values = values + halves(per_word(zero * 0x00100010 + (magic + _MINUS_64), ROWS), ROWS, DTYPE)
     return values
 
 
 # --- int8 -------------------------------------------------------------------------------------------------------------
+
+_MINUS_1024_OF_INT8 = tl.constexpr(0x7C007C00)
 
 
 @triton.jit
@@ -179,7 +203,8 @@ def _one_int8(words, zero, magic, INDEX: tl.constexpr, ROWS: tl.constexpr, DTYPE
     if zero is None:
         values = values - 1152.0
     else:
-        values = values + halves(per_word(zero.to(tl.int32) * 0x00010001, ROWS) | _MINUS_1024, ROWS, tl.float16)
+        minus = per_word(zero.to(tl.int32) * 0x00010001 + (magic + _MINUS_1024_OF_INT8), ROWS)
+        values = values + halves(minus, ROWS, tl.float16)
     return values.to(DTYPE)
 
 

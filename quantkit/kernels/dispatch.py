@@ -44,7 +44,8 @@ class Config:
         unroll: tiles of the weight along K per step: 64 columns each for 4 bits, 32 for 8.
         split: programs that share K.
         warps: warps per program.
-        stages: depth of the pipeline of asynchronous copies.
+        stages: depth of the pipeline of asynchronous copies; 0 for the kernel of a whole K (`decode`), which has none.
+            There `warps` share K: `unroll` counts the tiles of a warp, and `split` is 1.
     """
 
     block_n: int
@@ -53,6 +54,11 @@ class Config:
     split: int
     warps: int
     stages: int
+
+    @property
+    def whole_k(self) -> bool:
+        """True for the kernel of decode steps, with the whole K in one program."""
+        return self.stages == 0
 
     def as_dict(self) -> dict[str, int]:
         """Return plain data, for a bundle."""
@@ -78,11 +84,19 @@ _WEIGHT_ONLY = {
     64: ((64, 64, 4, 4, 4, 3), (128, 64, 2, 1, 8, 4), (64, 64, 4, 2, 4, 3)),
     128: ((256, 64, 2, 4, 8, 3), (128, 128, 2, 1, 8, 3), (256, 64, 2, 2, 8, 3)),
 }
+# decode steps: the whole K in one program (`decode`). No GPU has timed these yet. By the machine code the first keeps
+# 32 to 64 KiB of words on their way in a multiprocessor. None spills, for any format, and all have whole steps in the
+# shapes of Llama-3-8B's block
+_WHOLE_K = {
+    8: ((16, 8, 2, 1, 8, 0), (16, 8, 4, 1, 8, 0), (16, 8, 1, 1, 16, 0)),
+    16: ((16, 16, 2, 1, 8, 0), (32, 16, 1, 1, 8, 0), (16, 8, 2, 1, 8, 0)),
+    32: ((32, 16, 1, 1, 8, 0), (16, 16, 2, 1, 8, 0), (32, 32, 1, 1, 8, 0)),
+}
 # width of all batches above 128: no split, and one scale product per group of 128, not one per 64 columns
 PREFILL = 256
 _WEIGHT_ONLY[PREFILL] = ((128, 128, 2, 1, 8, 4), (128, 128, 2, 1, 8, 3), (256, 64, 2, 1, 8, 3))
 # width -> programs per multiprocessor of the fastest configurations
-_PROGRAMS = {16: 7.0, 32: 2.5, 64: 1.7, 128: 1.0}
+_PROGRAMS = {8: 7.0, 16: 7.0, 32: 2.5, 64: 1.7, 128: 1.0}
 # products of 8-bit codes; above 32 rows torch multiplies, and these only if it cannot
 _NATIVE = {
     16: ((128, 16, 8, 4, 4, 3), (128, 16, 4, 8, 4, 4), (64, 16, 8, 4, 4, 4), (64, 16, 4, 8, 4, 4)),
@@ -92,22 +106,27 @@ _NATIVE = {
 
 def width(batch: int) -> int:
     """Round a batch up to its width; batches of one width share their candidates and their choice."""
-    return next((wide for wide in (16, 32, 64, 128) if batch <= wide), PREFILL)
+    return next((wide for wide in (8, 16, 32, 64, 128) if batch <= wide), PREFILL)
 
 
 def candidates(batch: int, *, native: bool = False) -> list[Config]:
-    """List the configurations to time for M = `batch` rows of x, the most promising first.
+    """List the configurations to time for M = `batch` rows of x, the most promising first; a whole K's second.
 
     Args:
         batch: M.
         native: True for products of 8-bit codes, where `unroll` counts 32 columns.
     """
     wide = width(batch)
-    return [Config(*cut) for cut in (_NATIVE[min(wide, 32)] if native else _WEIGHT_ONLY[wide])]
+    if native:
+        return [Config(*cut) for cut in _NATIVE[min(max(wide, 16), 32)]]
+    split, whole = _WEIGHT_ONLY[max(wide, 16)], _WHOLE_K.get(wide, ())
+    return [Config(*cut) for cut in (*split[:1], *whole, *split[1:])]
 
 
 def unmeasured(rows: int, batch: int, multiprocessors: int, *, native: bool = False) -> Config:
     """Choose a configuration without timings: the candidate whose number of programs is closest to the usual one.
+
+    The kernel of a whole K is left out: it is chosen by a time.
 
     Args:
         rows: N of the weight.
@@ -115,7 +134,7 @@ def unmeasured(rows: int, batch: int, multiprocessors: int, *, native: bool = Fa
         multiprocessors: multiprocessors of the device.
         native: True for products of 8-bit codes.
     """
-    able, wide = candidates(batch, native=native), width(batch)
+    able, wide = [config for config in candidates(batch, native=native) if not config.whole_k], width(batch)
     if native or wide not in _PROGRAMS:
         return able[0]
     usual = _PROGRAMS[wide] * multiprocessors

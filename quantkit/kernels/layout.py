@@ -199,6 +199,9 @@ def pack_parts(
     if zero is not None:
         zero = _by_group((zero.to(torch.int16) + form.offset).to(torch.uint8), filled.shape[0])
     scales = _by_group(scale, filled.shape[0])
+    if words.is_cuda:
+        # a decode step reads weights before it waits for the previous kernel (`decode`): that must not be a packing one
+        torch.cuda.current_stream(words.device).synchronize()
     return PackedWeight(kind, words, scales, zero, (rows, columns), group, nested, rows_share)
 
 

@@ -49,6 +49,9 @@ class QuantLinear(OpaqueLinear):
     ) -> None:
         super().__init__(packed.shape[0], bias)
         self.packed = packed
+        if packed.words.is_cuda:
+            # joined or moved weights are complete before the first product: `decode` reads them before it waits
+            torch.cuda.current_stream(packed.words.device).synchronize()
         self.table = table or unmeasured(packed)
         self.table.choose(packed.shape, 1)
         for choice in self.table.choices[packed.shape]:

@@ -38,7 +38,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.driver import driver
 
 from quantkit.errors import InputError
-from quantkit.kernels.decoders import DECODERS, undecoded
+from quantkit.kernels.decode import whole_groups, whole_k
+from quantkit.kernels.decoders import DECODERS, as_read, effective, undecoded
 from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import KINDS, PackedWeight
 from quantkit.kernels.workspace import Workspace, present
@@ -66,17 +67,6 @@ def overlap() -> dict[str, bool]:
 def interpreted() -> bool:
     """Tell whether Triton's interpreter runs the kernels: TRITON_INTERPRET=1, set before Triton is imported."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-
-
-@triton.jit
-def effective(stored, absmax_ptr, values_ptr, offset_ptr, rows, g, N, GROUPS, GAIN: tl.constexpr):
-    """Return float32 scales of `rows` in group g, times GAIN: [ROWS]; nested ones: values[code] * absmax + offset."""
-    scale = stored
-    if absmax_ptr is not None:
-        # the last rows of a tile may be padding: they have no absmax
-        place = tl.minimum(rows, N - 1) * GROUPS + g
-        scale = tl.load(values_ptr + stored.to(tl.int32)) * tl.load(absmax_ptr + place // 256) + tl.load(offset_ptr)
-    return scale.to(tl.float32) * GAIN
 
 
 @triton.jit
@@ -118,12 +108,6 @@ def place_of_weight(words_ptr, pid_n, TILES, STRIDE, BLOCK_N: tl.constexpr, EVEN
         row_tile = tl.minimum(row_tile, STRIDE // 16 - 1)
     words_at = words_ptr + row_tile.to(tl.int64) * (TILES * 128) + lane % 128
     return words_at, pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-
-
-@triton.jit
-def as_read(zero):
-    """Return a float32 computed from zero points, so that the raw twin loads them too."""
-    return (zero.to(tl.int32) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -266,13 +250,17 @@ def weight_only(
         x: float16 or bfloat16, rows contiguous.
         weight: packed weight on the same device.
         config: tile sizes.
-        workspace: memory for the sums of a split K; None for that of the present stream or graph.
+        workspace: memory for the sums of a split K; None for that of the present stream or graph. A whole K
+            (`Config.whole_k`) needs none.
         decode: False for the raw twin, whose result is meaningless.
 
     Raises:
         InputError: `kernel-unsupported`, `kernel-shape`.
     """
     y, sums, counts = prepared(x, weight, config, workspace, DECODERS, x.dtype)
+    if config.whole_k:
+        whole_k(x, weight, y, config, decode=decode, on_gpu=not interpreted(), options=overlap())
+        return y
     (rows, columns), form = weight.shape, KINDS[weight.kind]
     absmax, values, offset = weight.nested or (None, None, None)
     meta = constants(weight, config, decode=decode)
@@ -291,10 +279,7 @@ def constants(weight: PackedWeight, config: Config, *, decode: bool = True) -> d
     form, decoder = KINDS[weight.kind], DECODERS[weight.kind]
     row_tiles = weight.words.shape[0]
     group = 0 if weight.groups == 1 else weight.group
-    unroll = config.unroll
-    # a step holds whole groups, or a group holds whole steps
-    while unroll > 1 and group and (unroll * form.columns) % group and group % (unroll * form.columns):
-        unroll //= 2
+    unroll = whole_groups(config.unroll, form.columns, group)
     return {
         "decode": decoder.decode,
         "DECODE": decode,

@@ -27,12 +27,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8_e4m3 bf16": ("weight_only", {"kind": "fp8_e4m3", "x": "bf16"}),
     "int4 bf16": ("weight_only", {"kind": "int4", "group": 64, "zero": True, "x": "bf16"}),
     "int4 prefill": ("weight_only", {"kind": "int4", "group": 128, "block_m": 128}),
+    "whole int4 zeros": ("weight_only", {"kind": "int4", "group": 64, "zero": True, "tiles": (16, 8, 2, 1, 8, 0)}),
+    "whole int4": ("weight_only", {"kind": "int4", "group": 128, "tiles": (16, 8, 4, 1, 8, 0)}),
+    "whole int4 wide": ("weight_only", {"kind": "int4", "group": 64, "zero": True, "tiles": (32, 16, 1, 1, 8, 0)}),
+    "whole int8": ("weight_only", {"kind": "int8", "zero": True, "tiles": (16, 8, 4, 1, 8, 0)}),
+    "whole nf4": ("weight_only", {"kind": "nf4", "group": 64, "nested": True, "tiles": (16, 8, 2, 1, 8, 0)}),
+    "whole fp8 bf16": ("weight_only", {"kind": "fp8_e4m3", "x": "bf16", "tiles": (16, 8, 4, 1, 8, 0)}),
     "w8a8 int8": ("native", {"x": "i8"}),
     "w8a8 fp8": ("native", {"x": "fp8e4nv"}),
 }
 # every case on the newest; on the others the one most in use
 WANTED = [(90, name) for name in CASES] + [(80, "int4"), (80, "w8a8 int8"), (89, "w8a8 fp8")]
+FRAGMENTS = [name for name in CASES if not name.startswith("whole")]
+WHOLE = [name for name in CASES if name.startswith("whole")]
+OLDER = [(80, "whole int4 zeros"), (80, "whole int4 wide"), (89, "whole int4 zeros")]
+WANTED += OLDER
 MORE = [(90, "int4"), (90, "int8"), (90, "int4 prefill"), (80, "w8a8 int8")]
+MORE += [*((90, name) for name in WHOLE[1:]), *OLDER[1:]]
 # tokens to codes: architecture, dtype of x, int8 (else FP8)
 TOKENS = [(80, "fp16", True), (90, "bf16", False)]
 # every kernel on the newest, with whole numbers and with the largest table; all others are in kernel_resources.py
@@ -52,9 +63,11 @@ for sm, made, words in products:
     m = words.pop("block_m", 16)
     unroll = 4 if made == "native" else 2
     config = Config(64, 16, unroll, 4, 4, 3) if m == 16 else Config(128, m, 2, 1, 8, 3)
+    config = Config(*words.pop("tiles", None) or config.as_dict().values())
     got = getattr(ahead, made)(sm=sm, config=config, **words)
     waits = [got.count(name, loop=False) for name in ("PREEXIT", "ACQBULK")]
-    found.append({"registers": got.registers, "spills": got.spill_bytes, "loop": got.loop, "waits": waits})
+    found.append({"registers": got.registers, "spills": got.spill_bytes, "loop": got.loop, "waits": waits,
+                  "early": got.early, "lead": got.lead})
 solved, known = [], variants()
 for sm, name in solvers:
     kernel, words = known[name]
@@ -111,7 +124,7 @@ def test_nothing_spills_and_nothing_is_converted_in_the_loop(compiled: Any, sm: 
     assert count(found, "I2F", "F2I", "LDL", "STL") == 0
 
 
-@pytest.mark.parametrize("name", beside([name for name in CASES if (90, name) not in MORE], CASES))
+@pytest.mark.parametrize("name", beside([name for name in FRAGMENTS if (90, name) not in MORE], FRAGMENTS))
 def test_a_weight_stays_in_the_registers_it_was_decoded_in(compiled: Any, name: str) -> None:
     """Hopper: 16-byte loads, asynchronous or out of shared memory, no store there, no exchange between lanes."""
     found = compiled[90, name]
@@ -121,12 +134,27 @@ def test_a_weight_stays_in_the_registers_it_was_decoded_in(compiled: Any, name: 
     assert count(found, "LDGSTS.E.BYPASS.128") > 0
 
 
+@pytest.mark.parametrize(("sm", "name"), beside([(90, WHOLE[0]), OLDER[0]], [*((90, n) for n in WHOLE), *OLDER]))
+def test_a_whole_k_streams_through_registers_and_begins_before_the_wait(compiled: Any, sm: int, name: str) -> None:
+    found, (rows, _, unroll, *_) = compiled[sm, name], CASES[name][1]["tiles"]
+    tiles, loads = unroll * rows // 16, ("LDG.E.128", "LDG.E.U16", "LDG.E.U8")
+    assert count(found, "HMMA.16816") > 0 and count(found, "HGMMA") == 0
+    # neither words nor x meet shared memory, another lane or a barrier in the loop
+    assert count(found, "STS", "LDS", "LDGSTS", "SHFL", "BAR", "ATOM", "RED") == 0
+    # the next step's words are on their way before this step's first product, scales and zero points too
+    assert {one: count({"loop": found["lead"]}, one) for one in loads} == {one: count(found, one) for one in loads}
+    assert count(found, "LDG.E.128") == tiles
+    if sm == 90:
+        assert count({"loop": found["early"]}, "LDG.E.128") == tiles
+        assert count({"loop": found["early"]}, "LDG.E.U16", "LDG.E.U8") >= count(found, "LDG.E.U16", "LDG.E.U8")
+
+
 def test_decoding_two_weights_takes_a_mask_and_an_fma(compiled: Any) -> None:
     plain, twin = compiled[90, "int4 zeros"], compiled[90, "int4 twin"]
     # 64 rows x 2 tiles of 64 columns on 128 threads: 64 weights, 32 pairs each
     assert count(plain, "HFMA2", "HADD2", "HMUL2") - count(twin, "HFMA2", "HADD2", "HMUL2") == 32
-    # a mask a pair, and what makes the zero points of 2 rows x 2 tiles
-    assert 32 <= count(plain, "LOP3", "PRMT") - count(twin, "LOP3", "PRMT") <= 32 + 24
+    # a mask a pair, and what widens the scales and zero points of 2 rows x 2 tiles: each zero point is one IMAD more
+    assert 32 <= count(plain, "LOP3", "PRMT") <= 32 + 12
     assert compiled[90, "int4 bf16"]["loop"].get("HFMA2.BF16_V2") == 32
 
 

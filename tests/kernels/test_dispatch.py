@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.kernels.dispatch import Config, KernelTiming, Table, candidates, fastest, unmeasured
+from quantkit.kernels.dispatch import Config, KernelTiming, Table, candidates, fastest, unmeasured, width
 
 SHAPE = (14336, 4096)
 OURS = Config(64, 16, 2, 4, 4, 3).as_dict()
@@ -78,14 +78,29 @@ def test_what_was_not_measured_is_an_error(shape: tuple[int, int], batch: int, c
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize("batch", [1, 16, 17, 32, 33, 128, 512])
+@pytest.mark.parametrize("batch", [1, 9, 16, 17, 32, 33, 128, 512])
 def test_configurations_can_run(batch: int) -> None:
     """Whole fragments for every warp, powers of two, and no more of K's splits than there are steps in the shapes."""
     for config in candidates(batch) + candidates(batch, native=True):
+        if config.whole_k:
+            assert config.block_n in (16, 32) and config.split == 1 and batch <= 32
+            # whole steps in K = 4096 and 14336, of 64 columns a tile and of 32
+            assert 14336 % (config.warps * config.unroll * 64) == 4096 % (config.warps * config.unroll * 64) == 0
+            continue
         assert config.block_n % (16 * config.warps) == 0
         assert config.block_m & (config.block_m - 1) == 0
         assert config.split == 1 or batch <= 128 or config in candidates(batch, native=True)
         assert config.split * config.unroll * 64 <= 4096
+
+
+def test_a_whole_k_is_tried_for_up_to_32_rows_and_not_chosen_before_it_was_timed() -> None:
+    for batch in (1, 8, 16, 32):
+        assert candidates(batch)[1].whole_k and not candidates(batch)[0].whole_k
+        assert max(each.block_m for each in candidates(batch) if each.whole_k) <= width(batch)
+        assert not unmeasured(4096, batch, 132).whole_k
+    assert not any(each.whole_k for each in candidates(33) + candidates(1, native=True))
+    config = candidates(1)[1]
+    assert Config.of(config.as_dict()) == config
 
 
 def test_where_nothing_was_measured_the_tile_sizes_are_those_that_an_h200_was_fast_with() -> None:

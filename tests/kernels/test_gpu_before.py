@@ -32,15 +32,16 @@ from quantkit.kernels.matmul import weight_only
 from quantkit.measurement.cuda.sides import known
 from triton import knobs
 
-config = settings(known()["int4.g128"], 1)[0]
+# a split K, and a whole one
+both = settings(known()["int4.g128"], 1)[:2]
 wanted = [one for one in precompile.launches(["sweep"], "fp16")
-          if (one.what, one.variant, one.config, one.decode) == ("product", "int4.g128", config, True)]
-assert len(wanted) == 1
+          if (one.what, one.variant, one.decode) == ("product", "int4.g128", True) and one.config in both]
+assert len(wanted) == 2
 done = precompile.compiled(wanted, 90, time.monotonic() + 600)
 hits = []
 knobs.compilation.listener = lambda **told: hits.append(told["cache_hit"])
 small = precompile._weight(known()["int4.g128"], True)
-from quantkit.kernels import matmul
+from quantkit.kernels import decode, matmul
 
 # what a kernel's launch asks of its input on a GPU is answered as there
 class OnGpu(torch.Tensor):
@@ -53,7 +54,9 @@ for rows, columns in WHOLE_MODEL:
     for batch in (1, 16):
         # as in another process: nothing is known but the files
         matmul.weight_only_matmul.device_caches.clear()
-        weight_only(torch.empty(batch, columns, dtype=torch.float16).as_subclass(OnGpu), packed, config)
+        decode.whole_k_matmul.device_caches.clear()
+        for config in both:
+            weight_only(torch.empty(batch, columns, dtype=torch.float16).as_subclass(OnGpu), packed, config)
 
 # a solver's kernel, looked for by its operator at shapes of a block, whose memory nobody touches
 solving = [one for one in precompile.launches(["solvers", "model"], "fp16") if one.what in ("solver", "block")]
@@ -83,8 +86,8 @@ def test_what_is_compiled_before_is_what_the_stages_look_for(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     made, hits, solved, found, count = json.loads(done.stdout)
-    assert made == [1, []]
-    assert hits == [True] * 8
+    assert made == [2, []]
+    assert hits == [True] * 16
     # three schemes by GPTQ, its sweeps and ranges, one by AWQ's two searches as well; a factor; what a compile has
     assert count == 3 * 3 + 2 + 1 + 4
     assert solved == [1, []]

@@ -10,6 +10,7 @@ import torch
 
 from parts.race import LAUNCHES, Product, beside, raced
 from parts.shapes import DTYPES, VARIANTS, settings
+from parts.shapes import checked as settings_of
 from quantkit.formats.nf4 import VALUES
 from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import PackedWeight
@@ -42,9 +43,7 @@ def checked(device: GpuDevice, deadline: float) -> Iterator[Row]:
         plain = values(packed, torch.tensor(VALUES))
         for dtype in DTYPES.values():
             for batch in batches:
-                # the first and the last: a small split and a large one, or none
-                able = settings(variant, batch, dry=device.dry)
-                configs = [able[0], able[-1]][: len(able)]
+                configs = settings_of(variant, batch, dry=device.dry)
                 row = {"variant": variant.name, "dtype": str(dtype), "batch": batch}
                 if time.monotonic() > deadline:
                     yield row | {"ok": None, "reason": "the time was up"}
@@ -104,7 +103,7 @@ def raced_kernels(device: GpuDevice, dtype: torch.dtype, deadline: float) -> Ite
         packed = weight(variant, *shape, device.torch_device)
         plain = values(packed, torch.tensor(VALUES))
         for batch in (1, 16, 64) if not device.dry else (3,):
-            for config in (each for each in settings(variant, batch, dry=device.dry) if each.split > 1):
+            for config in (each for each in settings(variant, batch, dry=device.dry) if each.split > 1 or each.whole_k):
                 row = {"variant": variant.name, "dtype": str(dtype), "batch": batch, "config": config.as_dict()}
                 if time.monotonic() > deadline:
                     yield row | {"ok": None, "reason": "the time was up"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from parts import solvers
-from parts.shapes import DTYPES, FIRST_SETTINGS, IN_WHOLE, INT4, PROFILED, SWEPT, VARIANTS, settings
+from parts.shapes import DTYPES, FIRST_SETTINGS, IN_WHOLE, INT4, PROFILED, SWEPT, VARIANTS, checked, settings
 from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import PackedWeight
 from quantkit.kernels.matmul import dequantize, weight_only
@@ -37,7 +37,7 @@ _EVEN, _ODD = 256, 272
 # tokens of a recipe's calibration, one text or all, and which of `solvers.SCHEMES` stands for its weights
 _TOKENS, _COMPILED = (512, 16 * 512), "int4 zeros g128"
 # a batch of each width of x, those of a whole model's first
-_BATCHES = (16, 64, 256, 32, 128)
+_BATCHES = (8, 16, 64, 256, 32, 128)
 
 
 class Compiler:
@@ -117,24 +117,27 @@ def launches(stages: Iterable[str], dtype: str, most: int | None = None) -> list
     wanted: list[Launch] = []
     for stage in stages:
         wanted += _OF.get(stage, lambda dtype, most: [])(dtype, most)
-    return list(dict.fromkeys(wanted))
+    # one compilation serves every M
+    first: dict[Launch, Launch] = {}
+    for launch in wanted:
+        first.setdefault(replace(launch, batch=0), launch)
+    return list(first.values())
 
 
 def _correct(dtype: str, most: int | None) -> Iterator[Launch]:
     for variant in VARIANTS:
         for each in DTYPES:
-            for batch in (16, 64, 256, 32):
-                able = settings(variant, batch)
-                for config in dict.fromkeys((able[0], able[-1])):
+            for batch in (8, 16, 64, 256, 32):
+                for config in checked(variant, batch):
                     yield Launch("product", variant.name, each, even=False, config=config, batch=batch)
             yield Launch("tokens" if variant.native else "expanded", variant.name, each, even=False)
 
 
 def _race(dtype: str, most: int | None) -> Iterator[Launch]:
     for variant in VARIANTS:
-        for batch in (16, 64):
+        for batch in (8, 16, 64):
             for config in settings(variant, batch)[:most]:
-                if config.split > 1:
+                if config.split > 1 or config.whole_k:
                     yield Launch("product", variant.name, dtype, config=config, batch=batch)
 
 
@@ -158,7 +161,7 @@ def _whole(dtype: str, most: int | None) -> Iterator[Launch]:
 
 
 def _profile(dtype: str, most: int | None) -> Iterator[Launch]:
-    return (each for each in _sweep(dtype, 1) if each.variant in PROFILED and each.batch == 16)
+    return (each for each in _sweep(dtype, 1) if each.variant in PROFILED and each.batch == 8)
 
 
 def _solvers(dtype: str, most: int | None) -> Iterator[Launch]:

@@ -17,20 +17,34 @@ OTHER_BATCHES = (2, 4, 8, 32, 128, 512)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = (
-    *("int4.g128", "int4.g128.zeros", "int8", "fp8_e4m3", "nf4.g64.double", "int8.dynamic", "fp8_e4m3.dynamic"),
+    *("int4.g64.zeros", "int4.g128", "int4.g128.zeros", "int8", "fp8_e4m3", "nf4.g64.double"),
+    *("int8.dynamic", "fp8_e4m3.dynamic"),
     *("int4.g32", "int4.g64"),
 )
 VARIANTS = tuple(known()[name] for name in _NAMES)
 # how many of the variants are swept
-SWEPT = 7
-# those that lines of PENDING.md call int4
-INT4 = ("int4.g128", "int4.g128.zeros")
+SWEPT = 8
+# those that lines of PENDING.md call int4: the recipes' form first
+INT4 = ("int4.g64.zeros", "int4.g128")
 # those that a whole model is built of, and those whose counters are read
 IN_WHOLE = ("int4.g128", "fp8_e4m3", "fp8_e4m3.dynamic")
 PROFILED = ("int4.g128", "nf4.g64.double", "int8", "fp8_e4m3")
 # of `candidates`, which has the best by the machine code first: what is timed before anything else is
 FIRST_SETTINGS = 2
 _SMALLEST = Config(block_n=64, block_m=16, unroll=1, split=2, warps=4, stages=2)
+
+
+def checked(variant: FormatVariant, batch: int, *, dry: bool = False) -> list[Config]:
+    """Return the settings whose results are compared with float64: a small split of K and a large one, a whole K.
+
+    Args:
+        variant: of the weight.
+        batch: rows of x.
+        dry: plumbing only.
+    """
+    able = settings(variant, batch, dry=dry)
+    whole = [each for each in able if each.whole_k]
+    return list(dict.fromkeys((able[0], able[-1], *whole[:1], *whole[-1:])))
 
 
 def settings(variant: FormatVariant, batch: int, *, dry: bool = False) -> list[Config]:
