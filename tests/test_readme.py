@@ -10,6 +10,7 @@ that holds a small model and a text under the names the README uses.
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import re
 import shlex
@@ -95,6 +96,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     def convert(_: Path, folder: Path) -> None:
         shutil.copytree(model, folder, dirs_exist_ok=True)
         transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(folder)
+        files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+        (folder / "provenance.json").write_text(json.dumps({"files": files}), encoding="utf-8")
 
     whole = alias.ALIASES[DEFAULT_MODEL]
     monkeypatch.setitem(alias.ALIASES, DEFAULT_MODEL, replace(whole, name="stand-in", convert=convert))

@@ -98,7 +98,7 @@ def test_measure_knows_where_the_model_of_a_compile_lies(
     )
     model.rename(tmp_path / "moved")
     error = quantkit("measure", "./out").err.splitlines()[-1]
-    assert error.startswith("error: [baseline-needed]") and "--baseline ./tiny.model, where it lies" in error
+    assert error.startswith("error: [baseline-needed]") and "--baseline ./tiny.model, with its path" in error
     assert usage.against(manifest, usage.here(manifest)) == ["--baseline ./tiny.model"]
 
 

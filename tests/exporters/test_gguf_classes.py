@@ -77,15 +77,15 @@ def made(tmp_path: Path, merging_tokenizer: Any) -> Any:
         ("qwen3", {"attention_bias": True}, "q_proj.bias; llama.cpp's qwen3 has no such tensor"),
         ("gemma2", {**GEMMA2, "attention_bias": True}, "q_proj.bias; llama.cpp's gemma2 has no such tensor"),
         ("gemma3", {**GEMMA3, "attention_bias": True}, "q_proj.bias; llama.cpp's gemma3 has no such tensor"),
-        ("qwen2", {"rope_parameters": LLAMA3}, "rope_type llama3; of qwen2 default, linear, yarn"),
+        ("qwen2", {"rope_parameters": LLAMA3}, "rope_type llama3; for qwen2: default, linear, yarn"),
         ("llama", {"rope_parameters": {**YARN, "truncate": False}}, "yarn with truncate false"),
         ("llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5}}, "yarn with mscale 0.7"),
-        ("qwen3", rope(partial_rotary_factor=0.5), "partial_rotary_factor 0.5; llama.cpp's qwen3 turns whole heads"),
+        ("qwen3", rope(partial_rotary_factor=0.5), "partial_rotary_factor 0.5; llama.cpp's qwen3 rotates whole heads"),
         *(
             ("gemma3", {**GEMMA3, "rope_parameters": layers(sliding=how)}, f"rope_type {how} of layers with a window")
             for how in ("linear", "yarn", "dynamic")
         ),
-        ("gemma3", {**GEMMA3, "rope_parameters": layers(full="yarn")}, "rope_type yarn; of gemma3 default, linear"),
+        ("gemma3", {**GEMMA3, "rope_parameters": layers(full="yarn")}, "rope_type yarn; for gemma3: default, linear"),
         ("llama", {"mlp_bias": True}, "mlp_bias; transformers' reader of GGUF"),
         ("gemma2", {**GEMMA2, "tie_word_embeddings": False}, "a head of its own"),
         ("gemma2", {**larger(4, 2)}, "attention of gemma2 with 4 layers by 16"),

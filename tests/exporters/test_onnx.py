@@ -21,6 +21,7 @@ from thorough import beside
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.exporters import LayerSpec
+from quantkit.exporters.trace import transformer
 from quantkit.exporters.values import Values
 from quantkit.model.finished import Finished
 from quantkit.scheme import WeightScheme
@@ -305,6 +306,16 @@ def test_half_precision_sources_are_float32_in_the_file(tmp_path: Path, dtype: t
     tensors = found.tensors()
     exact = found.model.get_submodule("model.embed_tokens").weight.detach().numpy()
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], exact)
+
+
+def test_a_copied_trace_is_written_as_the_first(tmp_path: Path, small: Any) -> None:
+    model = small("llama")
+    transformer._last.clear()
+    for name in ("first", "copied"):
+        (tmp_path / name).mkdir()
+        write_as(EXPORT, tmp_path / name, model.source, model.stream, Finished([], {}), {})
+    first, copied = ((tmp_path / name / "onnx" / "model.onnx").read_bytes() for name in ("first", "copied"))
+    assert first == copied
 
 
 @pytest.mark.thorough

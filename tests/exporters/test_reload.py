@@ -179,7 +179,7 @@ def test_tensors_that_are_compared_on_threads_fail_as_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a machine of 32 cores; of two that fail the first is named, whichever is done first."""
-    monkeypatch.setattr("quantkit.model.source.weights.cores", lambda: 32)
+    monkeypatch.setattr("quantkit.machine.cores", lambda: 32)
     exported = export(llama(tmp_path / "source", num_hidden_layers=3), tmp_path / "out", scheme())
     assert by_name(exported.check())["reload.compressed_tensors"].value == 0.0
     dense = layouts.Expansion

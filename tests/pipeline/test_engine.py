@@ -81,7 +81,7 @@ def test_what_the_timing_cache_saved_is_said(folder: Path, tmp_path: Path, monke
         (note,) = [each for each in bundle.manifest.decisions if each.where == "engine/sm86.engine"]
         assert note.code == "note" and note.reason in done.says
         said.append(note.reason)
-    assert "its timing cache was empty" in said[0]
+    assert "the timing cache was empty" in said[0]
     record = json.loads((bundle.path / "engine" / "sm86.json").read_text())
     assert record["cache_hit"] and record["saved_seconds"] > 0
     assert record["driver"] == "x" and record["options"]["hardware_compatible"]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -244,8 +245,15 @@ def _products(joined: ir.Node) -> list[ir.Node]:
     return [product for value in joined.inputs if (product := is_producer(value, "MatMulNBits")) is not None]
 
 
+_NUMBERED = re.compile(r"node_\w+_\d+")
+
+
 def save(model: ir.Model, path: Path, data: str) -> None:
     """Write a graph, its tensors from 1 KiB on into `data` beside it, one in memory at a time. Raises Stopped."""
+    for number, node in enumerate(model.graph):
+        # numbered by onnx-ir as they were made, so that a copied trace would give another file than the first
+        if _NUMBERED.fullmatch(node.name or ""):
+            node.name = f"node_{node.op_type}_{number}"
     with stopping_when_full(path.parent):
         ir.save(model, path, external_data=data, size_threshold_bytes=1024, max_workers=1)
 
