@@ -43,6 +43,8 @@ class Values:
     # original, finished: in a compile, the source's model and the results of the passes; None for a bundle
     original: StreamedModel | None = None
     finished: Finished | None = None
+    # where what was written is compared with it; None: the processor
+    device: torch.device | None = None
 
     @property
     def skeleton(self) -> nn.Module:

@@ -133,16 +133,20 @@ class Finished:
         """Return the field with a linear's codes; "" for none."""
         return next((field for field in (_CODES, *_JOINED) if linear + _MARK + field in self._places), "")
 
-    def quantized(self, linear: str, *, codes: bool = True) -> QuantTensor:
-        """Read a linear in `schemes`, by its full name; without `codes`, only their shape."""
+    def quantized(self, linear: str, *, codes: bool = True, device: torch.device | None = None) -> QuantTensor:
+        """Read a linear in `schemes`, by its full name, to a device; without `codes`, only their shape."""
         prefix = linear + _MARK
-        parts: dict[str, Any] = {field: self._maybe(prefix + field) for field in _FIELDS if field != _CODES}
+        parts: dict[str, Any] = {
+            field: put(self.tensor(prefix + field), device) if prefix + field in self._places else None
+            for field in _FIELDS
+            if field != _CODES
+        }
         for part, kind in _PARTS.items():
             keys = {field.name: f"{prefix}{part}.{field.name}" for field in fields(kind)}
-            if stored := {field: self.tensor(key) for field, key in keys.items() if key in self._places}:
+            if stored := {field: put(self.tensor(key), device) for field, key in keys.items() if key in self._places}:
                 parts[part] = kind(**stored)
         field = self._codes(linear) or _CODES
-        held = self.tensor(prefix + field, shape_alone=not codes)
+        held = put(self.tensor(prefix + field), device) if codes else self.tensor(prefix + field, shape_alone=True)
         if field != _CODES:
             held = _apart(held, signed=field == _JOINED[True])
         return QuantTensor(codes=held, **parts, scheme=self.schemes[linear])
@@ -228,12 +232,7 @@ class DenseWeights(Weights):
 
         def expand(prefix: str, _: tuple[int, ...], device: torch.device | None) -> Tensor:
             """Copy the packed tensors to the device, a quarter of what they become there."""
-
-            def read(name: str) -> Tensor:
-                there = expansion.anywhere and stored.entries[name].dtype != "I64"
-                return stored.read(name, device if there else None)
-
-            values: Tensor = expansion.weight(prefix, read)
+            values: Tensor = expansion.weight(prefix, stored.packed_on(device if expansion.anywhere else None))
             return values
 
         return cls(entries, stored.folder, stored.shards, stored, packed, expand, {}, layout)

@@ -8,6 +8,7 @@ does. Tokenizer, generation config, chat template and licence are copied unchang
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +175,8 @@ class Checkpoint(Exporter):
         writer = Writer.of(values, (options or CheckpointOptions()).found)
         names, used = list(writer.source.weights.entries), set(writer.files.values())
         leftover = [name for name in names if name not in used]
-        wanted = reload.Expected(names, writer.expected, writer.layout, writer.packed, leftover, writer.run_time)
+        there = None if values.device is None else (values.device, partial(writer.expected, device=values.device))
+        wanted = reload.Expected(names, writer.expected, writer.layout, writer.packed, leftover, writer.run_time, there)
         return reload.check(bundle / self.place, wanted, inputs=inputs, blocks=blocks)
 
 

@@ -69,6 +69,8 @@ class Expected:
     packed: Mapping[str, WeightScheme]  # prefix of a packed linear in the files -> scheme
     leftover: Collection[str] = ()  # tensors in the files that the class does not use
     run_time: RunTime = field(default_factory=RunTime)  # quantization of inputs and cache at run time
+    # device to expand and compare packed linears on, and name -> value there; None: the processor
+    there: tuple[torch.device, Callable[[str], torch.Tensor]] | None = None
 
 
 def check(
@@ -111,7 +113,7 @@ def _tensors(folder: Path, weights: Weights, wanted: Expected, sizes: Mapping[st
     missing = [name for name in plain if name not in weights.entries]
     if missing:
         return _judge(APART, None, f"missing {missing[0]}")
-    return _compared(APART, folder, plain, weights.read, wanted, sizes)
+    return _compared(APART, folder, _fitting(plain, sizes), weights.read, wanted.read)
 
 
 def check_bundle(
@@ -267,28 +269,32 @@ def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected, 
     quantization = config_json(folder).get("quantization_config") or {}
     dense = {f"{prefix}.weight": prefix for prefix in wanted.packed}
     expansion = layout.expansion(quantization, wanted.read(next(iter(dense))).dtype)
+    there = wanted.there if expansion.anywhere else None
+    packed = weights.read if there is None else weights.packed_on(there[0])
 
     def read(tensor: str) -> torch.Tensor:
-        return expansion.weight(dense[tensor], weights.read) if tensor in dense else weights.read(tensor)
+        return expansion.weight(dense[tensor], packed) if tensor in dense else weights.read(tensor)
 
     tensors, reader = dense if expansion.library else wanted.names, expansion.library or "own_reader"
-    check = _compared(f"reload.{reader}", folder, tensors, read, wanted, sizes)
+    expected = wanted.read if there is None else there[1]
+    # on a GPU one tensor at a time: its memory is less than a block's solve has taken there
+    fitting = _fitting(tensors, sizes) if there is None else ([tensor] for tensor in tensors)
+    check = _compared(f"reload.{reader}", folder, fitting, read, expected)
     return check.model_copy(update={"where": check.where.removesuffix(".weight")})
 
 
 def _compared(
     name: str,
     folder: Path,
-    tensors: Iterable[str],
+    groups: Iterable[list[str]],
     read: Callable[[str], torch.Tensor],
-    wanted: Expected,
-    sizes: Mapping[str, int],
+    wanted: Callable[[str], torch.Tensor],
 ) -> Check:
-    """Check the largest difference of tensors, up to the first unreadable or non-finite one."""
+    """Check the largest difference of tensors, a group at once, up to the first unreadable or non-finite one."""
 
     def one(tensor: str) -> tuple[float, str]:
         """Return the difference, and the reason if the tensor cannot be read."""
-        expected = wanted.read(tensor)
+        expected = wanted(tensor)
         try:
             value = read(tensor)
             return _difference(value, expected) if value.shape == expected.shape else math.inf, ""
@@ -298,7 +304,7 @@ def _compared(
             return math.inf, f"{tensor}: {' '.join(str(trouble).split())[:160]}"
 
     worst, place = 0.0, ""
-    for some in _fitting(tensors, sizes):
+    for some in groups:
         for tensor, (difference, why) in zip(some, in_order(one, some), strict=True):
             if why:
                 return _judge(name, None, why)

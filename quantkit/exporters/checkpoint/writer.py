@@ -200,11 +200,15 @@ class Writer:
             placed = {name: shard for (name, _, _), shard in headers}
             write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
 
-    def expected(self, name: str) -> torch.Tensor:
-        """Return the expected tensor for a name in the files; from the codes, not from the written files."""
+    def expected(self, name: str, device: torch.device | None = None) -> torch.Tensor:
+        """Return the expected tensor for a name in the files; from the codes, not from the written files.
+
+        Args:
+            device: device of a packed one.
+        """
         prefix = name.removesuffix(".weight")
         if self.layout is not None and prefix in self.stored:
-            tensor = self.finished.quantized(self.stored[prefix])
+            tensor = self.finished.quantized(self.stored[prefix], device=device)
             return self.layout.as_loaded(tensor, self.dtype, self.quantization or {})
         return self.dense(name)
 

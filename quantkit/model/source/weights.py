@@ -129,6 +129,10 @@ class Weights:
         """
         return self._read(self.entries[name], device)
 
+    def packed_on(self, device: torch.device | None) -> Callable[[str], torch.Tensor]:
+        """Return a reader of packed weights on a device; integers of 64 bits, which are shapes, stay in main memory."""
+        return lambda name: self.read(name, None if self.entries[name].dtype == "I64" else device)
+
     def largest(self, names: Iterable[str]) -> dict[str, float]:
         """Return the largest magnitude of each float tensor, 0 for others. Raises InputError, as `read`."""
         wanted = list(names)

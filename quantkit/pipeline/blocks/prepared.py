@@ -96,7 +96,8 @@ class Prepared:
         cache = self.request.recipe.scheme.kv_cache
         stream = self.stream.on(PROCESSOR) if written and not self.device.is_cpu else self.stream
         done = Finished(files, self.layers.schemes, self.layers.activations, cache)
-        return Values.of_results(self.source, stream, done)
+        values = Values.of_results(self.source, stream, done)
+        return values if self.device.is_cpu else replace(values, device=self.device.torch)
 
     @property
     def is_timed(self) -> bool:

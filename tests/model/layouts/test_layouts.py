@@ -167,7 +167,7 @@ def test_packed_weights_are_expanded_on_the_device(
     tmp_path: Path, source: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, fields = CASES[case]
-    (bundle, *_), tensors, _ = export(source, tmp_path, name, WeightScheme(**fields))
+    (bundle, _, stream, results, _), tensors, _ = export(source, tmp_path, name, WeightScheme(**fields))
     written = open_written(bundle / "model")
     linear = next(name for name, tensor in tensors.items() if tensor.shape[0] == tensor.shape[1])
     config = written.config["quantization_config"]
@@ -184,11 +184,17 @@ def test_packed_weights_are_expanded_on_the_device(
         copied.append(value.nbytes if device is not None else 0)
         return value if device is None else fake_gpu.like(value)
 
+    decided = results.quantized(linear)
+    fields_of = {field: getattr(decided, field) for field in ("codes", "scale", "zero", "codebook", "global_scale")}
     monkeypatch.setattr(Weights, "read", there)
     with fake_gpu.gpu({torch.int64: whole.shape[0]}, others=True):  # what a stored shape says
         values = DenseWeights.read(weights, f"{linear}.weight", fake_gpu.CUDA)
+        prefix = stream.files[f"{linear}.weight"].removesuffix(".weight")
+        decided = decided.replace(**{field: fake_gpu.like(value) for field, value in fields_of.items()})
+        meant = layouts.of(config).as_loaded(decided, whole.dtype, config)
     assert (values.device, values.dtype, values.shape) == (fake_gpu.CUDA, whole.dtype, whole.shape)
     assert 0 < sum(copied) < whole.nbytes
+    assert (prefix, meant.device, meant.dtype, meant.shape) == (linear, fake_gpu.CUDA, whole.dtype, whole.shape)
 
 
 @pytest.mark.parametrize(("name", "fields"), CASES.values(), ids=CASES)
