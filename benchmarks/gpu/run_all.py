@@ -1,15 +1,17 @@
-"""Everything that only a GPU can say, stage by stage, on a machine with a GPU and no network.
+"""What only a GPU can say, by three scripts of at most 8 minutes on a machine with a GPU and no network.
 
-    python benchmarks/gpu/run_all.py --out results                          all stages, in 9 minutes
-    python benchmarks/gpu/run_all.py --out results --only correct,race      some of them
-    python benchmarks/gpu/run_all.py --out results --resume                 those that are not done yet
+    python3 benchmarks/gpu/run_all.py tax --out results         kernels: right, and how fast beside others
+    python3 benchmarks/gpu/run_all.py accuracy --out results    recipes on the card; a compile of 8B's shapes
+    python3 benchmarks/gpu/run_all.py step --out results        decode steps of the product path
+    python3 benchmarks/gpu/run_all.py step --out results --resume              its stages that are not done yet
+    python3 benchmarks/gpu/run_all.py --only correct,race --out results        some stages
 
 Each stage is a process of its own with a time limit. What it finds is told row by row and stands in `OUT/STAGE.json`
 while it runs and after it: a crash, a hang, too little memory or the limit loses the rest of one stage, which its file
 and `OUT/run.json` say. `run.json` is all of it together, with device, driver, clocks, versions, and under `settles` the
-lines of PENDING.md that are settled. README.md beside this says which stages to take in three runs of ten minutes.
+lines of PENDING.md that are settled. A table of it is printed last.
 
-The kernels' stages need torch, Triton and NumPy, `solvers`, `model` and `engines` what `make gpu-bundle` carries.
+The kernels' stages need torch, Triton and NumPy, the others what `make gpu-bundle` carries, which is unpacked first.
 `--dry` runs the same on tiny sizes, on the CPU in Triton's interpreter; its figures mean nothing.
 
 Exit code 0: all asked stages are done. 1: something computes wrongly. 2: a stage was lost. 75: stopped, or the time was
@@ -35,6 +37,7 @@ from typing import Any, NoReturn
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+import carried  # noqa: E402
 from parts import stages  # noqa: E402
 from parts.sections import kept, merged, report  # noqa: E402
 
@@ -47,6 +50,8 @@ from quantkit.runtimes import child  # noqa: E402
 _GRACE, _SELDOM = 20.0, 5.0
 # of a dry run, on a machine with a GPU too
 _DRY = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+# Triton's cache, whose files name its path: the same as where it was filled
+_CARD = {"TRITON_CACHE_DIR": str(carried.TRITON)}
 # below which a stage is not begun
 _LEAST = 10.0
 
@@ -64,14 +69,19 @@ class Stage:
     seconds: float
 
 
-# in the order in which they run: of a run of ten minutes `model` gets all it needs, whatever stands behind it the rest
+# in the order in which they run
 STAGES = (
-    {"compile": Stage(stages.compile_kernels, 150), "correct": Stage(stages.correct, 120)}
-    | {"race": Stage(stages.race, 90), "solvers": Stage(stages.solvers, 90), "ceilings": Stage(stages.ceilings, 60)}
-    | {"profile": Stage(stages.profile, 90), "sweep": Stage(stages.sweep, 420), "model": Stage(stages.model, 300)}
-    | {"whole": Stage(stages.whole, 150), "recipes": Stage(stages.recipes, 240), "real": Stage(stages.real, 400)}
-    | {"engines": Stage(stages.engines, 240)}
+    {"compile": Stage(stages.compile_kernels, 90), "ceilings": Stage(stages.ceilings, 40)}
+    | {"correct": Stage(stages.correct, 60), "race": Stage(stages.race, 60), "solvers": Stage(stages.solvers, 90)}
+    | {"tax": Stage(stages.tax, 150), "sweep": Stage(stages.sweep, 420), "steps": Stage(stages.steps, 330)}
+    | {"profile": Stage(stages.profile, 90), "real": Stage(stages.real, 200), "model": Stage(stages.model, 300)}
+    | {"recipes": Stage(stages.recipes, 240)}
 )
+SCRIPTS = {
+    "tax": ("compile", "ceilings", "correct", "race", "tax", "sweep"),
+    "accuracy": ("compile", "real", "model"),
+    "step": ("compile", "steps", "profile"),
+}
 
 
 @dataclass
@@ -130,6 +140,8 @@ def main(arguments: Sequence[str] | None = None, known: dict[str, Stage] | None 
     try:
         if not args.dry:
             _gpu()
+            for line in carried.unpacked(args.carried):
+                print(line)
         with _signals():
             return run(args, known)
     except (QuantkitError, OSError, KeyboardInterrupt) as problem:
@@ -185,7 +197,7 @@ def _ran(work: child.Work, found: Found, job: dict[str, Any], seconds: float) ->
             where=found.stage,
             died="stage-died",
             remedy=f"--only {found.stage}",
-            environment=_DRY if job["dry"] else None,
+            environment=_DRY if job["dry"] else _CARD,
             seconds=seconds,
             row=found.add,
         )
@@ -203,11 +215,8 @@ def _job(args: argparse.Namespace, name: str, asked: list[str], seconds: float) 
     return {
         **{"stage": name, "stages": asked, "results": str(args.out.resolve()), "dry": args.dry, "dtype": args.dtype},
         **{"blocks": 1 if args.dry else args.blocks, "seconds": seconds, "soft": max(seconds - _GRACE, seconds / 2)},
-        **{"sm": args.sm, "layers": args.layers, "target": args.target, "runtime": args.runtime},
-        "model": args.model,
-        **{"bundle": str(args.carried.resolve()), "work": args.work and str(args.work)},
-        **{"bundles": [str(path.resolve()) for path in args.bundles]},
-        "expected": [str(path.resolve()) for path in args.expected],
+        **{"sm": args.sm, "layers": args.layers, "target": args.target, "model": args.model},
+        **{"bundle": str(carried.UNPACKED), "work": args.work and str(args.work)},
     }
 
 
@@ -288,25 +297,27 @@ def _parsed(arguments: Sequence[str] | None, known: dict[str, Stage]) -> argpars
 
     parser = _Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of the results")
-    parser.add_argument("--only", type=some, default=list(known), metavar="STAGE,...", help=", ".join(known))
+    parser.add_argument("script", nargs="?", choices=tuple(SCRIPTS), help="its stages; without it, all")
+    parser.add_argument("--only", type=some, default=[], metavar="STAGE,...", help=", ".join(known))
     parser.add_argument("--resume", action="store_true", help="leave out what is done in --out")
-    parser.add_argument("--minutes", type=number(float, 0), default=9.0, help="for all stages together")
+    parser.add_argument("--minutes", type=number(float, 0), default=8.0, help="for all stages together")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="of activations and baseline")
     parser.add_argument("--blocks", type=number(int, 1), default=6, help="of A B B A for each comparison")
     architecture = "compile for this architecture instead of the GPU's"
     parser.add_argument("--sm", type=int, choices=(80, 86, 89, 90), help=architecture)
-    parser.add_argument("--layers", type=number(int, 1), default=32, help="of the model that `model` compiles")
+    parser.add_argument(
+        "--layers", type=number(int, 1), default=32, help="of the model that `model` compiles and `steps` runs"
+    )
     parser.add_argument(
         "--model", default="", help="that `real` compiles; default: smollm2-135m, where it is installed"
     )
     parser.add_argument("--target", default="h200", help="that it is compiled for")
     parser.add_argument("--carried", type=Path, default=HERE.parents[1] / "gpu-bundle", help="of `make gpu-bundle`")
     parser.add_argument("--work", type=Path, help="folder with room for a model and its bundle, 25 GB")
-    parser.add_argument("--bundles", type=Path, nargs="*", default=[], help="with an engine for this GPU")
-    parser.add_argument("--expected", type=Path, nargs="*", default=[], help="of `tensorrt.py --expect`")
-    parser.add_argument("--runtime", choices=("tensorrt_rtx", "tensorrt"), default="tensorrt_rtx")
     parser.add_argument("--dry", action="store_true", help="tiny sizes: plumbing only")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.only = args.only or [name for name in SCRIPTS.get(args.script, known) if name in known]
+    return args
 
 
 if __name__ == "__main__":

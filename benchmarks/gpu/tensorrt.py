@@ -33,7 +33,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from parts import decoder  # noqa: E402
-from parts.end_to_end import BASELINE, _dense, _step  # noqa: E402
+from parts.steps import BASELINE  # noqa: E402
 
 import quantkit  # noqa: E402
 from quantkit.bundle import Bundle  # noqa: E402
@@ -196,8 +196,8 @@ def _engine(model: Any, context: int) -> Callable[[int], Callable[[], object]]:
 
 def _torch(sizes: decoder.Sizes, context: int, device: GpuDevice) -> Callable[[int], Callable[[], object]]:
     at = device.torch_device
-    model = decoder.Decoder(sizes, _dense(torch.bfloat16, at), torch.bfloat16, at)
-    return lambda batch: _step(model, batch, context)
+    model = decoder.Decoder(sizes, decoder.dense(torch.bfloat16, at), torch.bfloat16, at)
+    return lambda batch: decoder.stepping(model, batch, context)
 
 
 def _onnxruntime(path: Path, context: int) -> Callable[[int], Callable[[], object]]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from importlib import import_module
 from pathlib import Path
 
@@ -95,43 +96,46 @@ def test_what_is_compiled_before_is_what_the_stages_look_for(tmp_path: Path) -> 
     assert found == [True] * 4
 
 
-def test_the_bundle_is_made_once_and_never_beyond_its_limit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_carried_is_made_once_in_pieces_and_unpacked_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     carried = import_module("carried")
-    needed, peers = carried.wanted()
+    needed, _ = carried.wanted()
     # the tested versions, of all that is needed
-    assert all("==" in requirement for requirement in needed)
+    assert all("==" in requirement for requirement in needed if requirement != "py-spy")
     asked: list[str] = []
 
     def fetch(requirement: str, folder: Path) -> None:
         asked.append(requirement)
-        folder.mkdir(exist_ok=True)
-        if requirement == peers[0]:
+        if requirement == "absent":
             raise carried.InputError("wheel-missing", where=requirement, value="no such wheel")
-        name = requirement.partition("=")[0]
-        (folder / f"{name}.whl").write_bytes(bytes(90 if requirement == peers[1] else 10))
+        with zipfile.ZipFile(folder / f"{requirement}.whl", "w") as wheel:
+            wheel.writestr(f"{requirement}/__init__.py", bytes(3000))
 
-    def describe(folder: Path) -> None:
-        (folder / "ids.jsonl").write_bytes(bytes(20))
+    def fill(folder: Path) -> dict[str, str]:
+        return carried.packages(["one", "absent", "two"], folder, fetch)  # type: ignore[no-any-return]
 
-    limit = 20 + 10 * len(needed) + 10 * (len(peers) - 2)
     out = tmp_path / "bundle"
-    found = carried.build(out, limit, fetch, describe)
-    # one that is too large does not keep out those after it
-    assert set(found["left_out"]) == set(peers[:2])
-    wheels = {each.partition("=")[0] for each in (*needed, *peers[2:])}
-    assert {path.stem for path in (out / "wheels").iterdir()} == wheels
-    assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file() and path.name != "bundle.json") == limit
-
+    made = carried.build(out, "peers", ["one"], fill, 4096)
+    assert made["left_out"] == {"absent": "no such wheel"}
+    assert len(made["pieces"]) > 2
+    assert all(0 < (out / name).stat().st_size == size <= 4096 for name, size in made["pieces"].items())
+    assert sorted(path.name for path in out.iterdir()) == sorted([*made["pieces"], "peers.json"])
+    # what is there as it would be made is left alone
     asked.clear()
-    assert carried.build(out, limit, fetch, describe) == found
+    assert carried.build(out, "peers", ["one"], fill, 4096) == made
     assert asked == []
-    (out / "wheels" / f"{needed[0].partition('=')[0]}.whl").unlink()
-    carried.build(out, limit, fetch, describe)
-    assert asked == [*needed, *peers]
-
-    with pytest.raises(carried.InputError, match="over-limit") as refused:
-        carried.build(out, 25, fetch, describe)
-    assert refused.value.remedy.startswith("largest: ids.jsonl")
-    # what was there is there, and nothing half-made
-    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
-    assert len(list((out / "wheels").iterdir())) == len(wheels)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "before")
+    there = tmp_path / "there"
+    there.mkdir()
+    for _ in range(2):
+        assert list(carried.unpacked(out, there)) == ["peers: unpacked"]
+    assert (there / "quantkit-gpu/site/two/__init__.py").read_bytes() == bytes(3000)
+    assert os.environ["PYTHONPATH"] == os.pathsep.join([str(there / "quantkit-gpu/site"), "before"])
+    (out / "peers-0").write_bytes(b"")
+    assert list(carried.unpacked(out, there)) == [f"{out / 'peers.json'}: not all of its pieces are here"]
+    carried.build(out, "peers", ["one"], fill, 4096)
+    assert asked == ["one", "absent", "two"]
+    with pytest.raises(carried.InputError, match="wheel-missing"):
+        carried.packages(["absent"], tmp_path, fetch, demand=True)

@@ -88,8 +88,8 @@ def states(record: dict[str, Any]) -> dict[str, str]:
 def out(planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of a whole run, in which one stage died, one hung and one failed."""
     folder = tmp_path_factory.mktemp("gpu") / "results"
-    names = ("compile", "correct", "race", "solvers", "ceilings", "sweep", "profile", "whole", "model", "engines")
-    plants = {"race": ("crash", 60.0), "ceilings": ("hang", 0.7), "whole": ("fail", 60.0)}
+    names = ("compile", "correct", "race", "solvers", "ceilings", "tax", "sweep", "profile", "steps", "model")
+    plants = {"race": ("crash", 60.0), "ceilings": ("hang", 0.7), "steps": ("fail", 60.0)}
     stages = [(name, *plants.get(name, ("", 0.0))) for name in names]
     done = ran(planted, stages, "--dtype", "fp16", "--out", str(folder))
     assert done.returncode == 2, done.stdout + done.stderr
@@ -121,12 +121,12 @@ def test_a_crash_a_hang_and_an_error_lose_a_stage_each(found: dict[str, Any]) ->
     assert {name: error["code"] for name, error in told.items()} == {
         "race": "stage-died",
         "ceilings": "timeout",
-        "whole": "stage-died",
+        "steps": "stage-died",
     }
     assert "SIGKILL" in told["race"]["value"]
-    assert "illegal memory access" in told["whole"]["value"]
+    assert "illegal memory access" in told["steps"]["value"]
     # what they had found before is kept
-    assert found["kept"] == ["race", "ceilings", "whole"]
+    assert found["kept"] == ["race", "ceilings", "steps"]
     assert {name for name, state in states(found).items() if state == "done"} == {"correct", "solvers", "sweep"}
 
 
@@ -174,14 +174,22 @@ def test_rows_are_those_of_measurements(found: dict[str, Any]) -> None:
     assert {row.baseline.ratio_ci95 for row in timed if row.baseline is not None} == {None}
 
 
-def test_steps_of_a_whole_model_stand_beside_the_sum_of_its_linears(out: Path) -> None:
-    told = Told("whole", out).sections["rows"]
-    steps = {row["settings"]["variant"]: row for row in told if row["name"] == "latency.decode_step"}
-    assert set(steps) == {"16 bits", "int8.dynamic"}
-    assert all(Row.model_validate(row).batch == 3 for row in steps.values())
-    assert steps["16 bits"]["baseline"]["ratio"] == 1.0
+def test_steps_of_the_product_path_are_timed_apart_and_fused(out: Path) -> None:
+    from parts.steps import BASELINE, SIDES
+
+    told = Told("steps", out).sections
+    assert "skipped" not in told
+    steps = [Row.model_validate(row) for row in told["rows"]]
+    cells = {(row.settings["variant"], row.settings["fuse"]) for row in steps}
+    assert cells == {(side, fuse) for side in (BASELINE, *SIDES) for fuse in ("", "aot_eager")}
+    assert {(row.name, row.batch) for row in steps} == {("latency.decode_step", 2)}
     # a dry run times one shape, which the model has not
-    assert all(row["settings"]["residual_s"] is None for row in steps.values())
+    assert {row.settings["residual_s"] for row in steps} == {None}
+    # a step has four products of weights, and the head's where it is packed
+    counts = {
+        (row["side"], row["fuse"]): row["count"] for row in told["launches"] if row["kernel"] == "quantkit::linear"
+    }
+    assert counts == {(side, fuse): 4 + ("head" in side) for side in SIDES for fuse in ("", "aot_eager")}
 
 
 def test_ceilings_are_told_row_by_row(out: Path, found: dict[str, Any]) -> None:
@@ -190,28 +198,21 @@ def test_ceilings_are_told_row_by_row(out: Path, found: dict[str, Any]) -> None:
     assert [(row.name, row.settings) for row in rows] == [(row["name"], row["settings"]) for row in found["ceilings"]]
 
 
-def test_the_sum_of_linears_is_of_what_a_layer_runs() -> None:
-    from parts.decoder import Sizes
-    from parts.end_to_end import linears_seconds, tables
-
-    sizes = Sizes(hidden=128, wide=256, layers=3, heads=4, kv_heads=2, vocabulary=8)
-    assert sizes.linears() == ((256, 128), (128, 128), (512, 128), (128, 256))
-    seconds = dict(zip(sizes.linears(), (1.0, 2.0, 4.0, 8.0), strict=True))
-    timings = [KernelTiming("quantkit", shape, 4, taken, 1, {"block_n": 64}) for shape, taken in seconds.items()]
-    # the faster way counts, but not one that a layer cannot run
-    timings.append(KernelTiming("dequantize_matmul", (128, 128), 4, 1.5, 1))
-    timings += [KernelTiming(name, (256, 128), 4, 0.1, 1) for name in ("torch._weight_int4pack_mm", "humming")]
-    known = {"int4": timings, "int8.dynamic": [*timings, KernelTiming("torch._int_mm", (512, 128), 4, 3.0, 1)]}
-    assert linears_seconds(sizes, 4, "int4", tables(known)) == 3 * (1.0 + 1.5 + 4.0 + 8.0)
-    assert linears_seconds(sizes, 4, "int8.dynamic", tables(known)) == 3 * (1.0 + 1.5 + 3.0 + 8.0)
-    # the record has the same choices
+def test_the_table_of_a_step_is_of_what_a_layer_runs() -> None:
     from parts.sections import _table
+    from parts.steps import tables
 
-    assert _table([asdict(timing) for timing in timings]) == tables(known)["int4"].as_dict()
-    # nothing is guessed for a batch, a shape or a format that was not timed
-    assert linears_seconds(sizes, 8, "int4", tables(known)) is None
-    assert linears_seconds(sizes, 4, "int4", tables({"int4": timings[1:]})) is None
-    assert linears_seconds(sizes, 4, "fp8", tables(known)) is None
+    shape = (256, 128)
+    timings = [KernelTiming("quantkit", shape, 4, 2.0, 1, {"block_n": 64}), KernelTiming("humming", shape, 4, 0.1, 1)]
+    timings += [
+        KernelTiming("dequantize_matmul", shape, 4, 1.5, 1),
+        KernelTiming("torch._weight_int4pack_mm", shape, 4, 0.1, 1),
+    ]
+    (choice,) = tables({"int4": timings})["int4"].choices[shape]
+    assert (choice.candidate, choice.seconds) == ("dequantize_matmul", 1.5)
+    assert tables({"int4": timings[1:2]}) == {}
+    # the record has the same choices
+    assert _table([asdict(timing) for timing in timings]) == tables({"int4": timings})["int4"].as_dict()
 
 
 def test_taxes_add_up(found: dict[str, Any]) -> None:
@@ -245,16 +246,16 @@ def test_sigterm_keeps_what_is_there_and_resume_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planted: Path, tmp_path: Path
 ) -> None:
     out = ("--out", str(tmp_path))
-    done = ran(planted, [("correct", "fine", 60), ("race", "stopped", 60), ("whole", "fine", 60)], *out)
+    done = ran(planted, [("correct", "fine", 60), ("race", "stopped", 60), ("steps", "fine", 60)], *out)
     assert done.returncode == 75, done.stdout + done.stderr
     record = json.loads((tmp_path / "run.json").read_text())
-    assert states(record) == {"correct": "done", "race": "stopped", "whole": "stopped"}
+    assert states(record) == {"correct": "done", "race": "stopped", "steps": "stopped"}
     assert record["skipped"] == [{"fine": "correct"}, {"fine": "race"}]
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
 
     monkeypatch.syspath_prepend(str(planted))
     run_all, plants = import_module("run_all"), import_module("gpu_plants")
-    known = {name: run_all.Stage(plants.fine, 60.0) for name in ("correct", "race", "whole")}
+    known = {name: run_all.Stage(plants.fine, 60.0) for name in ("correct", "race", "steps")}
     before = (tmp_path / "correct.json").stat().st_mtime_ns
     # one that no time is left for is not begun, and the rest is not touched
     assert run_all.main(["--dry", *out, "--resume", "--minutes", "0"], known) == 75
@@ -272,6 +273,17 @@ def test_sigterm_keeps_what_is_there_and_resume_goes_on(
     said = capsys.readouterr().err
     assert said.startswith("[results-differ]")
     assert said.count("\n") == 1
+
+
+def test_a_script_is_its_stages_in_order() -> None:
+    run_all = import_module("run_all")
+    for name, stages in run_all.SCRIPTS.items():
+        args = run_all._parsed([name], run_all.STAGES)
+        assert args.only == list(stages)
+        assert [each for each in run_all.STAGES if each in stages] == list(stages)
+        assert args.minutes <= 8
+    assert run_all._parsed([], run_all.STAGES).only == list(run_all.STAGES)
+    assert run_all._parsed(["tax", "--only", "race"], run_all.STAGES).only == ["race"]
 
 
 def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

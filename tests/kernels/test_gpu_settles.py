@@ -28,14 +28,17 @@ def _its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_line_names_what_settles_it() -> None:
     run_all = import_module("run_all")
     named: set[str] = set()
-    lines = [line for name in ("PENDING.md", "SETTLED.md") for line in (HERE / name).read_text().splitlines()]
-    for line in lines:
+    pending, settled = ((HERE / name).read_text().splitlines() for name in ("PENDING.md", "SETTLED.md"))
+    for line in (*pending, *settled):
         if not line.startswith("| ") or line.startswith("| what | "):
             continue
         settled_by = line.split(" | ")[1]
         assert "`" in settled_by, f"no stage and no command: {line}"
         for stage, names in re.findall(r"stage `([\w-]+)`(?:: ((?:`[\w-]+`,? ?)+))?", settled_by):
             assert stage in run_all.STAGES, line
+            if line in pending:
+                (script,) = set(re.findall(r"script `(\w+)`", settled_by))
+                assert stage in run_all.SCRIPTS[script], line
             named |= set(re.findall(r"`([\w-]+)`", names))
     # what a record settles is a line there
     assert set(import_module("parts.stages").LINES) == named
@@ -170,15 +173,26 @@ def test_two_compiles_of_a_recipe_are_held_against_each_other(
     assert row.get("where") == (None if layers is None else "b")
 
 
-def test_the_third_run_leaves_a_compile_of_8b_its_time() -> None:
+def test_functions_of_a_compile_have_their_seconds_once_a_stack() -> None:
+    from parts.compile_model import functions
+
+    stacks = """process 1:"python (x)";main (cli.py:3);solve (gptq.py:10);solve (gptq.py:20) 30
+process 1:"python (x)";main (cli.py:4);read (weights.py:7) 10
+not a stack
+"""
+    found = {row["function"]: row["seconds"] for row in functions(stacks)}
+    assert {name: found[name] for name in ("main (cli.py)", "solve (gptq.py)", "read (weights.py)")} == {
+        **{"main (cli.py)": 2.0, "solve (gptq.py)": 1.5, "read (weights.py)": 0.5}
+    }
+
+
+def test_what_a_script_cannot_do_without_has_its_time() -> None:
     run_all = import_module("run_all")
-    (asked,) = [
-        line for line in (HERE / "README.md").read_text().splitlines() if "run_all.py" in line and ",model" in line
-    ]
-    words = asked.split("run_all.py ")[1].split()
-    args = run_all._parsed(words, run_all.STAGES)
-    before = [name for name in run_all.STAGES if name in args.only]
-    before = before[: before.index("model")]
-    # all before it take all that they may, and ten seconds each to start
-    left = 60 * args.minutes - sum(run_all.STAGES[name].seconds + 10 for name in before)
-    assert left >= run_all.STAGES["model"].seconds
+    needed = {"tax": "tax", "accuracy": "real", "step": "steps"}
+    for script, stage in needed.items():
+        stages = run_all.SCRIPTS[script]
+        before = stages[: stages.index(stage)]
+        # all before it take all that they may, and ten seconds each to start
+        minutes = run_all._parsed([script], run_all.STAGES).minutes
+        left = 60 * minutes - sum(run_all.STAGES[name].seconds + 10 for name in before)
+        assert left >= min(run_all.STAGES[stage].seconds, 180), script

@@ -1,5 +1,7 @@
 """A random model of 8B's shapes, whose weights are made on this machine, compiled on its GPU by the command, twice.
 
+The second compile runs under a sampling profiler (py-spy), which tells the seconds of each function.
+
 What a compile takes does not depend on what the weights are. Config, tokenizer and token ids come with
 `make gpu-bundle`; without it they are made here.
 """
@@ -16,9 +18,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from carried import UNPACKED
 
 from quantkit.errors import InputError
 
@@ -30,11 +35,13 @@ SECONDS = 60.0
 _PROGRESS = re.compile(r"\s*\d+%  ([^ ]+)  ")
 # seconds for what a command that ended has said last
 _LAST_WORDS = 5.0
+# samples a second of the profiler, and functions of which the record tells
+_RATE, _FUNCTIONS = 20, 60
 RECIPE, TARGET = "gptq-int4", "h200"
 
 
 def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
-    """(section, entry): `model`, one entry a compile; `settles`.
+    """(section, entry): `model`, one entry a compile; `functions` of the second; `settles`.
 
     Args:
         job: `layers`; `target` of the compile; `bundle`: what `make gpu-bundle` made; `work`: a folder with room.
@@ -55,8 +62,12 @@ def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
                 yield "model", {"what": f"compile {run + 1}", "reason": "the time was up"}
                 return
             asked = command(folder / "model", folder / f"bundle-{run}", job["target"], text if text.is_file() else None)
-            answer = compiled(asked, deadline)
-            yield "model", {"what": f"compile {run + 1}", "layers": layers, **answer}
+            stacks = folder / "stacks.txt"
+            under = profiler(stacks) if run else []
+            answer = compiled([*under, *asked], deadline)
+            yield "model", {"what": f"compile {run + 1}", "layers": layers, "profiled": bool(under), **answer}
+            if stacks.is_file():
+                yield from (("functions", row) for row in functions(stacks.read_text(errors="replace")))
             if answer["exit"] not in (0, 1):  # a gate may fail: weights are random
                 said = answer.get("error") or {"value": answer.get("reason", "")}
                 raise InputError("compile-failed", where=" ".join(asked[2:5]), value=said["value"])
@@ -101,6 +112,42 @@ def command(model: Path, out: Path, target: str, text: Path | None) -> list[str]
     return [sys.executable, "-m", "quantkit", *asked, "--json"]
 
 
+def profiler(stacks: Path) -> list[str]:
+    """Return the words that put py-spy before a command; none where it is not there."""
+    carried = next(iter(UNPACKED.glob("site/py_spy-*.data/scripts/py-spy")), None)
+    if carried is not None:
+        carried.chmod(0o755)
+    tool = shutil.which("py-spy") or carried
+    words = [
+        "record",
+        "--subprocesses",
+        "--nonblocking",
+        "--rate",
+        str(_RATE),
+        "--format",
+        "raw",
+        "-o",
+        str(stacks),
+        "--",
+    ]
+    return [str(tool), *words] if tool is not None else []
+
+
+def functions(stacks: str) -> Iterator[dict[str, Any]]:
+    """Yield functions of collapsed stacks: seconds of all threads in each, callees included; the longest first.
+
+    Args:
+        stacks: a line a stack, `process;outer (file:line);inner (file:line) samples`.
+    """
+    samples = Counter[str]()
+    for line in stacks.splitlines():
+        frames, _, count = line.rpartition(" ")
+        if count.isdecimal():
+            for name in {frame.rpartition(":")[0] + ")" for frame in frames.split(";") if " (" in frame}:
+                samples[name] += int(count)
+    yield from ({"function": name, "seconds": count / _RATE} for name, count in samples.most_common(_FUNCTIONS))
+
+
 def compiled(command: list[str], deadline: float) -> dict[str, Any]:
     """Exit code, seconds, peaks and content hash of one compile; its error where it ended with one."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -126,7 +173,8 @@ def compiled(command: list[str], deadline: float) -> dict[str, Any]:
         found["gpu_peak_missing"] = peak.missing
     found["host_peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     try:
-        envelope = json.loads(stdout)
+        # the profiler may print a line of its own
+        envelope, _ = json.JSONDecoder().raw_decode(stdout[stdout.index("{") :])
     except ValueError:
         return found | {"reason": f"no answer: {said.last[-300:]}"}
     result = envelope["result"] or {}

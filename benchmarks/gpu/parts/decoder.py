@@ -44,10 +44,6 @@ class Sizes:
         )
 
 
-LLAMA_3_8B = Sizes(4096, 14336, 32, 32, 8, 128256)
-TINY = Sizes(32, 32, 1, 2, 1, 64)
-
-
 class Decoder(torch.nn.Module):
     """See the module.
 
@@ -103,3 +99,25 @@ class Decoder(torch.nn.Module):
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+def dense(dtype: torch.dtype, at: str) -> MakeLinear:
+    """Make the linears in 16 bits."""
+
+    def make(shape: tuple[int, int], layer: int) -> torch.nn.Module:
+        linear = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=dtype, device=at)
+        return linear.requires_grad_(False)
+
+    return make
+
+
+def stepping(model: Decoder, batch: int, context: int) -> Callable[[], object]:
+    """Return a step of so many sequences, with so many tokens in the cache."""
+    cache = model.cache(batch, context)
+    ids = torch.arange(batch, device=cache.device) % model.sizes.vocabulary
+
+    def step() -> object:
+        with torch.no_grad():
+            return model(ids, cache)
+
+    return step

@@ -46,10 +46,10 @@ def _gemlite(variant: FormatVariant, w: torch.Tensor, x: torch.Tensor) -> Made:
     kind = core.DType.BF16 if x.dtype == torch.bfloat16 else core.DType.FP16
     rows, columns = w.shape
     layer = core.GemLiteLinear(
-        4, group_size=128, in_features=columns, out_features=rows, input_dtype=kind, output_dtype=kind
+        4, group_size=variant.group, in_features=columns, out_features=rows, input_dtype=kind, output_dtype=kind
     )
     codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, device=w.device)
-    scales = torch.full((rows * columns // 128, 1), 0.01, dtype=x.dtype, device=w.device)
+    scales = torch.full((rows * columns // variant.group, 1), 0.01, dtype=x.dtype, device=w.device)
     layer.pack(codes, scales, torch.full_like(scales, 8.0), None)
     return (lambda: layer(x)), rows * columns // 2 + 4 * scales.numel()
 
@@ -57,8 +57,8 @@ def _gemlite(variant: FormatVariant, w: torch.Tensor, x: torch.Tensor) -> Made:
 def _torchao(variant: FormatVariant, w: torch.Tensor, x: torch.Tensor) -> Made:
     library: Any = importlib.import_module("torchao.quantization")
     layer = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype, device=w.device)
-    library.quantize_(layer, library.Int4WeightOnlyConfig(group_size=128))
-    return (lambda: layer(x)), w.numel() // 2 + w.numel() // 128 * 4
+    library.quantize_(layer, library.Int4WeightOnlyConfig(group_size=variant.group))
+    return (lambda: layer(x)), w.numel() // 2 + w.numel() // variant.group * 4
 
 
 def _humming(variant: FormatVariant, w: torch.Tensor, x: torch.Tensor) -> Made:
@@ -93,8 +93,8 @@ def _vllm(variant: FormatVariant, w: torch.Tensor, x: torch.Tensor) -> Made:
 # module -> variants it is compared in, and how a weight and its step are made
 _MADE: dict[str, tuple[Sequence[str], Callable[[FormatVariant, torch.Tensor, torch.Tensor], Made]]] = (
     {"bitsandbytes": (("nf4.g64.double",), _bitsandbytes)}
-    | {"gemlite": (("int4.g128.zeros",), _gemlite), "torchao": (("int4.g128.zeros",), _torchao)}
-    | {"humming": (("int4.g128", "int4.g128.zeros", "int8"), _humming), "vllm": (("int4.g128",), _vllm)}
+    | {"gemlite": (("int4.g64.zeros",), _gemlite), "torchao": (("int4.g64.zeros",), _torchao)}
+    | {"humming": (("int4.g128", "int4.g64.zeros", "int8"), _humming), "vllm": (("int4.g128",), _vllm)}
 )
 PEERS = tuple(_MADE)
 

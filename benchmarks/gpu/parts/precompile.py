@@ -155,7 +155,7 @@ def _sweep(dtype: str, most: int | None) -> Iterator[Launch]:
                         yield Launch("product", variant.name, dtype, config=config, batch=batch, decode=decode)
 
 
-def _whole(dtype: str, most: int | None) -> Iterator[Launch]:
+def _steps(dtype: str, most: int | None) -> Iterator[Launch]:
     """Any setting may be the sweep's choice."""
     return (each for each in _sweep(dtype, most) if each.variant in IN_WHOLE and each.decode)
 
@@ -181,7 +181,7 @@ _OF: dict[str, Callable[[str, int | None], Iterable[Launch]]] = {
     "correct": _correct,
     "race": _race,
     "sweep": _sweep,
-    "whole": _whole,
+    "steps": _steps,
 } | {"profile": _profile, "solvers": _solvers, "model": _model}
 
 

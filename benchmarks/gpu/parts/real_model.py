@@ -2,7 +2,8 @@
 
 What a bundle's linears compute on our kernels is held against what the layout's own library makes of the same
 checkpoint: both in half precision, each against that library in float32, whose distance from its own half precision
-says how much rounding alone explains. Then the commands that only a GPU can answer run on what was compiled.
+says how much rounding alone explains. The processor compiles the same meanwhile, and its scores are compared. Then the
+commands that only a GPU can answer run on what was compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parts.compile_model import ROOT, compiled
-from parts.recipes import Row, answered, summary
+from parts.recipes import NATS, Row, answered, summary
 from quantkit.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,18 +60,22 @@ def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
     model = job["model"] or MODEL
     model = str(Path(model).resolve()) if Path(model).is_dir() else model
     dtypes = (torch.float16, torch.bfloat16)
-    with tempfile.TemporaryDirectory(dir=job["work"]) as name, ThreadPoolExecutor(len(RECIPES)) as pool:
+    with tempfile.TemporaryDirectory(dir=job["work"]) as name, ThreadPoolExecutor(2 * len(RECIPES)) as pool:
         folder = Path(name)
 
-        def made(recipe: str) -> Row:
-            out = folder / recipe
-            asked = [sys.executable, "-m", "quantkit", "compile", model, "--recipe", recipe, "--device", "cuda"]
+        def made(recipe: str, at: str) -> Row:
+            out = folder / (recipe if at == "cuda" else f"{recipe}-{at}")
+            asked = [sys.executable, "-m", "quantkit", "compile", model, "--recipe", recipe, "--device", at]
             asked += ["--target", job["target"], "--out", str(out), "--json", "--no-speed"]
             return compiled(asked, deadline)
 
         bundles: dict[str, Bundle] = {}
-        for recipe, row in zip(RECIPES, pool.map(made, RECIPES), strict=True):
-            yield "real", {"recipe": recipe, **summary(row)}
+        ours, theirs = ({recipe: pool.submit(made, recipe, at) for recipe in RECIPES} for at in ("cuda", "cpu"))
+        scores = {}
+        for recipe in RECIPES:
+            row = ours[recipe].result()
+            scores[recipe] = row.get("kl")
+            yield "real", {"recipe": recipe, "at": "cuda", **summary(row)}
             if not (folder / recipe / "manifest.json").is_file():
                 why = row.get("error") or {"value": row.get("reason", "")}
                 raise InputError("compile-failed", where=f"{model}, {recipe}", value=why["value"])
@@ -97,6 +102,15 @@ def measured(job: dict[str, Any], deadline: float) -> Iterator[tuple[str, Any]]:
         for words in _commands(folder, model):
             if time.monotonic() < deadline:
                 yield "commands", answered(words, deadline)
+        off: dict[str, float] = {}
+        for recipe in RECIPES:
+            row = theirs[recipe].result()
+            yield "real", {"recipe": recipe, "at": "cpu", **summary(row)}
+            if row.get("kl") is not None and scores[recipe] is not None:
+                off[recipe] = abs(row["kl"] - scores[recipe])
+        if len(off) == len(RECIPES):
+            said = f"KL, at most {NATS} nats: " + ", ".join(f"{recipe} {nats:.2g}" for recipe, nats in off.items())
+            yield "settles", {"line": "real-agrees", "holds": max(off.values()) <= NATS, "by": said}
 
 
 def _commands(folder: Path, model: str) -> list[list[str]]:

@@ -41,6 +41,8 @@ _ASKED = (
     ("tax", "gptq-int4", ("--device", "cuda", "--batch", "1,16", "--seconds", "15")),
 )
 _PARALLEL, _SAMPLES = 8, 16
+# of a row of measurements
+_KEPT = ("name", "batch", "value", "ci95", "runtime", "settings", "shape", "op", "baseline")
 Row = dict[str, Any]
 
 
@@ -144,7 +146,5 @@ def answered(words: list[str], deadline: float) -> Row:
         return row | {"reason": done.stderr[-600:]}
     result = envelope["result"] or {}
     rows = result.get("measurements") or result.get("rows") or []
-    kept = [
-        {name: each.get(name) for name in ("name", "batch", "value", "runtime", "settings", "shape")} for each in rows
-    ]
+    kept = [{name: each.get(name) for name in _KEPT} for each in rows]
     return row | {"error": envelope["error"], "warnings": envelope["warnings"], "rows": kept}

@@ -15,7 +15,19 @@ RUN = set(LAYERS) - {HUMMING}
 # of which each stage says the same, once
 _ONCE = ("device", "versions")
 _CHECKS = ("correct", "race", "solvers")
-_LISTS = (*_CHECKS, "ceilings", "rows", "configs", "skipped", "compile", "profile", "model")
+_LISTS = (
+    *_CHECKS,
+    "ceilings",
+    "rows",
+    "configs",
+    "skipped",
+    "compile",
+    "profile",
+    "model",
+    "functions",
+    "launches",
+    "commands",
+)
 # the fields of a stage's file
 _FIELDS = {"stage": str, "state": str, "seconds": int | float, "settings": dict, "sections": dict}
 
@@ -98,13 +110,27 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
             bound = "" if op["bound_s"] is None else f"{1e6 * op['bound_s']:.2f}"
             figures = f"{1e6 * row['value']:.2f} {row['baseline']['ratio']:.2f} {bound}"
             yield f"  {op['N']}x{op['K']} {variant} {op['M']}: {row['runtime']} {figures}"
-    yield "  whole model, batch: ms, times as fast as 16 bits, of which ms not explained by its linears"
+    yield "  step, batch, context: ms, times as fast as 16 bits, of which ms not explained by its linears"
     for row in found["rows"]:
         if row["name"] == "latency.decode_step":
-            rest = row["settings"]["residual_s"]
+            settings, rest = row["settings"], row["settings"]["residual_s"]
             unexplained = "" if rest is None else f"{1e3 * rest:.2f}"
             figures = f"{1e3 * row['value']:.2f} {row['baseline']['ratio']:.2f} {unexplained}"
-            yield f"  {row['settings']['variant']} {row['batch']}: {figures}"
+            side = f"{settings['variant']}{', fused' if settings['fuse'] else ''}"
+            yield f"  {side} {row['batch']} {row['shape']['context']}: {figures}"
+    for row in found["functions"]:
+        yield f"  function: {row['seconds']:.1f} s, {row['function']}"
+    for row in found["launches"]:
+        how = "fused" if row["fuse"] else "apart"
+        yield f"  launch: {row['side']}, {how}: {row['count']:.1f} of {row['us']:.1f} us, {row['kernel']}"
+    for command in found["commands"]:
+        yield f"  quantkit {command['command'][0]}: exit {command['exit']}"
+        for row in command.get("rows", ()):
+            if row["name"] == "tax.break_even":
+                op = row["op"] or {}
+                where = f"{op.get('N')}x{op.get('K')} {row['settings'].get('variant')}"
+                ends = {name: value for name, value in row["settings"].items() if name.startswith("win_")}
+                yield f"    break-even {where}: {row['value']} {ends}"
     for row in found["model"]:
         shown = {key: row[key] for key in row if key not in ("warnings", "stages", "error")}
         yield f"  model: {shown}"

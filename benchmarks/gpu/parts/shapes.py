@@ -10,6 +10,7 @@ from quantkit.measurement.cuda.sides import FormatVariant, known
 # out x in of the linears of Llama-3-8B. A block has four, as runtimes run it: gate and up as one; down; q, k and v as
 # one; o. The others are the parts of those that were joined
 WHOLE_MODEL = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
+HEAD = (128256, 4096)
 PARTS = ((14336, 4096), (1024, 4096))
 # rows of x: of whole steps first
 FIRST_BATCHES = (1, 16, 64, 256)
@@ -27,8 +28,8 @@ SWEPT = 8
 # those that lines of PENDING.md call int4: the recipes' form first
 INT4 = ("int4.g64.zeros", "int4.g128")
 # those that a whole model is built of, and those whose counters are read
-IN_WHOLE = ("int4.g128", "fp8_e4m3", "fp8_e4m3.dynamic")
-PROFILED = ("int4.g128", "nf4.g64.double", "int8", "fp8_e4m3")
+IN_WHOLE = ("int4.g64.zeros", "int4.g128", "int8")
+PROFILED = ("int4.g64.zeros", "int4.g128", "nf4.g64.double", "int8", "fp8_e4m3")
 # of `candidates`, which has the best by the machine code first: what is timed before anything else is
 FIRST_SETTINGS = 2
 _SMALLEST = Config(block_n=64, block_m=16, unroll=1, split=2, warps=4, stages=2)

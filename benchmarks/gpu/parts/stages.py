@@ -32,15 +32,15 @@ LINES = {
     **dict.fromkeys(("kernels", "bfloat16", "byte-perm", "nan"), "correct"),
     **{"split": "race", "graphs": "race", "solvers": "solvers"},
     **dict.fromkeys(("speeds", "int4-bound", "int4-never-behind", "decoding-hidden", "settings", "peers"), "sweep"),
-    **{"steps": "whole", "compile-8b": "model", "compile-same": "model"},
+    **{"tax-page": "tax", "steps": "steps", "compile-8b": "model", "compile-same": "model"},
     **dict.fromkeys(("block-agrees", "passes-agree", "folds-shared", "scales-agree"), "recipes"),
-    **dict.fromkeys(("bundle-kernels", "step-graph", "transformers-cuda"), "real"),
-    **dict.fromkeys(("engine-right", "engine-address", "engine-speed"), "engines"),
+    **dict.fromkeys(("bundle-kernels", "step-graph", "transformers-cuda", "real-agrees"), "real"),
 }
 # processes that compile; of a machine with more cores one is left for whoever waits
 _COMPILERS = 15
-# whole models: at which batches, with how many tokens in the cache
-_STEPS, _CONTEXT = (1, 4, 16, 64), 512
+# of the tax that the command itself measures; the last two by humming
+_FORMATS = ("int4.g64.zeros", "int4.g128", "fp8_e4m3", "int8", "nf4.g64.double")
+_FOREIGN, _BATCHES = ("nvfp4", "mxfp4"), "1:2048"
 
 
 def skipped(stage: str, why: str) -> InputError:
@@ -261,23 +261,48 @@ def profile(job: dict[str, Any], caller: child.Caller) -> None:
         give("profile", row)
 
 
-def whole(job: dict[str, Any], caller: child.Caller) -> None:
-    """Decode steps of a model of Llama-3-8B's build, under CUDA graphs, against 16 bits."""
-    from parts import decoder, end_to_end
-    from parts.shapes import IN_WHOLE
+def tax(job: dict[str, Any], caller: child.Caller) -> None:
+    """Break-evens of the linears of Llama-3-8B by `quantkit tax`, whose page is `OUT/tax.html`."""
+    if job["dry"]:
+        raise skipped("tax", "the command measures a GPU")
+    from parts.recipes import answered
+    from parts.shapes import HEAD, WHOLE_MODEL
+    from quantkit import machine
+
+    give, deadline = telling(caller), _deadline(job)
+    page = Path(job["results"]) / "tax.html"
+    formats = [*_FORMATS, *(_FOREIGN if machine.has("humming") else ())]
+    words = ["tax", "--device", "cuda", "--format", ",".join(formats), "--batch", _BATCHES, "--html", str(page)]
+    words += [word for rows, columns in (*WHOLE_MODEL, HEAD) for word in ("--shape", f"{columns}x{rows}")]
+    row = answered([*words, "--seconds", f"{max(deadline - time.monotonic(), 1.0):.0f}"], deadline)
+    give("commands", row)
+    # 3: intervals are too wide for an advice, and the page says so
+    holds = row["exit"] in (0, 3) and page.is_file()
+    said = f"exit {row['exit']}, {len(row.get('rows', ()))} rows, {page.name}"
+    give("settles", {"line": "tax-page", "holds": holds, "by": said})
+
+
+def steps(job: dict[str, Any], caller: child.Caller) -> None:
+    """Decode steps of the product path, of Llama-3-8B's build: `parts.steps`."""
+    from quantkit import machine
+
+    if missing := [name for name in ("transformers", "pydantic") if not machine.has(name)]:
+        raise skipped("steps", f"{missing[0]} is not installed: `make gpu-bundle` carries it")
+    from parts import steps as part
     from parts.sweep import timing_of
     from quantkit.measurement.cuda.device import versions
-    from quantkit.measurement.cuda.sides import known
 
     work = Work.begun(job, caller)
     timings: dict[str, list[Any]] = {}
     for each in work.earlier("sweep").get("timings", ()):
         timings.setdefault(each["variant"], []).append(timing_of(each))
-    count = end_to_end.measured(
-        decoder.TINY if job["dry"] else decoder.LLAMA_3_8B,
-        [known()[name] for name in (("int8.dynamic",) if job["dry"] else IN_WHOLE)],
-        (3,) if job["dry"] else _STEPS,
-        4 if job["dry"] else _CONTEXT,
+    sizes, cells = (
+        (part.TINY, ((2, 3),)) if job["dry"] else (part.LLAMA | {"num_hidden_layers": job["layers"]}, part.CELLS)
+    )
+    best: dict[str, float] = {}
+    for section, data in part.measured(
+        sizes,
+        cells,
         device=work.device,
         dtype=work.dtype,
         blocks=job["blocks"],
@@ -285,10 +310,15 @@ def whole(job: dict[str, Any], caller: child.Caller) -> None:
         timings=timings,
         versions=versions(),
         deadline=work.deadline,
-        give=work.give,
-    )
-    if count:
-        work.settles("steps", True, f"{count} rows `latency.decode_step`")
+        fuse="aot_eager" if job["dry"] else "inductor",
+    ):
+        work.give(section, data)
+        if section == "rows" and (data["batch"], data["shape"]["context"]) == cells[0]:
+            best[data["settings"]["variant"]] = data["value"]  # the fused step comes last
+            fused = data["settings"]["fuse"]
+    if not job["dry"] and part.FIRST in best and fused and job["layers"] == part.LLAMA["num_hidden_layers"]:
+        said = ", ".join(f"{side} {1e3 * value:.2f} ms" for side, value in best.items())
+        work.settles("steps", best[part.FIRST] <= part.MEANT, f"batch 1, context 512, fused: {said}")
     work.ended()
 
 
@@ -318,17 +348,6 @@ def _passed_on(part: Any, job: dict[str, Any], caller: child.Caller) -> None:
     give = telling(caller)
     for section, data in part.measured(job, _deadline(job)):
         give(section, data)
-
-
-def engines(job: dict[str, Any], caller: child.Caller) -> None:
-    """`benchmarks/gpu/tensorrt.py`, over the bundles that are given."""
-    from parts import engines as part
-
-    if not job["bundles"]:
-        raise skipped("engines", "no bundle with an engine was given: --bundles")
-    if part.missing(job["runtime"]):
-        raise skipped("engines", f"{job['runtime']} is not installed")
-    _passed_on(part, job, caller)
 
 
 def cleaned(value: Any) -> Any:

@@ -163,7 +163,7 @@ def kernel_sides(
         TimedSide(costs[1], subjects[1], baseline or None, model=KernelDecoder(theirs)),
         {"dtype": width, "graphs": at == "cuda", "baseline_format": width, "compute_type": kind},
         note="; ".join(part for part in (reason, packed.said()) if part),
-        linears=lambda batch: _linears_seconds(packed.model, batch, table),
+        linears=lambda batch: linears_seconds(packed.model, batch, table),
     )
 
 
@@ -271,7 +271,7 @@ def _cost(model: Any, name: str, compute: str) -> StepCost:
     )
 
 
-def _linears_seconds(model: Any, batch: int, table: Table | None) -> float | None:
+def linears_seconds(model: Any, batch: int, table: Table | None) -> float | None:
     """Add up the recorded seconds of all packed linears at M = `batch`; None if one was not timed."""
     seconds = 0.0
     shapes = [module.packed.shape for module in model.modules() if isinstance(module, QuantLinear)]
