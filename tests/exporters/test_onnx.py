@@ -145,7 +145,7 @@ def said(values: Any) -> dict[str, list[Any]]:
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("name", beside(["llama", "gpt2"], ["llama", "gpt2", "gemma2"]))
 def test_names_and_axes_are_those_that_others_rely_on(small: Any, name: str) -> None:
     graph = small(name).proto().graph
     heads = 4 if name == "gpt2" else 2

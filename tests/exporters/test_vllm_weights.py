@@ -61,6 +61,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
     "nf4": ("bitsandbytes", {"format": "nf4"}, None, "rtn"),
     "nf4-double": ("bitsandbytes", {"format": "nf4", "scale": "double"}, None, "rtn"),
 }
+# every layout, and the scales of inputs by token, tensor and block
+KEPT = (
+    "int4-zeros",
+    "w8a8-token",
+    "w8a8-zeros",
+    "fp8-tensor",
+    "fp8-block",
+    "nvfp4-gptq",
+    "mxfp4",
+    "gptq",
+    "gptq-v2",
+    "nf4",
+)
 # where the library rounds what it expands: nvfp4 to bfloat16, 8-bit codes times float16 scales to float16
 ROUNDED = {"nvfp4-gptq": 2**-8, "nvfp4-rtn": 2**-8, "gptq-v2": 2**-11}
 
@@ -100,7 +113,7 @@ def expanded(folder: Path) -> dict[str, torch.Tensor]:
     return {prefix: weight(prefix, stored.__getitem__) for prefix in layout.prefixes(stored)}
 
 
-@pytest.mark.parametrize("name", beside(set(CASES) - {"w8a8-tensor", "fp8-tensor-rtn", "nvfp4-rtn"}, CASES))
+@pytest.mark.parametrize("name", beside(KEPT, CASES))
 def test_fused_weights_and_input_scales_are_those_that_were_stored(name: str, compiled: Made) -> None:
     layout, weights, activations, assigner = CASES[name]
     recipe = {

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from small_graph import Small, operators
+from thorough import beside
 
 import quantkit
 from quantkit.errors import GateError
@@ -173,7 +174,7 @@ def hostile(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("recipe", ["int8-network", "int8-dynamic", "int8-tensorrt"])
+@pytest.mark.parametrize("recipe", beside(["int8-network"], ["int8-network", "int8-dynamic", "int8-tensorrt"]))
 def test_names_that_are_taken(recipe: str, tmp_path: Path) -> None:
     path = hostile(tmp_path / "model.onnx")
     inputs = np.random.default_rng(0).standard_normal((48, 16)).astype(np.float32)

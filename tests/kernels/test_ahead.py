@@ -50,7 +50,7 @@ TOKENS = [(80, "fp16", True), (90, "bf16", False)]
 SOLVERS = [
     *((90, f"choose, {grid}") for grid in ("int4 zeros", "256 values")),
     *((90, name) for name in ("descend, int4 zeros g64", "search, int4 zeros, hessian")),
-    *((90, "losses, int4 zeros, hessian"), (80, "choose, int4 zeros")),
+    (90, "losses, int4 zeros, hessian"),
 ]
 PROGRAM = """
 import json, sys

@@ -175,6 +175,13 @@ def test_a_strided_tensor_is_written_in_its_logical_order(tmp_path: Path) -> Non
     assert torch.equal(Weights.open(tmp_path).read("w"), turned)
 
 
+def test_one_element_of_a_column_is_written(tmp_path: Path) -> None:
+    column = torch.arange(6.0).reshape(3, 2)[1:2, :1]
+    assert column.is_contiguous() and column.t().stride(-1) != 1
+    write_safetensors(tmp_path / "model.safetensors", [("w", "F32", (1, 1))], lambda _: column.t())
+    assert Weights.open(tmp_path).read("w").item() == 2.0
+
+
 def test_a_tensor_that_is_not_what_its_header_says_is_a_bug(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the header says F32"):
         write_safetensors(tmp_path / "x", [("w", "F32", (2,))], lambda _: torch.zeros(3))

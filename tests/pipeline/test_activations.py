@@ -68,7 +68,10 @@ STATIC = {"granularity": "tensor", "dynamic": False}
         ("gptq", "int8", {}, {}),
         ("gptq", "int8", {}, {**STATIC, "symmetric": False, "range": "entropy"}),
         ("gptq", "fp8_e4m3", {}, {}),
-        ("rtn", "fp8_e4m3", {"granularity": "block", "group": 128}, {"granularity": "group", "group": 32}),
+        pytest.param(
+            *("rtn", "fp8_e4m3", {"granularity": "block", "group": 128}, {"granularity": "group", "group": 32}),
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_w8a8_is_what_transformers_computes(

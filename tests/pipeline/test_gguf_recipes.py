@@ -65,7 +65,7 @@ def test_a_shipped_recipe_compiles(
     assert checks["reload.gguf"].value == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.parametrize("model", ["llama", "llama-tied"])
+@pytest.mark.parametrize("model", beside(["llama-tied"], ["llama", "llama-tied"]))
 def test_a_table_of_codes_costs_what_it_costs_without_llama_cpp(
     model: str, models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +81,7 @@ def test_a_table_of_codes_costs_what_it_costs_without_llama_cpp(
     assert coded > 10 * floats > 0
 
 
-@pytest.mark.parametrize("model", ["llama", "llama-tied"])
+@pytest.mark.parametrize("model", beside(["llama-tied"], ["llama", "llama-tied"]))
 def test_a_file_is_added_to_a_finished_bundle(
     model: str, models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import fake_gpu
 import pytest
 import torch
 import zoo
+from thorough import beside
 from zoo import shrink
 
 # what these make when they are imported is not to be made of fake tensors
@@ -87,7 +88,7 @@ def demand_on_gpu(worked: list[Worked]) -> None:
         assert each.hidden is None or each.hidden.device == fake_gpu.CUDA
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", beside(["llama", "gemma3", "gpt2"], ARCHITECTURES))
 def test_gptq_waits_once_a_block_and_takes_few_launches(architecture: str) -> None:
     worked, launched, waited = on_gpu(model := zoo.tiny(architecture), "gptq-int4", "scheme.weights.group=32")
     demand_on_gpu(worked)
@@ -117,7 +118,7 @@ def test_codes_of_four_bits_are_joined_on_the_card_before_they_are_copied() -> N
     assert 2 * codes == sum(tensor.codes.nbytes for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "opt"])
+@pytest.mark.parametrize("architecture", beside(["gemma3", "gpt2"], ["gemma3", "gpt2", "opt"]))
 def test_awq_takes_few_launches_besides_two_forwards(architecture: str) -> None:
     """A tied value path, a norm that adds 1, biases, weights that lie the other way."""
     worked, launched, waited = on_gpu(zoo.tiny(architecture), "awq-int4", "scheme.weights.group=32")

@@ -461,7 +461,8 @@ def _raw(tensor: torch.Tensor, name: str, dtype: str, shape: tuple[int, ...]) ->
     if dtype_name(tensor.dtype) != dtype or tuple(tensor.shape) != tuple(shape):
         there = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
         raise ValueError(f"{name}: the header says {dtype} {tuple(shape)}, got {there}")
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # a tensor of one element counts as contiguous whatever its strides, and then has no view as bytes
+    flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
     return _view(flat.view(torch.uint8))
 
 
