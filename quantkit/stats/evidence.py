@@ -33,10 +33,10 @@ reach grows by the A/A spread a of its run, √(reach² + log(1 + a)²). Of 24 p
 **Verdicts on a ratio of times** (`SpeedUp`) all follow one rule, with the same reach. A spread as large as the effect
 leaves 1 inside, whatever the interval. If the interval is wider than a tenth, or the times of one side differ by more,
 the machine was busy. Its effect on the other side is unknown, and taken to be as large as the interval is wide: the
-spread a is then at least that width. So a busy machine leaves small effects undecided, and a factor of two is seen.
-Measured beside six other processes, of 40 pairs of equal sides none was decided, and of 20 with a factor of two 14 were
-(`benchmarks/busy.py`). A speed-up above S* = R_hp / R_f, the roofline's limit from bytes and
-operations with the uncertainty of the ceilings, is not believed: one of the times, or a ceiling, is wrong.
+spread a is then at least that width. So a busy machine leaves small effects undecided; a large one is decided where the
+interval is narrow beside it (`benchmarks/busy.py` plants both). A speed-up above S* = R_hp / R_f, the roofline's limit
+from bytes and operations with the uncertainty of the ceilings, is not believed: one of the times, or a ceiling, is
+wrong.
 
 Source: Zou and Donner, Construction of confidence intervals about effect measures: a simplified approach, Statistics in
 Medicine 27 (2008).
