@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import forked
@@ -17,6 +18,7 @@ from quantkit.bundle import inventory
 from quantkit.errors import InputError
 from quantkit.exporters import LayerSpec
 from quantkit.exporters.checkpoint.exporter import EXPORT
+from quantkit.exporters.checkpoint.writer import Writer
 from quantkit.formats import load_format
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
@@ -282,6 +284,26 @@ def test_writing_twice_gives_the_same_bytes(tmp_path: Path, tiny: Path) -> None:
     first = inventory(export(tiny, tmp_path / "one", scheme()).folder)
     second = inventory(export(tiny, tmp_path / "two", scheme()).folder)
     assert first == second
+
+
+@pytest.mark.parametrize("memory", [1 << 40, 0])
+def test_shards_are_written_on_threads_where_memory_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int
+) -> None:
+    path = llama(tmp_path / "source", shards=3)
+    plain = inventory(export(path, tmp_path / "one", scheme()).folder)
+    assert sum(entry.role == "weights" for entry in plain) > 1
+    threads, write = set[int](), Writer.write_shard
+
+    def watched(self: Writer, shard: str, place: Path) -> None:
+        threads.add(threading.get_ident())
+        write(self, shard, place)
+
+    monkeypatch.setattr(Writer, "write_shard", watched)
+    monkeypatch.setattr("quantkit.machine.cores", lambda: 32)
+    monkeypatch.setattr("quantkit.machine.memory_available", lambda: memory)
+    assert inventory(export(path, tmp_path / "two", scheme()).folder) == plain
+    assert (threading.get_ident() in threads) == (memory == 0)
 
 
 def test_what_is_carried_over_is_as_it_was(tmp_path: Path) -> None:

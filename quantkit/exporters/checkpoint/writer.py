@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import machine
 from quantkit.exporters.carried import carry
 from quantkit.machine import in_order
 from quantkit.model import run_time
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
     from quantkit.model.finished import DenseWeights, Finished
     from quantkit.model.source.open import Source
     from quantkit.scheme import WeightScheme
+
+
+# bytes of free memory for each element of the largest tensor, from which on shards are written on threads: up to eight,
+# each with a tensor's codes, their 32-bit integers and the packed ones, in half of the memory
+_BESIDE = 8 * 12 * 2
 
 
 @dataclass(frozen=True)
@@ -186,7 +192,9 @@ class Writer:
         """Write every shard, config.json, the index, and the copied files."""
         folder.mkdir(parents=True, exist_ok=True)
         headers = [(header, shard) for shard in self.shards for header in self.headers(shard)]  # before the threads
-        for _ in in_order(lambda shard: self.write_shard(shard, folder / shard), self.shards):
+        largest = max((math.prod(entry.shape) for entry in self.source.weights.entries.values()), default=0)
+        beside = in_order if _BESIDE * largest <= machine.memory_available() else map
+        for _ in beside(lambda shard: self.write_shard(shard, folder / shard), self.shards):
             pass
         config = dict(self.source.config)
         if not config.keys() & {"dtype", "torch_dtype"}:
