@@ -140,6 +140,23 @@ def groups_of_step(
 
 
 @triton.jit
+def scales_of(
+    stored, absmax_ptr, values_ptr, offset_ptr, first, g, N, GROUPS, GAIN: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return `effective` of BLOCK_N rows from `first` on: [WARPS, BLOCK_N]; of nested ones, 16 rows a load."""
+    rows = first + tl.arange(0, 16)[None, :]
+    if absmax_ptr is None or BLOCK_N == 16:
+        scale = effective(stored, absmax_ptr, values_ptr, offset_ptr, rows, g, N, GROUPS, GAIN)
+    else:
+        halves = tl.reshape(stored, (stored.shape[0], 2, 16))
+        low, high = tl.split(tl.permute(halves, (0, 2, 1)))
+        low = effective(low, absmax_ptr, values_ptr, offset_ptr, rows, g, N, GROUPS, GAIN)
+        high = effective(high, absmax_ptr, values_ptr, offset_ptr, rows + 16, g, N, GROUPS, GAIN)
+        scale = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (stored.shape[0], 32))
+    return scale
+
+
+@triton.jit
 def line(values, WARPS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Order zero points as `decoders` do, row tiles first: [WARPS, BLOCK_N] -> [WARPS * BLOCK_N]."""
     values = tl.reshape(values, (WARPS, BLOCK_N // 16, 16))
@@ -263,9 +280,9 @@ def whole_k_matmul(
                     part = tl.dot(w, x, part)
                     if (u * COLUMNS + (p + 1) * WIDTH) % GROUP == 0 or (u == UNROLL - 1 and p == PARTS - 1):
                         g = group_of(warp, step, (u * COLUMNS + p * WIDTH) // GROUP, GROUPS, GROUP, STEP, EVEN_K)
-                        scale = effective(
+                        scale = scales_of(
                             stored[(u * COLUMNS + p * WIDTH) // GROUP], absmax_ptr, values_ptr, offset_ptr,
-                            rows[None, :], g[:, None], N, GROUPS, GAIN,
+                            first, g[:, None], N, GROUPS, GAIN, BLOCK_N,
                         )  # fmt: skip
                         if zero_ptr is not None and not DECODE:
                             scale += as_read(zero)
