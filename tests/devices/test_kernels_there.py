@@ -21,6 +21,7 @@ from quantkit.devices import there as work
 from quantkit.devices.measure import measure_on
 from quantkit.devices.openssh import Address, OpenSSH
 from quantkit.devices.probed import Gpu, Probed, probe
+from quantkit.runtimes.torch.packed import joined_layers
 
 pytest.importorskip("triton")  # Linux alone has it
 
@@ -67,7 +68,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Itera
 def bundle(home: Path, tmp_path: Path) -> Bundle:
     """With what was recorded of its linears, on the interpreter."""
     made = Bundle.load(shutil.copytree(home / "int4", tmp_path / "int4"))
-    shapes = {(layer.shape[0], layer.shape[1]) for layer in made.manifest.layers}
+    shapes = {(layer.shape[0], layer.shape[1]) for layer in joined_layers(made.model_folder, made.manifest.layers)}
     choices = Table({shape: (Choice(2, EXPANDED, None, 1e-6, 1),) for shape in shapes})
     own = GpuDevice("cpu", dry=True).identity()
     return made.put(FILE, Recorded(own, versions(), "int4.g32.zeros", choices).as_bytes())
@@ -113,7 +114,7 @@ def test_steps_there_are_the_rows_of_steps_here(home: Path, bundle: Bundle, link
     # beside what it is called there, and how many cores that has
     assert step.settings.keys() - own.settings.keys() == {"cores"}
     assert not own.settings.keys() - step.settings.keys()
-    linears = sum(1e-6 for _ in bundle.manifest.layers)
+    linears = 1e-6 * len(joined_layers(bundle.model_folder, bundle.manifest.layers))
     assert step.settings["linears_s"] == pytest.approx(linears)
     assert step.settings["residual_s"] == pytest.approx((step.value or 0) - linears)
     assert notes.lines == []

@@ -116,6 +116,7 @@ class Told:
         self.sections.setdefault(row[0], []).append(row[1])
 
 
+@pytest.mark.thorough
 def test_a_crash_a_hang_and_an_error_lose_a_stage_each(found: dict[str, Any]) -> None:
     told = {stage["stage"]: stage["error"] for stage in found["stages"] if stage["state"] == "lost"}
     assert {name: error["code"] for name, error in told.items()} == {
@@ -174,6 +175,7 @@ def test_rows_are_those_of_measurements(found: dict[str, Any]) -> None:
     assert {row.baseline.ratio_ci95 for row in timed if row.baseline is not None} == {None}
 
 
+@pytest.mark.thorough
 def test_steps_of_the_product_path_are_timed_apart_and_fused(out: Path) -> None:
     from parts.steps import BASELINE, SIDES
 
