@@ -57,7 +57,7 @@ nightly-demo: venv  ## a night of two recipes, and its page; the second run has 
 	$(BIN)/quantkit nightly run nightly-demo/nightly.yaml
 	$(BIN)/quantkit nightly page nightly-demo/nightly.yaml
 
-test: venv lint floors  ## what continuous integration runs, 8 minutes on two cores: lint, types, floors, tests
+test: venv lint floors  ## what continuous integration runs, 7 minutes on two cores: lint, types, floors, tests
 	@$(MAKE) --no-print-directory -j2 types pytest
 
 test-all: venv lint floors  ## the same with the thorough tests: before a release, and before an issue is called resolved
