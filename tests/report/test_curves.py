@@ -93,7 +93,13 @@ def test_without_a_ceiling_there_is_no_share_of_it() -> None:
 
 @pytest.mark.parametrize("flag", ["noisy", "aa-exceeds-effect"])
 def test_noise_is_marked_and_explained(flag: str) -> None:
-    rows = [row.model_copy(update={"flags": [flag]}) if row.batch == 4 else row for row in timed_rows()]
+    close = {"ratio": 1.04, "ratio_ci95": (1.01, 1.07)}
+    rows = [
+        row.model_copy(update={"flags": [flag], "baseline": row.baseline and row.baseline.model_copy(update=close)})
+        if row.batch == 4
+        else row
+        for row in timed_rows()
+    ]
     curve = curves.series(judged(), rows)[0]
     _, body = curves.brief(curve)
     assert [line[2].startswith("~") for line in body] == [False, False, True, False, False, False]

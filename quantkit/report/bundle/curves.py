@@ -94,7 +94,8 @@ def point(x: int, row: Row, tax: Row | None, bandwidth: Row | None = None) -> Cu
     """Combine the rows of one size."""
     base, op, speed = row.baseline, tax.op if tax is not None else None, speed_up(row)
     flags = list(dict.fromkeys([*row.flags, *(tax.flags if tax is not None else [])]))
-    doubtful = bool(NOISY & set(row.flags)) or (speed is not None and bool(speed.doubt))
+    marks = NOISY if speed is None else NOISY - {"noisy"}  # its interval decides
+    doubtful = bool(marks & set(row.flags)) or (speed is not None and bool(speed.doubt))
     bound, least = (op.bound_s, op.hp_bound_s) if op is not None else (None, None)
     original = base.value if base is not None and base.value > 0 else None
     sure = speed.interval if speed is not None and speed.ci95[0] > 0 else None
