@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")  # Linux alone has it
-from kernel_tools import bound, quantized
+from kernel_tools import bound, quantized, within_bounds
 
 from quantkit.errors import InputError
 from quantkit.formats import load_format
@@ -42,14 +42,7 @@ CASES: list[tuple[dict[str, Any], int, int, int, Config]] = [
 
 @pytest.mark.parametrize(("scheme", "M", "N", "K", "config"), CASES, ids=lambda value: str(value).replace("'", ""))
 def test_products_equal_float64(scheme: dict[str, Any], M: int, N: int, K: int, config: Config) -> None:
-    tensor = quantized(N, K, **scheme)
-    weight = load_format(scheme["format"]).dequantize(tensor).double()
-    x = torch.randn(M, K, generator=torch.Generator().manual_seed(7)).half()
-    y = weight_only(x, pack(tensor), config)
-    assert y.shape == (M, N) and y.dtype == torch.float16
-    # float16 rounds the codebook of nf4 by 2^-11 of a value at most; all other codes are exact
-    allowed = bound(x.double(), weight, y, decoded=2.0**-11 if scheme["format"] == "nf4" else 0.0)
-    assert torch.all((y.double() - x.double() @ weight.T).abs() <= allowed)
+    within_bounds(scheme, M, N, K, config)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8_e4m3", "nf4"])
