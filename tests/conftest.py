@@ -133,6 +133,33 @@ def _operators_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _traces_once(_shared_by_workers: None) -> Iterator[None]:
+    """Trace equal transformers once for all workers: see `traces`; `fresh_traces` undoes it."""
+    if not {"quantkit.exporters.trace.transformer", "quantkit.pipeline"} & set(sys.modules):
+        yield  # no collected test exports
+        return
+    import traces
+
+    from quantkit.exporters.trace import transformer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer, "_traced", traces.once(transformer._traced))
+        yield
+
+
+@pytest.fixture(scope="module")
+def fresh_traces() -> Iterator[None]:
+    """Trace in this process, as a user's does."""
+    import traces
+
+    from quantkit.exporters.trace import transformer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer, "_traced", traces.own(transformer._traced))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _frozen_heap() -> Iterator[None]:
     """Count no frozen objects: each compile asks whether there are some, and the walk takes 0.08 s."""
     with pytest.MonkeyPatch.context() as patch:

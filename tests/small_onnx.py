@@ -1,22 +1,14 @@
-"""Tiny models of `zoo` as ONNX, for the tests of the exporter and the runtime.
-
-A trace takes seconds and does not depend on weights, so every architecture is traced once for all workers.
-"""
+"""Tiny models of `zoo` as ONNX, for the tests of the exporter and the runtime."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import os
-import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import zoo
 from exported import check_as, write_as
@@ -29,7 +21,6 @@ from quantkit.formats.base.activation import InputScale
 from quantkit.model import finished
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import Source, open_model
-from quantkit.model.source.weights import write_atomic
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.traced import is_linear, is_transposed
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
@@ -85,55 +76,6 @@ class Small:
 
         model = onnx.load(str(self.onnx / "model.onnx"))
         return {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
-
-
-def copied(traced: Any) -> Any:
-    """Copy a `Traced`, because the dialect rewrites it in place."""
-    return _read(_written(traced))
-
-
-def _written(traced: Any) -> bytes:
-    import onnx_ir as ir
-
-    graph = traced.model.graph
-    count = len(graph.inputs)
-    given = {*graph.inputs, *graph.initializers.values(), None}
-    used = dict.fromkeys(value for node in graph for value in node.inputs)
-    # a file cannot hold parameters, which no node makes; they become inputs
-    graph.inputs.extend(value for value in used if value not in given and value.producer() is None)
-    model = ir.to_proto(traced.model).SerializeToString()
-    del graph.inputs[count:]
-    return pickle.dumps((model, count, replace(traced, model=None, parameters=dict(traced.parameters))))
-
-
-def _read(written: bytes) -> Any:
-    import onnx
-    import onnx_ir as ir
-
-    stored, count, rest = pickle.loads(written)
-    model = ir.from_proto(onnx.ModelProto.FromString(stored))
-    del model.graph.inputs[count:]
-    return replace(rest, model=model)
-
-
-@contextmanager
-def traced_once(name: str, changes: Mapping[str, Any]) -> Iterator[None]:
-    """Give the exporter a copy of the trace that any worker has made."""
-    from quantkit.exporters.trace.transformer import trace
-
-    key = (name, *sorted(changes.items()))
-    folder = Path(os.environ["QUANTKIT_TESTS_SHARED"])
-    with pytest.MonkeyPatch.context() as patch:
-
-        def once(skeleton: nn.Module, kind: str, **how: Any) -> Any:
-            whole = repr((*key, *sorted(how.items())))
-            path = folder / f"{name}-{hashlib.sha256(whole.encode()).hexdigest()[:16]}.traced"
-            if not path.exists():
-                write_atomic(path, [_written(trace(skeleton, kind, **how))])
-            return _read(path.read_bytes())
-
-        patch.setattr("quantkit.exporters.trace.transformer.trace", once)
-        yield
 
 
 def quantized(weight: Tensor, how: WeightScheme) -> QuantTensor:
@@ -200,8 +142,7 @@ def export(
     results = Finished(files, chosen, dict.fromkeys(inside, activations), kv_cache)  # type: ignore[arg-type]
     out = folder / "bundle"
     out.mkdir()
-    with traced_once(name, changes or {}):
-        decisions = write_as(exporter, out, source, stream, results, options)
+    decisions = write_as(exporter, out, source, stream, results, options)
     return Small(out, model, source, stream, results, options, decisions, exporter)
 
 

@@ -33,6 +33,7 @@ _WORDS = {
     "model.layouts": ("LAYOUT", "layout"),
 }
 Plugin_co = TypeVar("Plugin_co", covariant=True)
+_module = cache(importlib.import_module)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Kind(Generic[Plugin_co]):
 
     def __contains__(self, name: object) -> bool:
         """Tell whether a plug-in has this name."""
-        return isinstance(name, str) and (name in self.summaries() or name in self.offers())
+        return isinstance(name, str) and (name in _summaries(self.folder, self.constant) or name in self.offers())
 
     def load(self, name: str, *, where: str = "") -> Plugin_co:
         """Load a plug-in by name; the error for an unknown name suggests a close one.
@@ -94,9 +95,8 @@ class Kind(Generic[Plugin_co]):
         Raises:
             InputError: `unknown-pass`, `unknown-format`, ...; `plugin-broken`, `plugin-clash`.
         """
-        if name in self.summaries():
-            module = importlib.import_module(f"quantkit.{self.folder}.{name}")
-            return getattr(module, self.constant)  # type: ignore[no-any-return]
+        if name in _summaries(self.folder, self.constant):
+            return getattr(_module(f"quantkit.{self.folder}.{name}"), self.constant)  # type: ignore[no-any-return]
         offered = self.offers().get(name, [])
         if len(offered) > 1:
             value = " and ".join(sorted(offer.origin for offer in offered))

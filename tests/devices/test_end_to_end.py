@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_onnx
 import yaml
 import zoo
 
@@ -113,7 +112,7 @@ def home(loopback: Loopback, tmp_path_factory: pytest.TempPathFactory, byte_toke
     (path / "small.yaml").write_text(yaml.safe_dump(RECIPE))
     for wire in loopback.wires.values():
         wire.fresh()
-    with pytest.MonkeyPatch.context() as patch, small_onnx.traced_once("llama", CHANGES):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{loopback.path}{os.pathsep}{os.environ['PATH']}")
         patch.setenv("XDG_CONFIG_HOME", str(path / "settings"))
         patch.setenv("QUANTKIT_CACHE", str(path / "cache"))

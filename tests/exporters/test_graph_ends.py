@@ -10,7 +10,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import small_onnx
 import torch
 import zoo
 from onnx import numpy_helper
@@ -60,8 +59,7 @@ def exported(tmp_path: Path) -> Exported:
         results = Finished([tmp_path / f"{name}.codes"], dict.fromkeys(found, SCHEME))
         values = Values.of_results(stream.source, stream, results)
         bundle = tmp_path / "-".join([name, *map(str, options.values())])
-        with small_onnx.traced_once(name, CHANGES):
-            taken = EXPORT.export(bundle / "onnx", values, EXPORT.Options(**options))
+        taken = EXPORT.export(bundle / "onnx", values, EXPORT.Options(**options))
         for each in check(bundle / "onnx", values):
             assert each.ok, each
         return bundle, values, [each.code for each in taken]

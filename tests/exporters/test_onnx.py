@@ -436,8 +436,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Small]:
 
 def test_a_finished_bundle_s_export_is_the_same_file(tmp_path: Path, finished: tuple[Bundle, Small]) -> None:
     bundle, found = finished
-    with small_onnx.traced_once("llama", {}):
-        EXPORT.export(tmp_path / "onnx", Values.of_bundle(bundle.path), EXPORT.Options())
+    EXPORT.export(tmp_path / "onnx", Values.of_bundle(bundle.path), EXPORT.Options())
     for name in ("model.onnx", "model.onnx.data", "genai_config.json"):
         assert (tmp_path / "onnx" / name).read_bytes() == (found.onnx / name).read_bytes(), name
     assert "quantization_config" not in json.loads((tmp_path / "onnx/config.json").read_text())
@@ -475,6 +474,6 @@ def test_a_full_disk_stops_safely(tmp_path: Path, small: Any, monkeypatch: pytes
     monkeypatch.setattr(onnx_ir, "save", full)
     found = small("llama")
     (tmp_path / "b").mkdir()
-    with small_onnx.traced_once("llama", {}), pytest.raises(Stopped) as caught:
+    with pytest.raises(Stopped) as caught:
         write_as(EXPORT, tmp_path / "b", found.source, found.stream, Finished([], {}), {})
     assert caught.value.code == "disk-full"

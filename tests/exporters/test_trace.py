@@ -23,6 +23,7 @@ from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 
+pytestmark = pytest.mark.usefixtures("fresh_traces")
 LIMIT = 5e-6
 LLAMA = {**zoo.ARCHITECTURES["llama"][2], "num_hidden_layers": 2}
 
@@ -212,7 +213,7 @@ def test_of_blocks_that_are_alike_each_that_is_called_otherwise_is_traced() -> N
 
 
 @pytest.fixture(scope="module")
-def traced() -> tuple[nn.Module, Any]:
+def traced(fresh_traces: None) -> tuple[nn.Module, Any]:
     with torch.device("meta"):
         import transformers
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import zoo
 from exported import write_as
-from small_onnx import EXPORT, Small, expected, export, kept, relative, traced_once
+from small_onnx import EXPORT, Small, expected, export, kept, relative
 from test_check_onnx import spoil  # type: ignore[import-not-found]
 from test_dialect_ort import Graph, dense, run, weights  # type: ignore[import-not-found]
 
@@ -264,8 +264,7 @@ def test_of_an_input_that_is_not_quantized_nothing_changes(tmp_path: Path) -> No
     """An override may leave some inputs alone: those weights stay in MatMulNBits."""
     small = export(tmp_path, "bert", WEIGHTS, activations=inputs("fixed"))
     small.results.activations = {n: each for n, each in small.results.activations.items() if "layer.0" not in n}
-    with traced_once("bert", {}):
-        write_as(EXPORT, small.folder, small.source, small.stream, small.results, {})
+    write_as(EXPORT, small.folder, small.source, small.stream, small.results, {})
     kinds = Counter(node.op_type for node in small.proto().graph.node)
     assert (kinds["MatMulNBits"], kinds["MatMulIntegerToFloat"]) == (4, 8)
     assert all(check.ok for check in small.check().values())

@@ -20,7 +20,7 @@ LARGE = {name for name in contents.COMPILES if name.startswith(("smollm2", "effi
 
 
 @pytest.mark.parametrize("name", beside(set(contents.COMPILES) - LARGE, contents.COMPILES))
-def test_the_same_bytes_come_out(name: str, folder: Path, one_thread: None) -> None:
+def test_the_same_bytes_come_out(name: str, folder: Path, one_thread: None, fresh_traces: None) -> None:
     known = goldens()["contents"].get(contents.here())
     if known is None:
         pytest.skip(f"no content is known for this machine: {contents.here()}; `cd tests && python -m golden contents`")

@@ -9,7 +9,6 @@ from typing import Any
 
 import forked
 import pytest
-import small_onnx
 import yaml
 import zoo
 
@@ -94,7 +93,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, bare_tokenizer: Any) -> Any:
     (path / "small.yaml").write_text(yaml.safe_dump(RECIPE))
     home = Home(path)
     home.write()
-    with pytest.MonkeyPatch.context() as patch, small_onnx.traced_once("llama", CHANGES):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTKIT_CACHE", str(path / "cache"))
         patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
         home.night(FIRST)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_onnx
 import zoo
 
 from quantkit.bundle import Bundle
@@ -56,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Made:
     zoo.tiny("llama", **CHANGES).save_pretrained(model)  # type: ignore[operator]
     byte_tokenizer.save_pretrained(model)
     found = Made(model, home / "packed", home / "both", home / "floating")
-    with pytest.MonkeyPatch.context() as patch, small_onnx.traced_once("llama", CHANGES):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTKIT_CACHE", str(home / "cache"))
         patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
         for out, chosen in (

@@ -8,7 +8,6 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
-import small_onnx
 import torch
 import zoo
 from conftest import recipe  # type: ignore[import-not-found]
@@ -204,9 +203,8 @@ def test_an_encoder_s_recipe_ends_in_integer_kernels(tmp_path: Path, byte_tokeni
     zoo.tiny("bert", **changes).save_pretrained(folder)  # type: ignore[operator]
     byte_tokenizer.save_pretrained(folder)
     few = ["calibration.samples=2", "calibration.tokens=32", "gates={}"]
-    with small_onnx.traced_once("bert", changes):
-        request = Request.of(str(folder), recipe="int8-encoder", out=tmp_path / "out", changes=few, speed=False)
-        result = compile_model(request)
+    request = Request.of(str(folder), recipe="int8-encoder", out=tmp_path / "out", changes=few, speed=False)
+    result = compile_model(request)
     checks = {check.name: check for check in result.bundle.manifest.checks}
     assert checks["integer.macs"].value == 1
     assert all(check.ok for check in checks.values())
@@ -228,9 +226,8 @@ def test_an_encoder_s_network_for_tensorrt_holds_moved_channels(tmp_path: Path, 
     zoo.tiny("bert", **changes).save_pretrained(folder)  # type: ignore[operator]
     byte_tokenizer.save_pretrained(folder)
     few = ["calibration.samples=2", "calibration.tokens=32", "gates={}", "export=[{tensorrt: {engine: false}}]"]
-    with small_onnx.traced_once("bert", changes):
-        asked = {"recipe": "int8-tensorrt", "target": "rtx-4090", "changes": few, "speed": False}
-        result = compile_model(Request.of(str(folder), out=tmp_path / "out", **asked))
+    asked = {"recipe": "int8-tensorrt", "target": "rtx-4090", "changes": few, "speed": False}
+    result = compile_model(Request.of(str(folder), out=tmp_path / "out", **asked))
     checks = {check.name: check for check in result.bundle.manifest.checks}
     assert all(check.ok for check in checks.values()), checks
     assert checks["network.logits"].value > 0  # type: ignore[operator]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import small_onnx
 from small_onnx import EXPORT
 
 from quantkit.bundle import Bundle, Check
@@ -20,12 +19,6 @@ if TYPE_CHECKING:
 
 Copy = Callable[[Path], Bundle]
 CHANGES = {"vocab_size": 258, "num_hidden_layers": 1}
-
-
-@pytest.fixture(autouse=True)
-def traced() -> Iterator[None]:
-    with small_onnx.traced_once("llama", CHANGES):
-        yield
 
 
 def test_it_is_what_a_compile_would_have_made(made: Made, copied: Copy) -> None:

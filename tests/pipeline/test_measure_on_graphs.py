@@ -8,7 +8,6 @@ from typing import Any
 
 import networks
 import pytest
-import small_onnx
 import zoo
 from devices.local import local
 from thorough import beside
@@ -108,8 +107,7 @@ def test_an_encoder_s_vectors_come_back_and_are_compared_here(
     monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     changes = [*ENCODED, f"calibration.set={scored_on}"]
     out, model = tmp_path / "out", str(encoder / "bert")
-    with small_onnx.traced_once("bert", CHANGES):
-        compile_model(Request.of(model, recipe="int8", target="cpu-x86", changes=changes, out=out, speed=False))
+    compile_model(Request.of(model, recipe="int8", target="cpu-x86", changes=changes, out=out, speed=False))
     monkeypatch.setattr("quantkit.pipeline.measure.float_export", lambda *_: out / "onnx")  # it is not run
     here = measure_bundle(Bundle.load(out), model, runtime="onnxruntime", speed=False)
     link = local(tmp_path / "there", "pi5", absent=("torch", "tokenizers", "onnx"))
