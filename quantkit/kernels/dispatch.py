@@ -1,14 +1,14 @@
-"""Choice of the kernel for each batch: the fastest measured one within the allowed memory.
+"""Choice of a layer's packing, and of the kernel for each batch, from measured times.
 
 Candidates are our kernels (`weight_only`, `native`), torch's own (`_weight_int4pack_mm`, `_int_mm`, `_scaled_mm`),
-another library's, or dequantize-then-matmul. Timings come as plain data, and the choice is a pure function of them:
+dequantize-then-matmul, or humming's kernel. Timings come as plain data, and the choice is a pure function of them:
 
-    choice(shape, M) = the candidate of the smallest seconds at M among those that keep no copy in high precision
-                       (unless allowed); ties go to fewer resident bytes, then by name
+    t(packing, M)  = smallest seconds at M of the packing's candidates; ties go to fewer resident bytes, then by name
+    packing(shape) = the one with the smallest sum over M of traffic(M) t(packing, M)
 
+A weight is packed once, for our kernels, torch's product of slabs and torch's product of 8-bit codes, or for humming.
 Between two measured batches the choice of the larger one holds: a kernel computes 17 rows as a tile of 32. The table
-and
-the tile sizes to try are plain data too, so that a bundle can carry them.
+and the tile sizes to try are plain data too, so that a bundle can carry them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from math import ceil, log
 from pathlib import Path
@@ -27,11 +27,15 @@ from quantkit import limits, machine
 from quantkit.errors import InputError
 
 FILE = "kernels.json"
-# ways for a layer to multiply (`kernels.linear`): the format's own kernel, torch's product with an expanded weight,
-# torch's products of 8-bit codes; another library's kernel, for formats without our own
+# ways for a layer to multiply (`kernels.linear`): the format's own kernel, torch's product with expanded slabs of the
+# weight, torch's products of 8-bit codes; another library's kernel, which has a packing of its own
 OURS, EXPANDED, INT_MM, SCALED_MM = "quantkit", "dequantize_matmul", "torch._int_mm", "torch._scaled_mm"
 HUMMING = "humming"
 LAYERS = (OURS, EXPANDED, INT_MM, SCALED_MM, HUMMING)
+# ending of a variant's name in humming's packing, where our kernels have the format too
+OTHER_PACKING = f".{HUMMING}"
+# packages that the fastest kernel depends on
+_PACKAGES = ("torch", "triton", "humming-kernels")
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,16 @@ class Config:
 
 
 # block_n, block_m, unroll, split, warps, stages; by the number of rows of x. The first of a list is the best single
-# choice over the four shapes of a block of Llama-3-8B on an H200; each next one adds the largest gain. All of a list
-# are within 6 % of the best of seven to ten that were tried (`configs` of benchmarks/results/gpu-run-20261126.json).
+# choice over the four shapes of a block of Llama-3-8B on an H200, or within 1 % of it; each next one adds the largest
+# gain. All of a list are within 6 % of the best of seven to ten that were tried (`configs` of
+# benchmarks/results/gpu-run-20261126.json), at 16 rows within 9 %: there K was also split over 16 programs, whose fence
+# and counters cost more than they gain (docs/decisions/tax-on-a-gpu.md).
 # Instruction counts per weight do not predict the time; the number of programs does (`_PROGRAMS`). None spills, for any
 # format (benchmarks/kernel_resources.py). Four or eight warps, so that Hopper multiplies by warpgroups
 _WEIGHT_ONLY = {
     16: (
-        *((64, 16, 2, 8, 4, 3), (64, 16, 2, 16, 4, 3), (128, 16, 2, 2, 4, 3), (128, 16, 2, 4, 4, 3)),
-        *((128, 16, 2, 8, 4, 4), (64, 16, 4, 8, 4, 3), (64, 16, 4, 4, 4, 3)),
+        *((64, 16, 4, 8, 4, 3), (64, 16, 2, 8, 4, 3), (128, 16, 2, 2, 4, 3), (128, 16, 2, 4, 4, 3)),
+        *((128, 16, 2, 8, 4, 4), (64, 16, 4, 4, 4, 3)),
     ),
     32: ((64, 32, 4, 4, 4, 3), (128, 32, 2, 4, 4, 3), (64, 32, 4, 8, 4, 3), (64, 32, 4, 2, 4, 3)),
     64: ((64, 64, 4, 4, 4, 3), (128, 64, 2, 1, 8, 4), (64, 64, 4, 2, 4, 3)),
@@ -96,7 +102,7 @@ _WHOLE_K = {
 PREFILL = 256
 _WEIGHT_ONLY[PREFILL] = ((128, 128, 2, 1, 8, 4), (128, 128, 2, 1, 8, 3), (256, 64, 2, 1, 8, 3))
 # width -> programs per multiprocessor of the fastest configurations
-_PROGRAMS = {8: 7.0, 16: 7.0, 32: 2.5, 64: 1.7, 128: 1.0}
+_PROGRAMS = {8: 3.5, 16: 3.5, 32: 2.5, 64: 1.7, 128: 1.0}
 # products of 8-bit codes; above 32 rows torch multiplies, and these only if it cannot
 _NATIVE = {
     16: ((128, 16, 8, 4, 4, 3), (128, 16, 4, 8, 4, 4), (64, 16, 8, 4, 4, 4), (64, 16, 4, 8, 4, 4)),
@@ -157,7 +163,6 @@ class KernelTiming:
         seconds: median time.
         resident_bytes: bytes that stay in memory between calls: the packed weight, and any copy of it.
         config: `Config.as_dict` for our kernels, else None.
-        copy: True if a copy of the weight in high precision stays resident.
     """
 
     candidate: str
@@ -166,7 +171,6 @@ class KernelTiming:
     seconds: float
     resident_bytes: int
     config: Mapping[str, int] | None = None
-    copy: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,12 @@ class Table:
         place = bisect_left([choice.batch for choice in known], batch)
         return known[min(place, len(known) - 1)]
 
+    def seconds(self, traffic: Mapping[int, float]) -> float:
+        """Return the sum over all shapes and M of traffic(M) t(M)."""
+        return sum(
+            weight * self.choose(shape, batch).seconds for shape in self.choices for batch, weight in traffic.items()
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, for a bundle: `{"schema": 1, "choices": [{"N", "K", "by_batch": [...]}]}`."""
         shapes = [
@@ -238,43 +248,51 @@ class Table:
         return cls(shapes)
 
 
-def fastest(timings: Iterable[KernelTiming], *, copies: bool = False) -> Table:
-    """Choose the fastest candidate for every measured shape and batch.
+def fastest(timings: Iterable[KernelTiming], *, traffic: Mapping[int, float] | None = None) -> Table:
+    """Choose the packing of every measured shape, and its fastest candidate at every measured batch.
+
+    A packing without a time at some batch of a shape is not chosen there.
 
     Args:
         timings: timings, any number for each shape and batch; those without a finite time above zero are skipped.
-        copies: True to allow candidates that keep a copy of the weight in high precision.
+        traffic: M -> weight of a product with M rows; None: all measured batches weigh the same.
 
     Raises:
-        InputError: `nothing-measured` if no candidate remains for a shape and batch.
+        InputError: `nothing-measured` if no packing has a candidate at every batch of a shape.
     """
-    groups: dict[tuple[tuple[int, int], int], list[KernelTiming]] = {}
+    batches: dict[tuple[int, int], set[int]] = {}
+    able: dict[tuple[tuple[int, int], bool, int], list[KernelTiming]] = {}
     for timing in timings:
-        able = groups.setdefault((timing.shape, timing.batch), [])
-        if 0 < timing.seconds < float("inf") and (copies or not timing.copy):
-            able.append(timing)
-    choices: dict[tuple[int, int], list[Choice]] = {}
-    for (shape, batch), able in sorted(groups.items()):
-        if not able:
-            raise InputError(
-                "nothing-measured",
-                value=f"N {shape[0]}, K {shape[1]}, batch {batch}",
-                rule="at least one candidate without a copy in high precision needs a time",
-                remedy="measure dequantize_matmul: it always runs",
-            )
-        best = min(able, key=lambda t: (t.seconds, t.resident_bytes, t.candidate))
-        choice = Choice(batch, best.candidate, best.config, best.seconds, best.resident_bytes)
-        choices.setdefault(shape, []).append(choice)
-    return Table({shape: tuple(by_batch) for shape, by_batch in choices.items()})
+        batches.setdefault(timing.shape, set()).add(timing.batch)
+        if 0 < timing.seconds < float("inf"):
+            able.setdefault((timing.shape, timing.candidate == HUMMING, timing.batch), []).append(timing)
+    choices: dict[tuple[int, int], Sequence[Choice]] = {}
+    for shape, measured in sorted(batches.items()):
+        packings = [[able.get((shape, other, batch), []) for batch in sorted(measured)] for other in (False, True)]
+        complete = [_by_batch(packing) for packing in packings if all(packing)]
+        if not complete:
+            value = f"N {shape[0]}, K {shape[1]}, batches {', '.join(map(str, sorted(measured)))}"
+            rule, remedy = "one packing needs a time at each", f"measure {EXPANDED}: it always runs"
+            raise InputError("nothing-measured", value=value, rule=rule, remedy=remedy)
+        weights = traffic or dict.fromkeys(measured, 1.0)
+        choices[shape] = min(complete, key=lambda own: Table({shape: own}).seconds(weights))
+    return Table(choices)
+
+
+def _by_batch(packing: Iterable[list[KernelTiming]]) -> tuple[Choice, ...]:
+    best = [min(able, key=lambda t: (t.seconds, t.resident_bytes, t.candidate)) for able in packing]
+    return tuple(Choice(t.batch, t.candidate, t.config, t.seconds, t.resident_bytes) for t in best)
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Return versions of torch and Triton, and a hash of the kernels' sources: the fastest kernel depends on them."""
+    """Return versions of packages, "absent" without one, and a hash of the kernels' sources: the fastest kernel depends
+    on them.
+    """
     sources = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         sources.update(limits.read(path))
-    installed = {name: machine.installed(name) or "" for name in ("torch", "triton")}
+    installed = {name: machine.installed(name) or "absent" for name in _PACKAGES}
     return {**installed, "kernels": sources.hexdigest()[:12]}
 
 
@@ -283,7 +301,7 @@ class Recorded:
     """Choices measured on a device, as a bundle carries them in `kernels.json`.
 
         {"schema": 1, "device": {"id", "kind", "name"}, "versions": {"torch", "triton", "kernels", ...},
-         "variant": "int4.g64.zeros", "table": the result of `Table.as_dict`}
+         "variant": "int4.g64.zeros", "traffic": {"1": 0.5, ...}, "table": the result of `Table.as_dict`}
 
     They hold for this device and these versions alone: the fastest tile sizes of one card, or of one compiler, may
     spill or starve on another.
@@ -293,12 +311,14 @@ class Recorded:
         versions: library -> version; `kernels`: see `versions`.
         variant: format that was timed.
         table: the choices.
+        traffic: M -> weight by which packings were chosen; empty in files that chose among kernels of one packing.
     """
 
     device: Mapping[str, str]
     versions: Mapping[str, str]
     variant: str
     table: Table
+    traffic: Mapping[int, float] = field(default_factory=dict)
 
     def unlike(self, device: str) -> str:
         """Return the reason against using them here, with a remedy; "" if there is none.
@@ -318,6 +338,7 @@ class Recorded:
     def as_bytes(self) -> bytes:
         """Return the file's contents."""
         data = {"schema": 1, "device": dict(self.device), "versions": dict(self.versions), "variant": self.variant}
+        data["traffic"] = {str(batch): weight for batch, weight in self.traffic.items()}
         return (json.dumps({**data, "table": self.table.as_dict()}, indent=1, allow_nan=False) + "\n").encode()
 
     @classmethod
@@ -327,7 +348,8 @@ class Recorded:
             file = json.loads(data)
             if file["schema"] != 1:
                 raise KeyError("schema 1")
-            return cls(file["device"], file["versions"], file["variant"], Table.of(file["table"]))
-        except (ValueError, KeyError, TypeError) as error:
+            traffic = {int(batch): float(weight) for batch, weight in file.get("traffic", {}).items()}
+            return cls(file["device"], file["versions"], file["variant"], Table.of(file["table"]), traffic)
+        except (AttributeError, ValueError, KeyError, TypeError) as error:
             rule, remedy = "a file as `quantkit tax BUNDLE --device cuda` writes it", "run that again"
             raise InputError("dispatch-invalid", FILE, str(error), rule, remedy) from None

@@ -1,13 +1,12 @@
-"""Layer of humming-kernels, for formats without a kernel of ours: 4-bit floats, FP8 by blocks, 4-bit weights by 8-bit
-inputs.
+"""Layer of humming-kernels, for formats without a kernel of ours (4-bit floats, FP8 by blocks, 4-bit weights by 8-bit
+inputs), and for int4 where a table of choices says that its packing is the faster one.
 
     y = x Wᵀ + b      x [..., K] float16 or bfloat16, W [N, K] as compressed-tensors stores it, y in the dtype of x
 
 The library (vLLM's, Apache-2.0; extra `humming`) takes stored tensors and arguments as they are, packs them when a
-layer
-is made, rounds inputs if the arguments say so, and compiles its kernels at the first use. The packed weight replaces
-the
-stored one: there is no second copy. Scales in floats of 16 or 32 bits are rounded to the dtype of x.
+layer is made, rounds inputs if the arguments say so, and compiles its kernels at the first use. The packed weight
+replaces the stored one: there is no second copy. Scales in floats of 16 or 32 bits are rounded to the dtype of x. A
+layer keeps counters of its own (its buffer `locks`): two streams must not multiply by one layer at once.
 """
 
 from __future__ import annotations
@@ -52,11 +51,10 @@ class HummingLinear(OpaqueLinear):
         device: str | torch.device,
         bias: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(shape[0], bias)
+        super().__init__(shape, bias)
         inputs = group.get("input_activations")
         if inputs is not None and inputs.get("dynamic") is not True:
             raise _refused("inputs with a fixed scale", "inputs are floats, or have dynamic scales")
-        self.shape = shape
         try:
             layer = (
                 importlib.import_module("humming.layer")

@@ -3,8 +3,8 @@
     y = x Wᵀ + b      x [..., K] float16 or bfloat16, W [N, K] packed (`layout`), y [..., N] in the dtype of x
 
 A table of choices (`dispatch`) names the product for M rows of x: `quantkit`, the format's own kernel with its measured
-tile sizes; `dequantize_matmul`, torch's product with a weight expanded into scratch memory; or, for 8-bit inputs,
-torch's own product of 8-bit codes. None keeps a second copy of the weight.
+tile sizes; `dequantize_matmul`, torch's product with a slab of the weight's rows at a time, expanded in the cache; or,
+for 8-bit inputs, torch's own product of 8-bit codes. None keeps a second copy of the weight.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import linear
 
 from quantkit.errors import InputError
 from quantkit.kernels import dispatch
 from quantkit.kernels.dispatch import EXPANDED, OURS, Choice, Config, Table
-from quantkit.kernels.matmul import dequantize, weight_only
+from quantkit.kernels.matmul import by_slabs, weight_only
 from quantkit.kernels.modules import OpaqueLinear
 from quantkit.kernels.native import multiply, native, quantize_tokens, torch_product
 
@@ -47,7 +46,7 @@ class QuantLinear(OpaqueLinear):
         *,
         table: Table | None = None,
     ) -> None:
-        super().__init__(packed.shape[0], bias)
+        super().__init__(packed.shape, bias)
         self.packed = packed
         if packed.words.is_cuda:
             # joined or moved weights are complete before the first product: `decode` reads them before it waits
@@ -61,13 +60,18 @@ class QuantLinear(OpaqueLinear):
                 remedy = "choose among these: `dispatch.fastest` of their timings"
                 raise InputError("kernel-unsupported", where, choice.candidate, rule, remedy)
 
+    @property
+    def resident_bytes(self) -> int:
+        """Size of the packed weight."""
+        return self.packed.resident_bytes
+
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply, as described in the module, without the bias."""
         choice = self.table.choose(self.packed.shape, x.shape[0])
         config = None if choice.config is None else Config.of(choice.config)
         if not self.packed.kind.endswith(".native"):
             if config is None:
-                return linear(x, dequantize(self.packed, x.dtype))
+                return by_slabs(x, self.packed)
             return weight_only(x, self.packed, config)
         codes, step = quantize_tokens(x, self.packed.kind.removesuffix(".native"))
         if config is None:

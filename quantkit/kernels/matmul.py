@@ -323,19 +323,23 @@ def prepared(
 # --- expanded to floats -----------------------------------------------------------------------------------------------
 
 
+# rows of the weight in a program, and in a tile of the product after it; cache of an H100, for a device without one
+_BLOCK, _TILE, _CACHE = 64, 128, 50 << 20
+
+
 @triton.jit
 def dequantize_tile(
-    words_ptr, scale_ptr, zero_ptr, absmax_ptr, values_ptr, offset_ptr, w_ptr, N, K, TILES, STRIDE, GROUPS, magic,
+    words_ptr, scale_ptr, zero_ptr, absmax_ptr, values_ptr, offset_ptr, w_ptr,
+    first,  # row of the weight that is row 0 of w; a multiple of BLOCK_N
+    N, K, TILES, STRIDE, GROUPS, magic,
     decode: tl.constexpr, DECODE: tl.constexpr, GAIN: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UNROLL: tl.constexpr,
     SPLIT: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Dequantize one tile of BLOCK_N rows."""
-    pid_n, tile = tl.program_id(0), tl.program_id(1)
-    lane = tl.arange(0, BLOCK_N * 8)
-    row_tile = tl.minimum(pid_n * (BLOCK_N // 16) + lane // 128, STRIDE // 16 - 1)
-    words = tl.load(words_ptr + (row_tile.to(tl.int64) * TILES + tile) * 128 + lane % 128)
-    rows = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    pid_n, tile = tl.program_id(0) + first // BLOCK_N, tl.program_id(1)
+    words_at, rows = place_of_weight(words_ptr, pid_n, TILES, STRIDE, BLOCK_N, EVEN_N)
+    words = tl.load(words_at + tile * 128)
     PARTS: tl.constexpr = COLUMNS // GROUP if GROUP > 0 and GROUP < COLUMNS else 1
     WIDTH: tl.constexpr = COLUMNS // PARTS
     column = tl.arange(0, WIDTH)
@@ -346,33 +350,80 @@ def dequantize_tile(
             group = tl.minimum(k // GROUP, GROUPS - 1)
         zero = None
         if zero_ptr is not None:
-            zero = tl.load(zero_ptr + group * STRIDE + rows, mask=rows < STRIDE, other=0)
+            zero = of_row(zero_ptr, rows, group, STRIDE)
         w = decode(words, zero, magic, p * (WIDTH // 16), WIDTH // 16, BLOCK_N, tl.float16, ON_GPU).to(tl.float32)
         stored = of_row(scale_ptr, rows, group, STRIDE)
         scale = effective(stored, absmax_ptr, values_ptr, offset_ptr, rows, group, N, GROUPS, GAIN)
         inside = (rows < N)[:, None] & ((k + column) < K)[None, :]
-        at = w_ptr + rows[:, None].to(tl.int64) * K + (k + column)[None, :]
+        at = w_ptr + (rows - first)[:, None].to(tl.int64) * K + (k + column)[None, :]
         tl.store(at, (w * scale[:, None]).to(w_ptr.dtype.element_ty), mask=inside)
 
 
-def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(
+    weight: PackedWeight, dtype: torch.dtype, *, first: int = 0, into: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the weight [N, K] in a float dtype, on its device.
 
-    Raises:
-        InputError: `kernel-unsupported`.
+    Args:
+        weight: packed weight.
+        dtype: dtype of the values.
+        first: first row, a multiple of `_BLOCK`.
+        into: memory [rows, K] for some rows, a multiple of `_BLOCK` or all that are left; None for all rows.
+
+    Raises InputError: `kernel-unsupported`.
     """
     import torch
 
     if weight.kind not in DECODERS:
         raise InputError("kernel-unsupported", weight.kind, "packed for 8-bit inputs", f"one of {', '.join(DECODERS)}")
     (rows, columns), form = weight.shape, KINDS[weight.kind]
-    w = torch.empty((rows, columns), dtype=dtype, device=weight.words.device)
+    w = torch.empty((rows, columns), dtype=dtype, device=weight.words.device) if into is None else into
     absmax, values, offset = weight.nested or (None, None, None)
-    meta = constants(weight, Config(64, 16, 1, 1, 4, 1))
-    grid = (triton.cdiv(rows, 64), weight.words.shape[1])
+    meta = constants(weight, Config(_BLOCK, 16, 1, 1, 4, 1))
+    grid = (triton.cdiv(w.shape[0], _BLOCK), weight.words.shape[1])
     dequantize_tile[grid](
-        weight.words, weight.scale, weight.zero, absmax, values, offset, w, rows, columns,
+        weight.words, weight.scale, weight.zero, absmax, values, offset, w, first, rows, columns,
         weight.words.shape[1], weight.words.shape[0] * 16, weight.groups,
         DECODERS[weight.kind].MAGIC, **meta, COLUMNS=form.columns, num_warps=4,
     )  # fmt: skip
     return w
+
+
+def by_slabs(x: torch.Tensor, weight: PackedWeight, *, rows: int = 0) -> torch.Tensor:
+    """Return x [M, K] times the transposed weight [N, K] by torch's product, a slab of the weight's rows at a time.
+
+        y[:, a:b] = x dequantize(weight[a:b])ᵀ
+
+    A slab is written and read while it is in the second-level cache; all slabs share one memory (`workspace`). torch
+    gives the columns of y to cuBLAS as they lie (a leading dimension of N).
+
+    Args:
+        x: float16 or bfloat16.
+        weight: packed weight on the same device.
+        rows: rows of a slab, a multiple of `_BLOCK`; 0 for `slab_rows`.
+
+    Raises InputError: `kernel-unsupported`.
+    """
+    import torch
+
+    count, columns = weight.shape
+    rows = rows or slab_rows(count, columns, x.device)
+    slab = present(x.device).floats(min(rows, count), columns, x.dtype, x.device)
+    y = torch.empty((x.shape[0], count), dtype=x.dtype, device=x.device)
+    for first in range(0, count, rows):
+        part = dequantize(weight, x.dtype, first=first, into=slab[: count - first])
+        torch.mm(x, part.T, out=y[:, first : first + rows])
+    return y
+
+
+def slab_rows(rows: int, columns: int, device: torch.device) -> int:
+    """Return the rows of a slab: at most 2,048, and in 16 bits at most half of the second-level cache.
+
+    2,048 rows by 2,048 of x are 128 tiles of 128 by 256: one wave of the 132 multiprocessors of an H100. Slabs of a
+    weight are equal but for whole tiles: (4096, 14336) is 4 slabs of 1,024 rows on an H200, whose cache has 60 MiB.
+    """
+    import torch
+
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else _CACHE
+    most = min(2048, max(_TILE, cache // 2 // (2 * columns) // _TILE * _TILE))
+    return -(-rows // -(-rows // most) // _TILE) * _TILE

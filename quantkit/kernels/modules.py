@@ -32,14 +32,19 @@ class OpaqueLinear(torch.nn.Module):
     """Linear layer with a product of its own.
 
     Args:
-        rows: N.
+        shape: (N, K).
         bias: bias [N] or None.
     """
 
-    def __init__(self, rows: int, bias: Tensor | None = None) -> None:
+    def __init__(self, shape: tuple[int, int], bias: Tensor | None = None) -> None:
         super().__init__()
-        self.rows, self.bias = rows, bias
+        self.shape, self.bias = shape, bias
         self._number()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Size of the packed weight."""
+        raise NotImplementedError
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return x [M, K], rows contiguous, times the transposed weight: y [M, N], in the dtype of x."""
@@ -47,7 +52,7 @@ class OpaqueLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, as described in the module."""
-        y: Tensor = linear(x, self.number, self.rows)
+        y: Tensor = linear(x, self.number, self.shape[0])
         return y if self.bias is None else y + self.bias
 
     def __setstate__(self, state: dict[str, object]) -> None:

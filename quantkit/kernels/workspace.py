@@ -1,4 +1,4 @@
-"""Memory in which the programs of one product meet: partial sums of a split K, and counters of programs that are done.
+"""Memory of products: partial sums of a split K, counters of programs that are done, and expanded rows of a weight.
 
 A product with K split over programs leaves float32 sums in a buffer. An integer counter for each tile of y tells the
 last program to add them (`matmul.finish`). Counters are zero before and after a product, so products that run one
@@ -11,6 +11,9 @@ programs, take its sums before they are written, and leave counters that no late
   replay runs on any stream, beside any other graph, and a replay that was cut short spoils nothing after it;
 - a product captured outside of `one_graph`, by somebody else's code, zeroes counters for itself alone: right, but one
   more node of the graph for every product.
+
+Expanded rows (`matmul.by_slabs`, at most half of the second-level cache) need no more: on one stream, a slab is
+multiplied before the next is written.
 
 Importing this module needs neither torch nor Triton.
 """
@@ -27,27 +30,37 @@ if TYPE_CHECKING:
 
 
 class Workspace:
-    """Sums and counters, as large as the largest call so far needs; for one stream or one graph.
+    """Sums, counters and expanded rows, as large as the largest call so far needs; for one stream or one graph.
 
     Smaller buffers are kept: kernels that were launched or captured earlier still write there.
     """
 
     def __init__(self) -> None:
-        self._sums: torch.Tensor | None = None
-        self._counts: torch.Tensor | None = None
+        self._held: dict[str, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
 
     def of(self, sums: int, counts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return at least `sums` float32 elements, and at least `counts` int32 zeros."""
         import torch
 
-        if self._sums is None or self._sums.numel() < sums:
-            self._outgrown += [self._sums] if self._sums is not None else []
-            self._sums = torch.empty(sums, dtype=torch.float32, device=device)
-        if self._counts is None or self._counts.numel() < counts:
-            self._outgrown += [self._counts] if self._counts is not None else []
-            self._counts = torch.zeros(counts, dtype=torch.int32, device=device)
-        return self._sums, self._counts
+        return self._grown("sums", sums, torch.float32, device), self._grown("counts", counts, torch.int32, device)
+
+    def floats(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for [rows, columns] of a dtype of 16 bits."""
+        import torch
+
+        held = self._grown("floats", rows * columns, torch.int16, device)
+        return held[: rows * columns].view(dtype).view(rows, columns)
+
+    def _grown(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        import torch
+
+        held = self._held.get(name)
+        if held is None or held.numel() < count:
+            self._outgrown += [held] if held is not None else []
+            make = torch.zeros if name == "counts" else torch.empty
+            held = self._held[name] = make(count, dtype=dtype, device=device)
+        return held
 
 
 # (device, handle of the stream) -> its workspace

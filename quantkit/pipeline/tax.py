@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit import content, limits
+from quantkit import content, limits, machine
 from quantkit._version import __version__
 from quantkit.bundle import Bundle, Verdict
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.errors import InputError, did_you_mean, unknown_name
 from quantkit.exporters.onnx.integers import ROWS
 from quantkit.kernels import dispatch
-from quantkit.kernels.dispatch import FILE, LAYERS, KernelTiming, Recorded, fastest
+from quantkit.kernels.dispatch import FILE, LAYERS, OTHER_PACKING, KernelTiming, Recorded, fastest
 from quantkit.measurement.operators import run as ops_run
 from quantkit.measurement.operators.run import ALL, SweepJob
 from quantkit.measurement.rows import Row
@@ -34,6 +34,7 @@ from quantkit.model.sizes.shapes import LinearShapes
 from quantkit.model.source.alias import ALIASES
 from quantkit.pipeline.tax_devices import Graphics, Processor, demand_runtime
 from quantkit.planning import efficiency
+from quantkit.planning.traffic import of_products
 from quantkit.report.kit import words
 from quantkit.report.taxed import Taxed
 from quantkit.target import Target
@@ -44,8 +45,6 @@ Sweep = Callable[[SweepJob, Report], list[Row]]
 DEVICES = ("cpu", "cuda")
 # the flag of a processor that is a program
 EMULATED = "emulated"
-# libraries whose versions the fastest kernel depends on
-_RECORDED = ("torch", "triton", "driver")
 # what `exporters/onnx/integers/products.py` does by token
 MANY = "int8.token"
 _BLOCK = re.compile(r"\.\d+\.")
@@ -180,6 +179,7 @@ class TaxAnswer:
         verdicts: threads -> verdict on each variant; 0 is a GPU.
         advice: threads -> advice.
         notes: notes for the reader.
+        traffic: batch -> share of the steps, as asked.
     """
 
     plan: TaxPlan
@@ -187,6 +187,7 @@ class TaxAnswer:
     verdicts: Mapping[int, Sequence[Verdict]]
     advice: Mapping[int, Verdict]
     notes: Sequence[str] = ()
+    traffic: Mapping[int, float] | None = None
 
     @property
     def inconclusive(self) -> bool:
@@ -194,19 +195,22 @@ class TaxAnswer:
         return bool(self.advice) and all(advice.answer == "inconclusive" for advice in self.advice.values())
 
     def choices(self, variant: str) -> Recorded | None:
-        """Choose a kernel for each batch, of a variant that our kernels ran on a GPU; None where they did not."""
+        """Choose a packing, and a kernel for each batch, of a variant that a GPU's kernels ran; None where none did."""
         timed = [
             row
             for row in self.rows
-            if row.name == "latency.op" and row.settings.get("variant") == variant and row.value is not None
+            if row.name == "latency.op"
+            and str(row.settings.get("variant")).removesuffix(OTHER_PACKING) == variant
+            and row.value is not None
         ]
         timings = [_timing(row) for row in timed if row.settings.get("kernel") in LAYERS]
         device = timed[0].device if timed else None
         if not timings or device is None:
             return None
-        versions = {name: version for name, version in timed[0].versions.items() if name in _RECORDED}
-        versions["kernels"] = dispatch.versions()["kernels"]
-        return Recorded(device.model_dump(mode="json"), versions, variant, fastest(timings))
+        versions = {name: version for name, version in timed[0].versions.items() if name == "driver"}
+        weights = self.traffic or of_products(timing.batch for timing in timings)
+        table = fastest(timings, traffic=weights)
+        return Recorded(device.model_dump(mode="json"), versions | dispatch.versions(), variant, table, weights)
 
     def reported(self) -> Taxed:
         """Return it for the page and the screen."""
@@ -256,7 +260,10 @@ def prepare(asked: Question) -> TaxPlan:
     if multiplies is not None:
         own = multiplies.body
         ours = [name for name in multiplies.variants if name == own or _fits(name, linears, on)]
-        names = [*ours, *(asked.formats or [own])]
+        # the other packing of the same weights, which `choices` compares
+        other = f"{own}{OTHER_PACKING}"
+        second = [other] if isinstance(on, Graphics) and other in on.names() and machine.has("humming") else []
+        names = [*ours, *second, *(asked.formats or [own])]
     variants = _variants(names, linears, on)
     return TaxPlan(asked, linears, on, bundle, variants, batches, on.threads(asked.threads), multiplies)
 
@@ -402,7 +409,7 @@ def measure_tax(plan: TaxPlan, progress: Report | None = None, sweep: Sweep | No
             judged[threads], advice[threads] = judge(swept, plan)
     first = [row for row in rows if row.settings.get("threads") in (None, plan.threads[0], 0)]
     ways = plan.ways.said(first, plan.shapes, plan.batches) if plan.ways is not None and advice else []
-    return TaxAnswer(plan, rows, judged, advice, [*ways, *_notes(rows)])
+    return TaxAnswer(plan, rows, judged, advice, [*ways, *_notes(rows)], plan.asked.traffic)
 
 
 def _timing(row: Row) -> KernelTiming:
@@ -431,7 +438,9 @@ def judge(rows: Sequence[Row], plan: TaxPlan) -> tuple[list[Verdict], Verdict]:
     measured = [
         MeasuredFormat(name, [row for row in timed if row.settings.get("variant") == name]) for name in plan.variants
     ]
-    advice = advise(measured, plan.batches, traffic=traffic, subject=plan.subject)
+    # a bundle's other packing is the same format; `TaxAnswer.choices` takes the faster one
+    asked = [one for one in measured if not plan.subject or one.format != f"{plan.subject}{OTHER_PACKING}"]
+    advice = advise(asked, plan.batches, traffic=traffic, subject=plan.subject)
     return verdicts(measured, plan.batches, traffic), advice
 
 

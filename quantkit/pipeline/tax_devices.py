@@ -198,10 +198,11 @@ class Graphics:
 
     def own(self, scheme: Mapping[str, Any], activations: Mapping[str, Any] | None) -> str:
         """Name the variant of a bundle's scheme, or the format if it is none of them."""
+        from quantkit.kernels.dispatch import OTHER_PACKING
         from quantkit.measurement.operators.cuda import foreign
 
         for other in foreign().values():
-            if other.stands_for(scheme, activations):
+            if not other.name.endswith(OTHER_PACKING) and other.stands_for(scheme, activations):
                 return other.name
         form, inputs = str(scheme.get("format")), activations or {}
         parts = [form]

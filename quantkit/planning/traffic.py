@@ -6,7 +6,7 @@ A lognormal length with mean m and coefficient of variation v has σ² = ln(1 + 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from quantkit.errors import InputError
 
 # defaults, shown as assumed: prompts are usually several times as long as answers
 PROMPT, OUTPUT = 1024, 256
+_LARGEST_STEP = 256
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -138,6 +139,23 @@ def traffic(
         if value is None
     ]
     return Traffic([RequestKind(prompt or PROMPT, output or OUTPUT, 1.0, variation)], rate, assumed)
+
+
+def of_products(batches: Iterable[int]) -> dict[int, float]:
+    """Return M -> weight of a linear's product with M rows, for requests of the default lengths.
+
+    Batches up to 256 are those of decode steps, all as frequent. Behind every `OUTPUT` steps with M sequences come M
+    prompts: products of `PROMPT` rows. Where so many were not measured, they count as several of the largest batch.
+
+    Args:
+        batches: measured values of M.
+    """
+    known = sorted(set(batches))
+    steps = [batch for batch in known if batch <= _LARGEST_STEP] or known[:1]
+    prompt = next((batch for batch in known if batch >= PROMPT), known[-1])
+    weights = dict.fromkeys(steps, 1.0)
+    weights[prompt] = weights.get(prompt, 0.0) + sum(steps) / OUTPUT * max(PROMPT / prompt, 1.0)
+    return weights
 
 
 def kinds_of(text: str, variation: float = 0.0) -> list[RequestKind]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from devices.planted import Within, reached
 from devices.tiny_home import tiny_home
@@ -26,7 +27,7 @@ from quantkit.runtimes.torch.packed import joined_layers
 pytest.importorskip("triton")  # Linux alone has it
 
 from quantkit.errors import InputError
-from quantkit.kernels import linear
+from quantkit.kernels import linear, matmul
 from quantkit.kernels.dispatch import EXPANDED, FILE, Choice, Recorded, Table, versions
 from quantkit.measurement.cuda.device import GpuDevice
 from quantkit.measurement.rows import Row
@@ -77,7 +78,8 @@ def bundle(home: Path, tmp_path: Path) -> Bundle:
 @pytest.fixture
 def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Within:
     # half a second each in the interpreter, a hundred times over: what they take is not what is looked at
-    monkeypatch.setattr(linear, "dequantize", functools.cache(linear.dequantize))
+    expanded = functools.cache(matmul.dequantize)
+    monkeypatch.setattr(linear, "by_slabs", lambda x, w: torch.nn.functional.linear(x, expanded(w, x.dtype)))
     driver(tmp_path / "bin", monkeypatch)
     return Within(tmp_path / "there", monkeypatch)
 

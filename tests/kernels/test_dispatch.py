@@ -19,7 +19,6 @@ TIMES = [
     KernelTiming("dequantize_matmul", SHAPE, 1, 60e-6, 30_000_000),
     KernelTiming("weight_only", SHAPE, 512, 90e-6, 30_000_000, OURS),
     KernelTiming("dequantize_matmul", SHAPE, 512, 85e-6, 30_000_000),
-    KernelTiming("matmul of a copy", SHAPE, 512, 50e-6, 147_000_000, copy=True),
 ]
 
 
@@ -34,11 +33,6 @@ def test_swapped_times_swap_the_choice() -> None:
     ours, theirs, *others = TIMES
     swapped = [replace(ours, seconds=theirs.seconds), replace(theirs, seconds=ours.seconds), *others]
     assert fastest(swapped).choose(SHAPE, 1).candidate == "torch._weight_int4pack_mm"
-
-
-def test_a_copy_in_high_precision_is_chosen_only_where_it_is_allowed() -> None:
-    assert fastest(TIMES, copies=True).choose(SHAPE, 512).resident_bytes == 147_000_000
-    assert fastest(TIMES).choose(SHAPE, 512).resident_bytes == 30_000_000
 
 
 def test_between_batches_the_larger_one_decides() -> None:
@@ -56,8 +50,30 @@ def test_what_failed_is_passed_over() -> None:
     failed = [KernelTiming("nan", SHAPE, 1, float("nan"), 1), KernelTiming("zero", SHAPE, 1, 0.0, 1), *TIMES]
     assert fastest(failed).choose(SHAPE, 1).candidate == "weight_only"
     with pytest.raises(InputError) as caught:
-        fastest([KernelTiming("copy", SHAPE, 1, 1e-6, 1, copy=True)])
+        fastest([KernelTiming("nan", SHAPE, 1, float("nan"), 1)])
     assert caught.value.code == "nothing-measured"
+
+
+def test_a_layer_has_one_packing_by_the_sum_over_its_traffic() -> None:
+    other = [KernelTiming("humming", SHAPE, 1, 12e-6, 1), KernelTiming("humming", SHAPE, 512, 60e-6, 1)]
+    # ours 8 and 85
+    for traffic, names in (
+        ({1: 6.0, 512: 1.0}, {"humming"}),
+        ({1: 7.0, 512: 1.0}, {"weight_only", "dequantize_matmul"}),
+        # between two measured batches the larger one's time counts
+        ({1: 7.0, 300: 2.0}, {"humming"}),
+        (None, {"humming"}),
+    ):
+        table = fastest([*TIMES, *other], traffic=traffic)
+        assert {choice.candidate for choice in table.choices[SHAPE]} == names
+    # a packing that failed at one batch would be used there unmeasured
+    table = fastest([*TIMES, *other[1:]], traffic={512: 1.0})
+    assert table.choose(SHAPE, 1).candidate == "weight_only"
+    # each shape for itself
+    table = fastest([*TIMES, replace(other[0], shape=(8, 8))])
+    assert [table.choices[shape][0].candidate for shape in (SHAPE, (8, 8))] == ["weight_only", "humming"]
+    with pytest.raises(InputError, match="batches 1, 512; one packing needs"):
+        fastest([TIMES[0], other[1]])
 
 
 def test_a_table_is_plain_data() -> None:

@@ -16,7 +16,7 @@ from quantkit.kernels import linear as layers
 from quantkit.kernels.dispatch import EXPANDED, INT_MM, OURS, Choice, Config, Table
 from quantkit.kernels.layout import pack
 from quantkit.kernels.linear import QuantLinear, unmeasured
-from quantkit.kernels.matmul import dequantize
+from quantkit.kernels.matmul import by_slabs
 
 N, K = 40, 128
 TILES = Config(block_n=64, block_m=16, unroll=1, split=2, warps=4, stages=2)
@@ -35,9 +35,9 @@ def test_each_number_of_rows_goes_to_its_kernel(monkeypatch: pytest.MonkeyPatch)
 
     def counted(*arguments: Any) -> torch.Tensor:
         expanded.append(1)
-        return dequantize(*arguments)
+        return by_slabs(*arguments)
 
-    monkeypatch.setattr(layers, "dequantize", counted)
+    monkeypatch.setattr(layers, "by_slabs", counted)
     for rows, expected in ((1, 0), (2, 0), (3, 1), (8, 1), (9, 1)):
         expanded.clear()
         layer(torch.ones(rows, K, dtype=torch.float16))
@@ -52,8 +52,9 @@ def test_it_computes_what_the_weight_stands_for(name: str) -> None:
     config = TILES.as_dict() if name == OURS else None
     layer = QuantLinear(pack(tensor), bias, table=table((4, name, config)))
     x = torch.randn(2, 3, K, generator=torch.Generator().manual_seed(1)).half()
-    y = layer(x)
+    y = layer(x.requires_grad_()).detach()
     assert y.shape == (2, 3, N) and y.dtype == torch.float16
+    x = x.detach()
     flat = x.reshape(-1, K).double()
     allowed = bound(flat, weight, y.reshape(-1, N), decoded=2.0**-11 if name == EXPANDED else 0.0)
     # the sum is rounded once more by the bias

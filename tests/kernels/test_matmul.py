@@ -17,7 +17,7 @@ from quantkit.formats.nf4 import VALUES
 from quantkit.kernels.decoders import DECODERS
 from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import KINDS, pack, pack_parts, scales_of
-from quantkit.kernels.matmul import dequantize, weight_only
+from quantkit.kernels.matmul import by_slabs, dequantize, slab_rows, weight_only
 from quantkit.kernels.workspace import Workspace, one_graph, present
 
 WHOLE = Config(block_n=32, block_m=16, unroll=1, split=1, warps=2, stages=2)
@@ -107,6 +107,37 @@ def test_bfloat16_inputs(scheme: dict[str, Any]) -> None:
     allowed = bound(x.double(), weight, y, decoded=2.0**-8 if scheme["format"] == "nf4" else 0.0, bits=7)
     assert y.dtype == torch.bfloat16
     assert torch.all((y.double() - x.double() @ weight.T).abs() <= allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("scheme", "K"), [(case[0], case[3]) for case in CASES[2:]], ids=str)
+def test_slabs_are_expanded_and_multiplied_one_by_one(scheme: dict[str, Any], K: int, dtype: torch.dtype) -> None:
+    """N in whole slabs, with a rest, and in one; the memory is that of the last, larger product."""
+    tensor = quantized(168, K, **scheme)
+    weight, packed = load_format(scheme["format"]).dequantize(tensor).double(), pack(tensor)
+    bits = 11 if dtype == torch.float16 else 7
+    for M, rows in ((300, 64), (1, 128), (17, 0), (64, 64)):
+        x = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).to(dtype)
+        y = by_slabs(x, packed, rows=rows)
+        assert y.dtype == dtype and y.is_contiguous()
+        # the weight is rounded to the dtype of x: `dequantize` is
+        allowed = bound(x.double(), weight, y, decoded=2.0**-bits * 1.01, bits=bits)
+        assert torch.all((y.double() - x.double() @ weight.T).abs() <= allowed)
+
+
+def test_a_slab_fits_the_cache_and_all_slabs_share_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, gpu = torch.device("cpu"), SimpleNamespace(type="cuda")
+    assert [slab_rows(rows, 4096, device) for rows in (40, 4096, 6144, 28672)] == [128, 2048, 2048, 2048]
+    h200 = SimpleNamespace(L2_cache_size=60 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200 if device is gpu else None)
+    assert (slab_rows(4096, 14336, gpu), slab_rows(4096, 1 << 20, gpu)) == (1024, 128)  # type: ignore[arg-type]
+    packed, x = pack(quantized(168, 128, format="int8")), torch.ones(3, 128).half()
+    with one_graph() as memory:
+        by_slabs(x, packed, rows=64)
+        slab = memory.floats(64, 128, torch.float16, device)
+        by_slabs(x, packed, rows=64)
+        assert memory.floats(1, 1, torch.bfloat16, device).data_ptr() == slab.data_ptr()
+        assert memory.floats(64, 129, torch.float16, device).data_ptr() != slab.data_ptr()
 
 
 def test_a_split_sum_is_the_same_every_time_and_leaves_its_counters_at_zero() -> None:

@@ -20,6 +20,7 @@ from quantkit.measurement.operators.cuda import BASELINE, CudaBench, check_shape
 from quantkit.measurement.operators.products import SweepPlan, measure
 from quantkit.measurement.operators.run import Setting
 from quantkit.measurement.operators.tax import Limits
+from quantkit.measurement.rows import Operation, Row
 from quantkit.model.sizes.shapes import LinearShape
 from quantkit.pipeline.tax import TaxAnswer
 
@@ -164,7 +165,7 @@ def test_each_format_is_timed_in_the_library_as_it_is_stored(monkeypatch: pytest
     humming_library.install(monkeypatch)
     bench, found = CudaBench(GpuDevice("cpu", dry=True), torch.bfloat16), prepared_foreign()
     assert not [side for side in found.values() if isinstance(side, str)]
-    for name, bits in zip(NAMES, (4.5, 4.25, 8, 4.125), strict=True):
+    for name, bits in zip(NAMES, (4.5, 4.25, 8, 4.125, 4.5, 4.625, 4.25, 4.3125, 4.125, 4.15625), strict=True):
         side = found[name]
         assert (bench.quantizer(name), bench.twin(name)) == ("", "")
         assert side.settings(3)["kernel"] in LAYERS
@@ -184,6 +185,30 @@ def test_what_was_timed_is_a_choice_that_a_bundle_can_carry(monkeypatch: pytest.
     choice = found.table.choose((128, 256), 3)
     # the codes and an exponent for 32 of them
     assert (choice.candidate, choice.config, choice.resident_bytes) == ("humming", None, 128 * 256 // 2 + 128 * 8)
+
+
+def test_a_bundle_takes_the_packing_that_is_faster_over_its_traffic() -> None:
+    shape = (128, 256)
+
+    def row(variant: str, kernel: str, M: int, seconds: float) -> Row:
+        op = Operation(layer=None, N=shape[0], K=shape[1], M=M, format="int4")
+        settings = {"variant": variant, "kernel": kernel}
+        device = {"id": "gpu", "kind": "gpu", "name": "a GPU"}
+        common = {"name": "latency.op", "unit": "s", "stat": "median", "better": "lower", "runtime": "torch", "op": op}
+        return Row(**common, subject="m", value=seconds, settings=settings, device=device, versions={"driver": "1"})  # type: ignore[arg-type]
+
+    rows = [row("int4.g64", OURS, 1, 1.0), row("int4.g64", EXPANDED, 512, 9.0), row("int8", OURS, 1, 0.1)]
+    rows += [row("int4.g64.humming", "humming", M, seconds) for M, seconds in ((1, 1.5), (512, 4.0))]
+
+    def chosen(traffic: dict[int, float] | None) -> tuple[list[str], Any]:
+        answer = TaxAnswer(None, rows, {}, {}, traffic=traffic)  # type: ignore[arg-type]
+        kept = Recorded.of(answer.choices("int4.g64").as_bytes())  # type: ignore[union-attr]
+        return [kept.table.choose(shape, M).candidate for M in (1, 512)], kept.traffic
+
+    assert chosen({1: 0.99, 512: 0.01}) == ([OURS, EXPANDED], {1: 0.99, 512: 0.01})
+    assert chosen({1: 0.5, 512: 0.5})[0] == ["humming", "humming"]
+    # a step of one sequence, and a prompt for every 256 of them: 1,024 rows count as twice 512
+    assert chosen(None) == ([OURS, EXPANDED], {1: 1.0, 512: 2 / 256})
 
 
 def test_wrong_numbers_are_not_timed_and_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

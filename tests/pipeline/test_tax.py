@@ -300,7 +300,12 @@ def test_choices_of_a_gpu_go_into_the_bundle(
     made = planted.manifest()
     made = made.model_copy(update={"content_sha256": content_sha256(made.files)})
     (tmp_path / MANIFEST).write_bytes(made.as_bytes())
-    found = measure_tax(prepare(Question(model=str(tmp_path), device="cuda", batches=[1, 8], seconds=1.0)))
+    asked = Question(model=str(tmp_path), device="cuda", batches=[1, 8], seconds=1.0)
+    assert prepare(asked).variants == [own := prepare(asked).subject]
+    with monkeypatch.context() as there:
+        there.setattr(machine, "has", lambda package: True)
+        assert prepare(asked).variants == [own, f"{own}.humming"], "the other packing of the same weights"
+    found = measure_tax(prepare(asked))
     assert not found.plan.records or found.plan.subject.startswith("int4.g")
     record(found)
     kept = Recorded.of((tmp_path / "kernels.json").read_bytes())

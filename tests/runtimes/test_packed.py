@@ -19,7 +19,7 @@ import zoo
 import quantkit
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.kernels.dispatch import EXPANDED, FILE, INT_MM, Choice, Recorded, Table, versions
+from quantkit.kernels.dispatch import EXPANDED, FILE, HUMMING, INT_MM, Choice, Recorded, Table, versions
 from quantkit.recipe import Recipe
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.torch.decode_graph import DecodeGraph
@@ -243,6 +243,37 @@ def test_what_none_of_our_kernels_takes_goes_to_another_library_if_it_is_there(
     assert "pip install -e '.[humming]'" in why(None)
 
 
+def test_a_layer_is_in_the_packing_that_its_table_names(
+    compiled: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.kernels.humming import HummingLinear
+    from quantkit.measurement.timing.cuda import _cost, linears_seconds
+
+    humming_library.install(monkeypatch)
+    bundle = compiled(GROUPS)
+    joined = joined_layers(bundle.model_folder, bundle.manifest.layers)
+    sizes = {layer.name.rpartition(".")[2]: (layer.shape[0], layer.shape[1]) for layer in joined}
+    kept = sizes["o_proj"]
+    choices = {shape: (Choice(5, EXPANDED if shape == kept else HUMMING, None, 1.0, 1),) for shape in sizes.values()}
+    table = Table(choices)
+    model = bundle.model(kernels=True, device="cpu", table=table)
+    theirs = [module for module in model.modules() if isinstance(module, HummingLinear)]
+    # q, k and v are one product there too, and so are gate and up
+    assert sorted(module.shape for module in theirs) == sorted(set(sizes.values()) - {kept})
+    assert [layer.packed.shape for layer in linears(model)] == [kept]
+    expected = plain(bundle)
+    assert (logits(model) - expected).norm() / expected.norm() < 4e-3
+    assert linears_seconds(model, 5, table) == 4.0
+    assert linears_seconds(model, 5, Table({shape: (Choice(5, EXPANDED, None, 1.0, 1),) for shape in choices})) is None
+    stored = sum(module.resident_bytes for module in [*theirs, *linears(model)])
+    assert _cost(model, "int4", "fp16").weight_bytes == stored + model.lm_head.weight.numel() * 2
+    # another library than the one that was timed refuses what it took there
+    monkeypatch.setattr(humming_library.HummingLayer, "transform", lambda self: (_ for _ in ()).throw(ValueError("no")))
+    with pytest.warns(UserWarning, match=r"humming was the fastest and does not take these.*: 3 \(the first: no; "):
+        model = bundle.model(kernels=True, device="cpu", table=table)
+    assert len(linears(model)) == 4
+
+
 def test_what_cannot_be_is_refused(compiled: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = compiled(GROUPS)
     with pytest.raises(InputError, match=r"kernel-dtype.*float32"):
@@ -313,7 +344,8 @@ def test_what_was_chosen_on_another_device_is_not_used(compiled: Callable[..., B
         bundle.model(kernels=True, device="cpu")
     here, own = versions(), {**device, "name": "interpreter"}
     for other, then in (("triton", "3.1.0"), ("torch", "2.0.0"), ("kernels", "of unknown version")):
-        was = {**here, other: then} if other != "kernels" else {name: here[name] for name in ("torch", "triton")}
+        was = {name: version for name, version in here.items() if name != other}
+        was |= {other: then} if other != "kernels" else {}
         bundle = bundle.put(FILE, Recorded(own, was, "x", Table(choices)).as_bytes())
         with pytest.warns(UserWarning, match=f"measured with {other} {then}, and here is {re.escape(here[other])}: it"):
             bundle.model(kernels=True, device="cpu")
@@ -327,14 +359,15 @@ def test_what_was_chosen_on_another_device_is_not_used(compiled: Callable[..., B
 def test_steps_on_the_kernels_are_timed_against_sixteen_bits(
     compiled: Callable[..., Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantkit.kernels import linear
+    from quantkit.kernels import linear, matmul
     from quantkit.measurement.cuda.device import GpuDevice
     from quantkit.measurement.timing import cuda as speed_cuda
     from quantkit.measurement.timing.schedule import TimingPlan
     from quantkit.model.source.open import open_model
 
     # half a second each in the interpreter, a hundred times over: what they take is not what is looked at
-    monkeypatch.setattr(linear, "dequantize", functools.cache(linear.dequantize))
+    expanded = functools.cache(matmul.dequantize)
+    monkeypatch.setattr(linear, "by_slabs", lambda x, w: torch.nn.functional.linear(x, expanded(w, x.dtype)))
     bundle = compiled(GROUPS)
     device, plan = GpuDevice("cpu", dry=True), TimingPlan((2,), (3,), (5,), seconds=0.01, cell_seconds=0.01, rounds=1)
     # as `quantkit tax` would time them

@@ -14,7 +14,7 @@ from parts.shapes import checked as settings_of
 from quantkit.formats.nf4 import VALUES
 from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import PackedWeight
-from quantkit.kernels.matmul import dequantize, weight_only
+from quantkit.kernels.matmul import by_slabs, dequantize, weight_only
 from quantkit.kernels.native import native, quantize_tokens
 from quantkit.kernels.workspace import Workspace
 from quantkit.measurement.cuda.device import GpuDevice
@@ -65,7 +65,9 @@ def _one(
     if not variant.native:
         off = (dequantize(packed, torch.float32).double() - plain).abs()
         found["expanded"] = float((off / (plain.abs() * 2.0**-11 + 2.0**-20)).max())
-        found["ok"] = found["ok"] and found["expanded"] <= 1.0
+        # five slabs, whose values are rounded to the dtype of x
+        found["slabs"] = error(variant, plain, x, by_slabs(x, packed, rows=256), rounded=torch.finfo(x.dtype).eps)
+        found["ok"] = found["ok"] and found["expanded"] <= 1.0 and found["slabs"] <= 1.0
     return found
 
 

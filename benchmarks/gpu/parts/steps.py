@@ -60,7 +60,7 @@ def model(sizes: Mapping[str, int], side: str, dtype: torch.dtype, at: str, tabl
         if variants[name]
     }
     skeleton = packed.without_values(LlamaForCausalLM, config)
-    apart = packed.placed(made, weights, {}, device=at, skeleton=skeleton, table=tables.get(inside))
+    apart, _ = packed.placed(made, weights, {}, device=at, skeleton=skeleton, table=tables.get(inside))
     assert not apart, apart
     return made
 

@@ -14,9 +14,9 @@ from functools import cache, partial
 import torch
 from torch.nn.functional import linear
 
-from quantkit.kernels.dispatch import Config
+from quantkit.kernels.dispatch import EXPANDED, Config
 from quantkit.kernels.layout import KINDS, PackedWeight, codes_of, pack_parts, scales_of
-from quantkit.kernels.matmul import dequantize, interpreted, weight_only
+from quantkit.kernels.matmul import by_slabs, interpreted, slab_rows, weight_only
 from quantkit.kernels.native import multiply, native, quantize_tokens, torch_product
 from quantkit.measurement.cuda.device import GpuDevice, Implementation, copies
 
@@ -79,13 +79,10 @@ def tokens(variant: FormatVariant, x: torch.Tensor) -> Implementation:
 
 
 def expanded(held: Sequence[PackedWeight], x: torch.Tensor) -> Implementation:
-    """Make torch's product after dequantizing the weight into scratch memory."""
-    steps = [partial(_expanded, x, w) for w in held]
-    return Implementation("dequantize_matmul", steps, held[0].resident_bytes, {})
-
-
-def _expanded(x: torch.Tensor, w: PackedWeight) -> object:
-    return linear(x, dequantize(w, x.dtype))
+    """Make torch's product with a weight that is expanded slab by slab."""
+    steps = [partial(by_slabs, x, w) for w in held]
+    rows = slab_rows(*held[0].shape, x.device)
+    return Implementation(EXPANDED, steps, held[0].resident_bytes, {"slab_rows": rows})
 
 
 def torch_own(

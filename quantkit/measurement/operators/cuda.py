@@ -7,8 +7,9 @@ torch's own operator for the format, if it has one. A step includes the quantiza
 A step is one CUDA graph of many products over copies of the weight that exceed the cache. It returns the time of one
 product by the device's clock.
 
-Formats without a kernel of ours (`foreign`) run in another library's kernels (`kernels.humming`), in one way at every
-M. Their stored weights are random; their results are checked against the product with the dequantized weights.
+Formats without a kernel of ours, and int4 in humming's packing (`foreign`), run in another library's kernels
+(`kernels.humming`), in one way at every M. Their stored weights are random; their results are checked against the
+product with the dequantized weights.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.formats import load_format
-from quantkit.kernels.dispatch import EXPANDED, OURS, Config, candidates, width
+from quantkit.kernels.dispatch import EXPANDED, OTHER_PACKING, OURS, Config, candidates, width
 from quantkit.kernels.humming import NAME, HummingLinear
 from quantkit.kernels.layout import KINDS, PackedWeight
 from quantkit.kernels.linear import other
@@ -94,7 +95,7 @@ class ForeignVariant:
 
 @cache
 def foreign() -> dict[str, ForeignVariant]:
-    """Return the other library's variants by name; a bundle can hold each of them."""
+    """Return the other library's variants by name; a bundle can hold each of them. `int4.g128.fp8` rounds inputs."""
     by_token = {"format": "fp8_e4m3", "granularity": "token", "dynamic": True}
     blocks = {"format": "fp8_e4m3", "granularity": "block", "group": 128, "scale": "float32"}
     int4 = {"format": "int4", "granularity": "group", "group": 128}
@@ -103,6 +104,15 @@ def foreign() -> dict[str, ForeignVariant]:
         ForeignVariant("mxfp4", "mxfp4_pack_quantized", {"format": "mxfp4"}),
         ForeignVariant("fp8_e4m3.b128.dynamic", "float_quantized", blocks, {**by_token, "granularity": "group"}),
         ForeignVariant("int4.g128.fp8", "pack_quantized", int4, by_token),
+    ]
+    variants += [
+        ForeignVariant(
+            f"{ours.name}{OTHER_PACKING}",
+            "pack_quantized",
+            {"format": "int4", "granularity": "group", "group": ours.group, "symmetric": not ours.zeros},
+        )
+        for ours in known().values()
+        if ours.kind == "int4" and ours.group
     ]
     return {variant.name: variant for variant in variants}
 

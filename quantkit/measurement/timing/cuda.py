@@ -21,8 +21,9 @@ import torch
 from quantkit import machine
 from quantkit.bundle import Bundle, LayerEntry
 from quantkit.errors import InputError
-from quantkit.kernels.dispatch import Table
+from quantkit.kernels.dispatch import HUMMING, Table
 from quantkit.kernels.linear import QuantLinear
+from quantkit.kernels.modules import OpaqueLinear
 from quantkit.measurement.cuda.device import GpuDevice, allocated, fitting, sampled
 from quantkit.measurement.operators.tax import StepCost
 from quantkit.measurement.rows import Row
@@ -245,14 +246,14 @@ def _cost(model: Any, name: str, compute: str) -> StepCost:
     output, width = model.get_output_embeddings(), model.dtype.itemsize
     inside, stored, floats = 0.0, 0.0, 0.0
     for module in model.modules():
-        if isinstance(module, QuantLinear):
-            inside += module.packed.shape[0] * module.packed.shape[1]
-            stored += module.packed.resident_bytes
+        if isinstance(module, OpaqueLinear):
+            inside += module.shape[0] * module.shape[1]
+            stored += module.resident_bytes
         elif is_linear(module) and module is not output:
             inside += module.weight.numel()
             floats += module.weight.numel() * module.weight.element_size()
-    packed = isinstance(output, QuantLinear)
-    rows, columns = output.packed.shape if packed else output.weight.shape
+    packed = isinstance(output, OpaqueLinear)
+    rows, columns = output.shape if packed else output.weight.shape
     top, float_top = 2.0 * rows * columns, 0.0 if packed else 2.0 * rows * columns
     inside -= rows * columns if packed else 0
     floats += 0 if packed else rows * columns * output.weight.element_size()
@@ -272,16 +273,17 @@ def _cost(model: Any, name: str, compute: str) -> StepCost:
 
 
 def linears_seconds(model: Any, batch: int, table: Table | None) -> float | None:
-    """Add up the recorded seconds of all packed linears at M = `batch`; None if one was not timed."""
+    """Add up the recorded seconds of all packed linears at M = `batch`; None if one was not timed in its packing."""
     seconds = 0.0
-    shapes = [module.packed.shape for module in model.modules() if isinstance(module, QuantLinear)]
-    for shape in shapes:
-        choices = () if table is None else table.choices.get(shape, ())
-        known = next((choice.seconds for choice in choices if choice.batch == batch), None)
-        if known is None:
+    linears = [module for module in model.modules() if isinstance(module, OpaqueLinear)]
+    for linear in linears:
+        choices = () if table is None else table.choices.get(linear.shape, ())
+        ours = isinstance(linear, QuantLinear)
+        known = [one.seconds for one in choices if one.batch == batch and ours == (one.candidate != HUMMING)]
+        if not known:
             return None
-        seconds += known
-    return seconds if shapes else None
+        seconds += known[0]
+    return seconds if linears else None
 
 
 def _format_of(bundle: Bundle) -> str:

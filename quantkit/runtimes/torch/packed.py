@@ -3,15 +3,16 @@
 transformers builds the classes and loads the other tensors; every quantized linear becomes a `QuantLinear`. Linears
 with one input are joined to one product (`kernels.modules`); a run of the class without values shows which. A linear
 that no kernel of ours takes (by its format or groups) goes to another library, if it is installed and takes it
-(`kernels.humming`). The remaining ones (with a fixed input scale, say) are expanded to floats, their inputs and the
-cache stay floats, and the reason is recorded.
+(`kernels.humming`); so does one whose measured choices name that library. The remaining ones (with a fixed input scale,
+say) are expanded to floats, their inputs and the cache stay floats, and the reason is recorded.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from quantkit import limits, machine
 from quantkit.bundle import LayerEntry
 from quantkit.errors import InputError, MissingDependency
 from quantkit.formats import QuantTensor
-from quantkit.kernels.dispatch import EXPANDED, FILE, OURS, Recorded
+from quantkit.kernels.dispatch import EXPANDED, FILE, HUMMING, OURS, Recorded
 from quantkit.model.finished import DenseWeights
 from quantkit.model.source.open import open_written
 from quantkit.model.source.weights import Weights
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from quantkit.kernels.humming import HummingLinear
     from quantkit.kernels.layout import PackedWeight
     from quantkit.kernels.linear import QuantLinear
+    from quantkit.kernels.modules import OpaqueLinear
     from quantkit.model.source.open import Source
 
 _TRITON = "triton"
@@ -49,17 +51,20 @@ class PackedModel:
         model: transformers model, eval mode, on its device.
         expanded: linear -> reason that its weight is expanded.
         apart: linears with one input -> reason that they are not one product.
+        refused: linears of one product -> reason of the library that was the fastest.
     """
 
     model: Any
     expanded: dict[str, str]
     apart: dict[tuple[str, ...], str]
+    refused: dict[tuple[str, ...], str]
 
     def said(self) -> str:
         """Describe the fallbacks, a sentence for each kind; "" if there are none."""
         sentences = (
             ("no kernel takes these, which are expanded to floats", self.expanded),
             ("these have one input and are multiplied one by one", self.apart),
+            ("humming was the fastest and does not take these, which are in our kernels", self.refused),
         )
         return "; ".join(f"{what}: {_counted(reasons.values())}" for what, reasons in sentences if reasons)
 
@@ -129,8 +134,9 @@ def load(
         for name, entry in weights.entries.items()
     }
     model = built(model_class, config, state, dtype)
-    apart = placed(model, packed, others, device=device, skeleton=skeleton, table=table)
-    return PackedModel(model.to(device), reasons, apart)
+    foreign = partial(_foreign, weights=weights, source=source, dtype=dtype, device=device)
+    apart, refused = placed(model, packed, others, device=device, skeleton=skeleton, table=table, foreign=foreign)
+    return PackedModel(model.to(device), reasons, apart, refused)
 
 
 def placed(
@@ -141,8 +147,9 @@ def placed(
     device: str,
     skeleton: Any,
     table: Table | None = None,
-) -> dict[tuple[str, ...], str]:
-    """Put layers in the places of a model's linears; return linears with one input -> reason that they are apart.
+    foreign: Callable[[Sequence[str]], HummingLinear] | None = None,
+) -> tuple[dict[tuple[str, ...], str], dict[tuple[str, ...], str]]:
+    """Put layers in the places of a model's linears; return the fields `apart` and `refused` of `PackedModel`.
 
     Args:
         model: changed in place; the biases stay.
@@ -151,33 +158,46 @@ def placed(
         device: device of the layers.
         skeleton: the same model on the meta device.
         table: see `load`.
+        foreign: function of the linears of a product to that product in another library's packing; None: without it.
     """
-    from quantkit.kernels.modules import JoinedMember, JoinedProduct
+    from quantkit.kernels.modules import JoinedMember, JoinedProduct, OpaqueLinear
+
+    refused: dict[tuple[str, ...], str] = {}
+
+    def layer(names: Sequence[str], weight: PackedWeight) -> OpaqueLinear:
+        if foreign is not None and _candidates(table, weight.shape) == {HUMMING}:
+            try:
+                return foreign(names)
+            except InputError as error:
+                refused[tuple(names)] = f"{error.value}; {error.rule}"
+        return _layer(weight, table)
 
     def bias(name: str) -> torch.Tensor | None:
         old = model.get_submodule(name).bias
         return None if old is None else old.detach().to(device)
 
-    left = dict(packed)
+    left, placing = dict(packed), dict[str, OpaqueLinear](others)
     groups, apart = _joined(skeleton, packed, others)
     for members, weight in groups.items():
-        whole = JoinedProduct(_layer(weight, table), [left.pop(name).shape[0] for name in members])
+        whole = JoinedProduct(layer(members, weight), [left.pop(name).shape[0] for name in members])
         for place, name in enumerate(members):
             model.set_submodule(name, JoinedMember(whole, place, bias(name)))
     for name, weight in left.items():
-        layer = _layer(weight, table)
-        layer.bias = bias(name)
-        model.set_submodule(name, layer)
-    for name, other in others.items():
-        other.bias = bias(name)
-        model.set_submodule(name, other)
-    return apart
+        placing[name] = layer([name], weight)
+    for name, single in placing.items():
+        single.bias = bias(name)
+        model.set_submodule(name, single)
+    return apart, refused
+
+
+def _candidates(table: Table | None, shape: tuple[int, int]) -> set[str]:
+    return set() if table is None else {choice.candidate for choice in table.choices.get(shape, ())}
 
 
 def _layer(weight: PackedWeight, table: Table | None) -> QuantLinear:
     from quantkit.kernels.linear import QuantLinear, other
 
-    chosen = {choice.candidate for choice in table.choices.get(weight.shape, ())} if table is not None else set()
+    chosen = _candidates(table, weight.shape)
     # a table may name a kernel that cannot run a layer stored in another way than most
     known = table if chosen and chosen <= {OURS, other(weight)} else None
     return QuantLinear(weight, table=known)
@@ -300,35 +320,38 @@ def _packed(
             packed[prefix] = _for_kernel(tensor, layer).to(device)
         except InputError as error:
             try:
-                others[prefix] = _other(prefix, weights, source, dtype, device, table)
+                # any other entry of the table for this shape was measured for another format
+                if _candidates(table, weights.layout.shape(prefix, weights.stored.read)) == {EXPANDED}:
+                    raise InputError("kernel-unsupported", prefix, "measured", f"{HUMMING} was not the fastest")
+                others[prefix] = _foreign([prefix], weights, source, dtype, device)
             except InputError as second:
                 reasons[prefix] = f"{error.value}, {second.value}; {error.rule}, {second.rule}"
     return packed, others, reasons
 
 
-def _other(
-    prefix: str, weights: DenseWeights, source: Source, dtype: torch.dtype, device: str, table: Table | None
-) -> HummingLinear:
-    """Make a linear in another library's kernels. Raises InputError if none fits, or if it was not the fastest."""
+def _foreign(names: Sequence[str], weights: Weights, source: Source, dtype: torch.dtype, device: str) -> HummingLinear:
+    """Make the product of linears that are joined along N in another library's packing. Raises InputError."""
     from quantkit.kernels.humming import NAME, HummingLinear
 
-    assert weights.layout is not None
-    shape = weights.layout.shape(prefix, weights.stored.read)
-    # any other entry of the table for this shape was measured for another format
-    if table is not None and {choice.candidate for choice in table.choices.get(shape, ())} == {EXPANDED}:
-        raise InputError("kernel-unsupported", prefix, "measured", f"{NAME} was not the fastest")
+    assert isinstance(weights, DenseWeights) and weights.layout is not None
     config = source.config["quantization_config"]
     groups = list(config.get("config_groups", {}).values())
     if not groups:
-        raise InputError("kernel-unsupported", prefix, "its layout", f"{NAME} reads compressed-tensors")
-    group = next((one for one in groups if any(same(prefix, name) for name in one["targets"])), groups[0])
+        raise InputError("kernel-unsupported", names[0], "its layout", f"{NAME} reads compressed-tensors")
+    group = next((one for one in groups if any(same(names[0], name) for name in one["targets"])), groups[0])
     # a layer gets only its own tensors, by their names in it
-    own = f"{prefix}."
-    stored = {
-        name.removeprefix(own): weights.stored.read(name) for name in weights.stored.entries if name.startswith(own)
+    stored: dict[str, list[torch.Tensor]] = {}
+    for prefix in names:
+        for name in weights.stored.entries:
+            if name.startswith(f"{prefix}.") and name != f"{prefix}.bias":
+                stored.setdefault(name.removeprefix(f"{prefix}."), []).append(weights.stored.read(name))
+    shapes = [weights.layout.shape(prefix, weights.stored.read) for prefix in names]
+    shape = sum(rows for rows, _ in shapes), shapes[0][1]
+    parts = {
+        name: torch.tensor(shape) if name == "weight_shape" else torch.cat(tensors) if len(names) > 1 else tensors[0]
+        for name, tensors in stored.items()
     }
-    stored.pop("bias", None)
-    return HummingLinear(stored, {"format": config["format"], **group}, shape, dtype=dtype, device=device)
+    return HummingLinear(parts, {"format": config["format"], **group}, shape, dtype=dtype, device=device)
 
 
 def without_values(model_class: Any, config: Any) -> Any:
