@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quantkit.measurement.cuda.sides import known, weight
 from quantkit.measurement.timing.cuda import KernelDecoder
 from quantkit.runtimes.torch import packed
-from quantkit.runtimes.torch.decode_graph import DecodeGraph
+from quantkit.runtimes.torch.decode_graph import DecodeGraph, attend_by_kernel
 
 WIDE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 NARROW = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -39,7 +39,7 @@ _CONTEXT, _STEPS = 512, 64
 _VIEWS = ("view", "unsqueeze", "t.default", "transpose", "slice", "expand", "select", "detach", "alias", "split")
 # where inductor's code calls a kernel of its own: on a CPU a function, which is several loops; on a GPU a launch
 _KERNEL = re.compile(r"^ *(?:cpp_\w+\(|triton_\w+\.run\()", re.MULTILINE)
-_PRODUCTS, _ATTENTION = "quantkit.linear", "scaled_dot_product"
+_PRODUCTS, _ATTENTION = "quantkit.linear", "quantkit.attend"
 
 
 class Launches(TorchDispatchMode):
@@ -68,8 +68,8 @@ def model(layers: int, at: str) -> Any:
     made = LlamaForCausalLM._from_config(config, dtype=dtype).to(at).eval()
     linears = {name: each for name, each in made.model.named_modules() if isinstance(each, torch.nn.Linear)}
     weights = {f"model.{n}": weight(known()["int4.g64.zeros"], *each.weight.shape, at) for n, each in linears.items()}
-    apart = packed.placed(made, weights, {}, device=at, skeleton=packed.without_values(LlamaForCausalLM, config))
-    assert not apart
+    apart, _ = packed.placed(made, weights, {}, device=at, skeleton=packed.without_values(LlamaForCausalLM, config))
+    assert not apart and not attend_by_kernel(made)
     return made
 
 
@@ -133,7 +133,7 @@ def main() -> int:
         {
             "logits are the same": off < (2.0**-7 if at == "cuda" else 2.0**-9),
             "a step is one graph": more["graphs"] == 1,
-            "four products for a layer": layer["products"] == 4,
+            "four products and one attention for a layer": (layer["products"], layer["attention"]) == (4, 1),
             "fewer launches for a layer": 0 < joined < layer["torch"] - 8,
         }
     )

@@ -133,6 +133,30 @@ def quantize(sm: int, x: str, *, whole: bool) -> CompiledKernel:
     return machine_code(kernel, types | dict.fromkeys(constants, "constexpr"), constants, types, sm, options)
 
 
+def attention(sm: int, x: str, *, group: int = 4, size: int = 128, splits: int = 32) -> CompiledKernel:
+    """Compile the kernel of `attention` for a cache of any length.
+
+    Args:
+        sm: architecture.
+        x: type of queries, keys and values: fp16, bf16.
+        group: query heads of a KV head.
+        size: D, that of V too.
+        splits: programs of a sequence and KV head.
+    """
+    from quantkit.kernels import attention as module
+
+    kernel = module.split_attention
+    constants = module.sizes(group, size, size) | {"SPLITS": splits, "ON_GPU": True, "OVERLAP": sm >= _OVERLAPS}
+    types: dict[str, str | None] = dict.fromkeys(kernel.arg_names, "i32")
+    types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "y_ptr"), f"*{x}") | {"mask_ptr": "*u8", "scale": "fp32"}
+    types |= {"sums_ptr": "*fp32", "count_ptr": "*i32"} if splits > 1 else {"sums_ptr": None, "count_ptr": None}
+    known = constants | {name: None for name, kind in types.items() if kind is None}
+    signature = {name: "constexpr" if name in known else kind for name, kind in types.items()}
+    apart = ("S", "mask_batch", "scale", *known)
+    options = {"num_warps": module.WARPS, "num_stages": module.STAGES, "launch_pdl": sm >= _OVERLAPS}
+    return machine_code(kernel, signature, known, [name for name in signature if name not in apart], sm, options)
+
+
 def _compile(
     kernel: Any, types: Mapping[str, str | None], constants: Mapping[str, Any], sm: int, config: Config
 ) -> CompiledKernel:

@@ -35,15 +35,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "whole fp8 bf16": ("weight_only", {"kind": "fp8_e4m3", "x": "bf16", "tiles": (16, 8, 4, 1, 8, 0)}),
     "w8a8 int8": ("native", {"x": "i8"}),
     "w8a8 fp8": ("native", {"x": "fp8e4nv"}),
+    "attention": ("attention", {"x": "bf16"}),
+    "attention wide": ("attention", {"x": "fp16", "size": 256, "group": 32, "splits": 1}),
 }
 # every case on the newest; on the others the one most in use
 WANTED = [(90, name) for name in CASES] + [(80, "int4"), (80, "w8a8 int8"), (89, "w8a8 fp8")]
-FRAGMENTS = [name for name in CASES if not name.startswith("whole")]
+FRAGMENTS = [name for name in CASES if not name.startswith(("whole", "attention"))]
 WHOLE = [name for name in CASES if name.startswith("whole")]
 OLDER = [(80, "whole int4 zeros"), (80, "whole int4 wide"), (89, "whole int4 zeros")]
-WANTED += OLDER
+WANTED += [*OLDER, (80, "attention"), (89, "attention")]
 MORE = [(90, "int4"), (90, "int8"), (90, "int4 prefill"), (80, "w8a8 int8")]
-MORE += [*((90, name) for name in WHOLE[1:]), *OLDER[1:]]
+MORE += [*((90, name) for name in WHOLE[1:]), *OLDER[1:], (90, "attention wide")]
 # tokens to codes: architecture, dtype of x, int8 (else FP8)
 TOKENS = [(80, "fp16", True), (90, "bf16", False)]
 # every kernel on the newest, with whole numbers and with the largest table; all others are in kernel_resources.py
@@ -64,7 +66,7 @@ for sm, made, words in products:
     unroll = 4 if made == "native" else 2
     config = Config(64, 16, unroll, 4, 4, 3) if m == 16 else Config(128, m, 2, 1, 8, 3)
     config = Config(*words.pop("tiles", None) or config.as_dict().values())
-    got = getattr(ahead, made)(sm=sm, config=config, **words)
+    got = getattr(ahead, made)(sm=sm, **words, **({} if made == "attention" else {"config": config}))
     waits = [got.count(name, loop=False) for name in ("PREEXIT", "ACQBULK")]
     found.append({"registers": got.registers, "spills": got.spill_bytes, "loop": got.loop, "waits": waits,
                   "early": got.early, "lead": got.lead})

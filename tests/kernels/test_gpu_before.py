@@ -60,10 +60,25 @@ for rows, columns in WHOLE_MODEL:
         for config in both:
             weight_only(torch.empty(batch, columns, dtype=torch.float16).as_subclass(OnGpu), packed, config)
 
+# attention of Llama-3-8B's build, its caches as long as they are there
+wanted = [one for one in precompile.launches(["steps"], "fp16") if one.what == "attention"]
+found, hits = hits, []
+attended = [precompile.compiled(wanted, 90, time.monotonic() + 600)[0], len({one.case.splits for one in wanted})]
+hits.clear()
+from quantkit.kernels import attention
+
+for batch in (1, 16, 64):
+    for room in (768, 4352):
+        attention.split_attention.device_caches.clear()
+        cache = torch.empty(batch, 8, room, 128, dtype=torch.float16)
+        query = torch.empty(batch, 1, 32, 128, dtype=torch.float16).transpose(1, 2)
+        seen = torch.ones(1, 1, 1, room, dtype=torch.bool).expand(batch, 1, 1, room)
+        attention.split_kv(query, cache, cache, seen, 1.0, splits=attention.splits_of(8 * batch, room, 64, 132))
+attended, hits = [*attended, hits], []
+
 # a solver's kernel, looked for by its operator at shapes of a block, whose memory nobody touches
 solving = [one for one in precompile.launches(["solvers", "model"], "fp16") if one.what in ("solver", "block")]
 wanted = [one for one in solving if (one.variant, one.solver) == ("nf4 g64", "gptq")]
-found, hits = hits, []
 solved = precompile.compiled(wanted, 90, time.monotonic() + 600)
 hits.clear()
 from quantkit.kernels.solving import gptq
@@ -76,7 +91,7 @@ for rows, columns in WHOLE_MODEL[:2]:
         scale = torch.empty(columns // group, rows)
         gptq.choose(target, torch.empty(columns, columns), row, order, scale, None, row[:16], row[:16],
                     -1.0, 1.0, group, "ieee")
-print(json.dumps([done, found, solved, hits, len(solving)]))
+print(json.dumps([done, found, attended, solved, hits, len(solving)]))
 """
 
 
@@ -87,7 +102,9 @@ def test_what_is_compiled_before_is_what_the_stages_look_for(tmp_path: Path) -> 
         [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    made, hits, solved, found, count = json.loads(done.stdout)
+    made, hits, attended, solved, found, count = json.loads(done.stdout)
+    # splits of 2, 8, 16 and 32
+    assert attended == [4, 4, [True] * 6]
     assert made == [2, []]
     assert hits == [True] * 16
     # three schemes by GPTQ, its sweeps and ranges, one by AWQ's two searches as well; a factor; what a compile has

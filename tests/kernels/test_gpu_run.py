@@ -108,7 +108,7 @@ class Told:
     def __init__(self, stage: str, out: Path) -> None:
         self.sections: dict[str, list[Any]] = {}
         work = import_module("parts.stages")
-        job = {"stage": stage, "results": str(out), "dry": True, "dtype": "fp16", "blocks": 1, "soft": 60.0}
+        job = {"stage": stage, "results": str(out), "dry": True, "dtype": "fp16", "blocks": 1, "soft": 240.0}
         getattr(work, stage)(job, self)
 
     def row(self, row: list[Any]) -> None:
@@ -141,15 +141,15 @@ def test_a_stage_that_cannot_be_done_here_says_why(found: dict[str, Any]) -> Non
 
 
 def test_every_check_of_correctness_was_made_and_holds(found: dict[str, Any]) -> None:
-    assert len(found["correct"]) == 6
-    assert all(row["ok"] and row["not_numbers"] and 0 < row["worst"] <= 1 for row in found["correct"])
+    assert len(found["correct"]) == 8
+    assert all(row["ok"] and row.get("not_numbers", True) and 0 < row["worst"] <= 1 for row in found["correct"])
 
 
 def test_a_kernel_with_a_split_k_has_no_race(out: Path) -> None:
     rows = Told("race", out).sections["race"]
-    assert [(row["how"], row["launches"]) for row in rows] == [("alone", 4), ("beside", 2)]
+    assert [(row["how"], row["launches"]) for row in rows] == 2 * [("alone", 4), ("beside", 2)]
     for row in rows:
-        assert row["config"]["split"] > 1
+        assert row["config"].get("split", row["config"].get("splits")) > 1
         assert (row["ok"], row["differing"], row["counters_left"]) == (True, 0, 0)
 
 
@@ -177,21 +177,26 @@ def test_rows_are_those_of_measurements(found: dict[str, Any]) -> None:
 
 @pytest.mark.thorough
 def test_steps_of_the_product_path_are_timed_apart_and_fused(out: Path) -> None:
-    from parts.steps import BASELINE, SIDES
+    from parts.steps import BASELINE, BY_TORCH, SIDES
 
     told = Told("steps", out).sections
     assert "skipped" not in told
     steps = [Row.model_validate(row) for row in told["rows"]]
     cells = {(row.settings["variant"], row.settings["fuse"]) for row in steps}
-    assert cells == {(side, fuse) for side in (BASELINE, *SIDES) for fuse in ("", "aot_eager")}
+    assert cells == {(side, fuse) for side in (BASELINE, *SIDES, BY_TORCH) for fuse in ("", "aot_eager")}
     assert {(row.name, row.batch) for row in steps} == {("latency.decode_step", 2)}
     # a dry run times one shape, which the model has not
     assert {row.settings["residual_s"] for row in steps} == {None}
     # a step has four products of weights, and the head's where it is packed
     counts = {
-        (row["side"], row["fuse"]): row["count"] for row in told["launches"] if row["kernel"] == "quantkit::linear"
+        kernel: {(row["side"], row["fuse"]): row["count"] for row in told["launches"] if row["kernel"] == kernel}
+        for kernel in ("quantkit::linear", "quantkit::attend")
     }
-    assert counts == {(side, fuse): 4 + ("head" in side) for side in SIDES for fuse in ("", "aot_eager")}
+    both, ours = ("", "aot_eager"), (BASELINE, *SIDES)
+    assert counts["quantkit::linear"] == {
+        (side, fuse): 4 + ("head" in side) for side in (*SIDES, BY_TORCH) for fuse in both
+    }
+    assert counts["quantkit::attend"] == {(side, fuse): 1 for side in ours for fuse in both}
 
 
 def test_ceilings_are_told_row_by_row(out: Path, found: dict[str, Any]) -> None:

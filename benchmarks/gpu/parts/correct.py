@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from parts import attending
 from parts.race import LAUNCHES, Product, beside, raced
 from parts.shapes import DTYPES, VARIANTS, settings
 from parts.shapes import checked as settings_of
@@ -31,11 +32,13 @@ LINES: Mapping[str, Callable[[Row], bool]] = {
     "bfloat16": lambda row: row["dtype"] == "torch.bfloat16",
     "byte-perm": lambda row: row["variant"].startswith("nf4"),
     "nan": lambda row: "not_numbers" in row,
+    "attention": lambda row: row["variant"] == attending.NAME,
 }
 
 
 def checked(device: GpuDevice, deadline: float) -> Iterator[Row]:
-    """One row a variant, dtype and batch: the largest error as a share of what is allowed."""
+    """One row a variant, dtype and batch: the largest error as a share of what is allowed; attention's first."""
+    yield from attending.checked(device, DTYPES, deadline)
     shape = (1040, 4096) if not device.dry else _TINY
     batches = _BATCHES if not device.dry else (3,)
     for variant in VARIANTS if not device.dry else [known()[name] for name in _DRY]:
@@ -99,7 +102,8 @@ def product(variant: FormatVariant, packed: PackedWeight, config: Config) -> Pro
 
 def raced_kernels(device: GpuDevice, dtype: torch.dtype, deadline: float) -> Iterator[Row]:
     """Two rows a variant, batch and configuration with a split K: `race.raced` and `race.beside`, whose first results
-    are compared with float64."""
+    are compared with float64; attention's first."""
+    yield from attending.raced_cases(device, dtype, deadline)
     shape = (4096, 4096) if not device.dry else _TINY
     for variant in VARIANTS if not device.dry else [known()[_DRY[0]]]:
         packed = weight(variant, *shape, device.torch_device)

@@ -21,8 +21,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from parts import solvers
+from parts import attending, solvers
 from parts.shapes import DTYPES, FIRST_SETTINGS, IN_WHOLE, INT4, PROFILED, SWEPT, VARIANTS, checked, settings
+from quantkit.kernels.attention import sizes, split_kv, splits_of
 from quantkit.kernels.dispatch import Config
 from quantkit.kernels.layout import PackedWeight
 from quantkit.kernels.matmul import dequantize, weight_only
@@ -32,6 +33,8 @@ from quantkit.measurement.cuda.sides import FormatVariant, known, weight
 # bytes of shared memory that a program may have
 _SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 _COLUMNS = 4096
+# multiprocessors of an H100 or H200
+_MANY = 132
 # rows: whole tiles of every size, and not
 _EVEN, _ODD = 256, 272
 # tokens of a recipe's calibration, one text or all, and which of `solvers.SCHEMES` stands for its weights
@@ -85,8 +88,8 @@ class Launch:
     """One kernel to compile.
 
     Args:
-        what: `product`, `tokens` or `expanded`; `solver`, all kernels of one of `solvers.names`; `block`, all of a
-            block's own.
+        what: `product`, `tokens`, `expanded` or `attention`; `solver`, all kernels of one of `solvers.names`; `block`,
+            all of a block's own.
         variant: of the weight.
         dtype: of x.
         even: whether tiles divide the weight's rows.
@@ -94,6 +97,7 @@ class Launch:
         batch: rows of x.
         decode: False: the raw twin.
         solver: of a block's work, on a weight of the scheme `variant`.
+        case: of attention, with its splits.
     """
 
     what: str
@@ -104,6 +108,7 @@ class Launch:
     batch: int = 16
     decode: bool = True
     solver: str = ""
+    case: attending.Case | None = None
 
 
 def launches(stages: Iterable[str], dtype: str, most: int | None = None) -> list[Launch]:
@@ -124,7 +129,17 @@ def launches(stages: Iterable[str], dtype: str, most: int | None = None) -> list
     return list(first.values())
 
 
+def _attention(cases: Iterable[attending.Case], dtypes: Iterable[str]) -> Iterator[Launch]:
+    """Attention as an H100 or H200 splits it; lengths and batches share a compilation."""
+    for case in cases:
+        block = sizes(case.heads // case.kv_heads, case.size, case.value_size)["BLOCK"]
+        splits = case.splits or splits_of(case.batch * case.kv_heads, case.room, block, _MANY)
+        for dtype in dtypes:
+            yield Launch(attending.NAME, "", dtype, case=replace(case, batch=2, length=1, room=16, splits=splits))
+
+
 def _correct(dtype: str, most: int | None) -> Iterator[Launch]:
+    yield from _attention(attending.CASES, DTYPES)
     for variant in VARIANTS:
         for each in DTYPES:
             for batch in (8, 16, 64, 256, 32):
@@ -134,6 +149,7 @@ def _correct(dtype: str, most: int | None) -> Iterator[Launch]:
 
 
 def _race(dtype: str, most: int | None) -> Iterator[Launch]:
+    yield from _attention(attending.RACED, (dtype,))
     for variant in VARIANTS:
         for batch in (8, 16, 64):
             for config in settings(variant, batch)[:most]:
@@ -157,7 +173,10 @@ def _sweep(dtype: str, most: int | None) -> Iterator[Launch]:
 
 def _steps(dtype: str, most: int | None) -> Iterator[Launch]:
     """Any setting may be the sweep's choice."""
-    return (each for each in _sweep(dtype, most) if each.variant in IN_WHOLE and each.decode)
+    llama = attending.CASES[0]
+    rooms = [(batch, context + 256) for batch in (1, 4, 16, 64) for context in (512, 4096)]
+    yield from _attention((replace(llama, batch=batch, room=room) for batch, room in rooms), (dtype,))
+    yield from (each for each in _sweep(dtype, most) if each.variant in IN_WHOLE and each.decode)
 
 
 def _profile(dtype: str, most: int | None) -> Iterator[Launch]:
@@ -214,6 +233,10 @@ def made(launch: Launch) -> None:
     """The launch."""
     if launch.what in ("solver", "block"):
         _solved(launch)
+        return
+    if launch.case is not None:
+        *parts, seen = attending.drawn(launch.case, DTYPES[launch.dtype], "cpu")
+        split_kv(*parts, seen, 1.0, splits=launch.case.splits)
         return
     variant, dtype = known()[launch.variant], DTYPES[launch.dtype]
     packed = _weight(variant, launch.even)

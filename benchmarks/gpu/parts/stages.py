@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SKIPPED = "stage-skipped"
 # lines of PENDING.md that a record settles: the stage that does
 LINES = {
-    **dict.fromkeys(("kernels", "bfloat16", "byte-perm", "nan"), "correct"),
+    **dict.fromkeys(("kernels", "bfloat16", "byte-perm", "nan", "attention"), "correct"),
     **{"split": "race", "graphs": "race", "solvers": "solvers"},
     **dict.fromkeys(("speeds", "int4-bound", "int4-never-behind", "decoding-hidden", "settings", "peers"), "sweep"),
     **{"tax-page": "tax", "steps": "steps", "compile-8b": "model", "compile-same": "model"},

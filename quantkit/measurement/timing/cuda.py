@@ -1,11 +1,11 @@
 """Time a bundle on quantkit's own kernels, or in an engine, against the unquantized model on one GPU: steps and
 prefills.
 
-Both sides are transformers' classes that differ only in their linear layers, or one side is an engine. On either side,
-a decode step of a batch is one CUDA graph (`runtimes.torch.decode_graph`). The device's clock times it, and the sides
-take turns (`timing.latency`). If the bundle carries `kernels.json`, each row of a step on our kernels also has the sum
-of its linears, each timed alone by `quantkit tax`. The residual is the time beyond that sum: attention, norms, head and
-launches, less what the cache saves from one product to the next.
+Both sides are transformers' classes with our attention, that differ only in their linear layers, or one is an engine.
+On either side, a decode step of a batch is one CUDA graph (`runtimes.torch.decode_graph`). The device's clock times it,
+and the sides take turns (`timing.latency`). If the bundle carries `kernels.json`, each row of a step on our kernels has
+the sum of its linears, each timed alone by `quantkit tax`. The residual is the time beyond that sum: attention, norms,
+head and launches, less what the cache saves from one product to the next.
 """
 
 from __future__ import annotations
@@ -156,6 +156,7 @@ def kernel_sides(
         packed = _packed.load(place / "model", layers, device=at, dtype=dtype, table=table)
         resident = allocated() - before
         theirs = _floats(source, dtype, at)
+        decode_graph.attend_by_kernel(theirs)
         baseline = allocated() - before - resident
     kind, width = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype], str(dtype).removeprefix("torch.")
     costs = _cost(packed.model, form, kind), _cost(theirs, width, kind)
@@ -274,8 +275,7 @@ def _cost(model: Any, name: str, compute: str) -> StepCost:
 
 def linears_seconds(model: Any, batch: int, table: Table | None) -> float | None:
     """Add up the recorded seconds of all packed linears at M = `batch`; None if one was not timed in its packing."""
-    seconds = 0.0
-    linears = [module for module in model.modules() if isinstance(module, OpaqueLinear)]
+    seconds, linears = 0.0, [module for module in model.modules() if isinstance(module, OpaqueLinear)]
     for linear in linears:
         choices = () if table is None else table.choices.get(linear.shape, ())
         ours = isinstance(linear, QuantLinear)

@@ -4,6 +4,9 @@ The cache is transformers' static one: its tensors stay at their addresses, and 
 a graph that was captured once is right at every position. A sliding window is counted on the host, which a graph would
 freeze: the steps of such a model are launched kernel by kernel, as they are on a CPU, in tests.
 
+`attend_by_kernel` has decode steps attend with `kernels.attention`. Prompts keep torch's attention, and so does any
+model whose attention is not transformers' `sdpa`.
+
 Between its linears a step of transformers' classes is some 35 small kernels a layer (norms, rotary embedding, cache,
 SwiGLU, sums). With `fuse`, torch.compile joins them to a few around the packed linears, each of which stays one
 operator (`kernels.modules`); prefill is not compiled.
@@ -15,7 +18,11 @@ operator (`kernels.modules`); prefill is not compiled.
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,12 +34,61 @@ from quantkit.model.structure.kinds import positions
 from quantkit.runtimes.generate import Array, too_long
 
 if TYPE_CHECKING:
-    import torch
     from transformers import DynamicCache
 
 
 # largest number of compiled variants, times the batches of a process
 _LAYERS = 4096
+# names in transformers of attention by the kernel, and of the one it stands for
+ATTENTION, _TORCH = "quantkit", "sdpa"
+_BY_NAME = re.compile(rf"_attn_implementation (?:==|!=|in|not in) .*{_TORCH}")
+
+
+def attend_by_kernel(model: Any) -> str:
+    """Let a model's decode steps attend with `kernels.attention`; return the reason if they do not, else "".
+
+    The kernel takes one token of each sequence, with the boolean mask that transformers makes for a static cache or a
+    padded batch. Everything else goes to torch's attention, as before.
+
+    Args:
+        model: model of transformers; its configuration is changed in place.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    kinds = {str(part.config._attn_implementation) for part in parts} - {ATTENTION}
+    if kinds - {_TORCH}:
+        return f"{type(model).__name__}: its attention is {', '.join(sorted(kinds - {_TORCH}))}"
+    for part in parts:
+        if _BY_NAME.search(inspect.getsource(sys.modules[type(part).__module__])):
+            return f"{type(part).__name__}: its code asks whether attention is {_TORCH}"
+    AttentionInterface.register(ATTENTION, partial(_attention, AttentionInterface()[_TORCH]))
+    AttentionMaskInterface.register(ATTENTION, AttentionMaskInterface()[_TORCH])
+    model.set_attn_implementation(ATTENTION)
+    if others := [type(part).__name__ for part in parts if part.config._attn_implementation != ATTENTION]:
+        model.set_attn_implementation(_TORCH)
+        return f"{others[0]}: its attention cannot be replaced"
+    return ""
+
+
+def _attention(
+    whole: Callable[..., tuple[torch.Tensor, None]],
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **words: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend by the kernel where it fits, else by `whole`, transformers' `sdpa`."""
+    from quantkit.kernels.attention import attend, fits
+
+    scale = words.get("scaling") or query.shape[-1] ** -0.5
+    others = any(words.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    if others or words.get("dropout") or not fits(query, key, value, attention_mask):
+        return whole(module, query, key, value, attention_mask, **words)
+    assert attention_mask is not None
+    return attend(query, key, value, attention_mask, scale), None
 
 
 class DecodeGraph:
@@ -145,8 +201,6 @@ class TorchDecoder:
 
     def run(self, state: DynamicCache, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
         """Return logits [B, S or keep, V], float32, of tokens [B, S], which continue the sequences of a state."""
-        import torch
-
         assert mask is None, "prompts are of one length"
         with torch.no_grad():
             output = self.model(
@@ -161,8 +215,6 @@ class TorchDecoder:
 
 def seconds(run: Callable[[], object], device: torch.device) -> float | None:
     """Run once and return the seconds on the GPU; None on other devices, where the caller has a clock."""
-    import torch
-
     if device.type != "cuda":
         run()
         return None
@@ -176,8 +228,6 @@ def seconds(run: Callable[[], object], device: torch.device) -> float | None:
 
 def captured(run: Callable[[], object], undo: Callable[[], object] = lambda: None) -> torch.cuda.CUDAGraph:
     """Capture a step as one CUDA graph; `undo` reverts the runs before it, for compiling and warm-up."""
-    import torch
-
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside), one_graph():

@@ -28,6 +28,7 @@ from quantkit.model.source.open import open_written
 from quantkit.model.source.weights import Weights
 from quantkit.model.structure.names import same
 from quantkit.model.structure.traced import hooked, is_linear
+from quantkit.runtimes.torch.decode_graph import attend_by_kernel
 from quantkit.runtimes.torch.reloaded import built, described
 from quantkit.runtimes.torch.reloaded import expanded as dense
 from quantkit.scheme import WeightScheme
@@ -52,12 +53,14 @@ class PackedModel:
         expanded: linear -> reason that its weight is expanded.
         apart: linears with one input -> reason that they are not one product.
         refused: linears of one product -> reason of the library that was the fastest.
+        attention: reason that decode steps attend by torch; "": by our kernel.
     """
 
     model: Any
     expanded: dict[str, str]
     apart: dict[tuple[str, ...], str]
     refused: dict[tuple[str, ...], str]
+    attention: str
 
     def said(self) -> str:
         """Describe the fallbacks, a sentence for each kind; "" if there are none."""
@@ -66,7 +69,8 @@ class PackedModel:
             ("these have one input and are multiplied one by one", self.apart),
             ("humming was the fastest and does not take these, which are in our kernels", self.refused),
         )
-        return "; ".join(f"{what}: {_counted(reasons.values())}" for what, reasons in sentences if reasons)
+        parts = [f"{what}: {_counted(reasons.values())}" for what, reasons in sentences if reasons]
+        return "; ".join(parts + [f"decode steps attend by torch: {self.attention}"] * bool(self.attention))
 
 
 def _counted(reasons: Iterable[str]) -> str:
@@ -136,7 +140,7 @@ def load(
     model = built(model_class, config, state, dtype)
     foreign = partial(_foreign, weights=weights, source=source, dtype=dtype, device=device)
     apart, refused = placed(model, packed, others, device=device, skeleton=skeleton, table=table, foreign=foreign)
-    return PackedModel(model.to(device), reasons, apart, refused)
+    return PackedModel(model.to(device), reasons, apart, refused, attend_by_kernel(model))
 
 
 def placed(
