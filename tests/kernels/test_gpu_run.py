@@ -222,6 +222,26 @@ def test_the_table_of_a_step_is_of_what_a_layer_runs() -> None:
     assert _table([asdict(timing) for timing in timings]) == tables({"int4": timings})["int4"].as_dict()
 
 
+def test_packings_are_compared_where_both_were_timed() -> None:
+    from parts.sections import packings
+
+    def rows(variant: str, kernel: str, N: int, *seconds: float) -> list[dict[str, Any]]:
+        settings = {"variant": variant, "kernel": kernel}
+        ops = [{"N": N, "K": 64, "M": M} for M in (1, 2048)]
+        return [
+            {"name": "latency.op", "settings": settings, "op": op, "value": value}
+            for op, value in zip(ops, seconds, strict=False)
+        ]
+
+    timed = [*rows("int4.g64", "quantkit", 16, 1.0, 9.0), *rows("int4.g64.humming", "humming", 16, 1.1, 5.0)]
+    # a prompt for every 256 steps: 2,048 rows for 1,024
+    assert packings(timed) == {"int4.g64": {"16x64": "quantkit"}}
+    timed += [*rows("int4.g64", "quantkit", 32, 1.1, 9.0), *rows("int4.g64.humming", "humming", 32, 1.0, 50.0)]
+    timed += [*rows("int4.g64", "quantkit", 48, 1.0), *rows("int4.g64.humming", "humming", 48, 1.1, 5.0)]
+    timed += [*rows("nf4", "quantkit", 16, 1.0, 9.0), *rows("bfloat16", "torch.linear", 16, 1.0, 9.0)]
+    assert packings(timed) == {"int4.g64": {"16x64": "quantkit", "32x64": "quantkit", "48x64": "humming"}}
+
+
 def test_taxes_add_up(found: dict[str, Any]) -> None:
     taxes = {
         (row["name"], row["settings"]["variant"]): row["value"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quantkit.errors import InputError
-from quantkit.planning.traffic import RequestKind, Traffic, kinds_of, traffic, traffic_of
+from quantkit.planning.traffic import RequestKind, Traffic, kinds_of, of_products, traffic, traffic_of
 
 
 def test_shares_of_the_batches_add_up_to_one_or_are_refused() -> None:
@@ -19,6 +19,14 @@ def test_shares_of_the_batches_add_up_to_one_or_are_refused() -> None:
     for text in ("1", "1:", "0:1", "1:-1,2:2", "1:0.5,1:0.5", "1:nan", "a:1", "", "1:0", "1:inf", "1:0.5:0.5"):
         with pytest.raises(InputError, match="traffic-invalid"):
             traffic_of(text)
+
+
+def test_products_of_assumed_requests_are_steps_and_a_prompt_for_every_256_of_them() -> None:
+    assert of_products([1, 16, 1024]) == {1: 1.0, 16: 1.0, 1024: 17 / 256}
+    # 2,048 rows are no step; the next larger batch stands for a prompt, or several of the largest
+    assert of_products([16, 2048]) == {16: 1.0, 2048: 1 / 16}
+    assert of_products([64, 256]) == {64: 1.0, 256: 1.0 + 4 * 320 / 256}
+    assert of_products([4096]) == {4096: 1.0 + 16.0}
 
 
 def test_kinds_of_requests() -> None:

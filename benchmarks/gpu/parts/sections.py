@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import machine
-from quantkit.kernels.dispatch import HUMMING, LAYERS, KernelTiming, fastest
+from quantkit.errors import InputError
+from quantkit.kernels.dispatch import HUMMING, LAYERS, OTHER_PACKING, OURS, KernelTiming, fastest
+from quantkit.planning.traffic import of_products
 
-# what a layer of the swept formats runs: another library's kernel is taken for formats that ours lack
+# what a layer of the swept formats runs; humming's packing is timed at every batch by stage `tax` alone (`packings`)
 RUN = set(LAYERS) - {HUMMING}
 # of which each stage says the same, once
 _ONCE = ("device", "versions")
@@ -86,6 +88,29 @@ def _table(timings: Sequence[dict[str, Any]]) -> dict[str, Any]:
     able = [each for each in timings if each["candidate"] in RUN]
     named = [{key: value for key, value in each.items() if key != "variant"} for each in able]
     return fastest(KernelTiming(**{**each, "shape": tuple(each["shape"])}) for each in named).as_dict()
+
+
+def packings(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return variant -> shape -> packing that is faster over the assumed traffic, of rows of `quantkit tax`.
+
+    Only shapes that were timed in both packings, one of them at every batch.
+    """
+    timed: dict[tuple[str, str], list[KernelTiming]] = {}
+    for row in rows:
+        op, kernel, name = row["op"] or {}, row["settings"].get("kernel"), str(row["settings"].get("variant"))
+        if row["name"] == "latency.op" and row["value"] and op.get("N") and kernel in LAYERS:
+            timing = KernelTiming(kernel, (op["N"], op["K"]), op["M"], row["value"], 0)
+            timed.setdefault((name.removesuffix(OTHER_PACKING), f"{op['N']}x{op['K']}"), []).append(timing)
+    found: dict[str, dict[str, str]] = {}
+    for (name, shape), timings in timed.items():
+        if {timing.candidate == HUMMING for timing in timings} == {True, False}:
+            try:
+                table = fastest(timings, traffic=of_products(timing.batch for timing in timings))
+            except InputError:
+                continue
+            (choices,) = table.choices.values()
+            found.setdefault(name, {})[shape] = HUMMING if choices[0].candidate == HUMMING else OURS
+    return found
 
 
 def _wrong(found: dict[str, Any]) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ LINES = {
     **dict.fromkeys(("kernels", "bfloat16", "byte-perm", "nan", "attention"), "correct"),
     **{"split": "race", "graphs": "race", "solvers": "solvers"},
     **dict.fromkeys(("speeds", "int4-bound", "int4-never-behind", "decoding-hidden", "settings", "peers"), "sweep"),
-    **{"tax-page": "tax", "steps": "steps", "compile-8b": "model", "compile-same": "model"},
+    **{"tax-page": "tax", "packings": "tax", "steps": "steps", "compile-8b": "model", "compile-same": "model"},
     **dict.fromkeys(("block-agrees", "passes-agree", "folds-shared", "scales-agree"), "recipes"),
     **dict.fromkeys(("bundle-kernels", "step-graph", "transformers-cuda", "real-agrees"), "real"),
 }
@@ -267,12 +267,14 @@ def tax(job: dict[str, Any], caller: child.Caller) -> None:
     if job["dry"]:
         raise skipped("tax", "the command measures a GPU")
     from parts.recipes import answered
+    from parts.sections import packings
     from parts.shapes import HEAD, WHOLE_MODEL
     from quantkit import machine
 
     give, deadline = telling(caller), _deadline(job)
     shapes = [word for rows, columns in (*WHOLE_MODEL, HEAD) for word in ("--shape", f"{columns}x{rows}")]
     # humming compiles a kernel for each shape and range of M, which must not cost the other formats their time
+    rows: list[dict[str, Any]] = []
     asked = {"tax.html": _FORMATS} | ({"humming.html": _FOREIGN} if machine.has("humming") else {})
     for number, (name, formats) in enumerate(asked.items()):
         page, left = Path(job["results"]) / name, max(deadline - time.monotonic(), 2.0) / (len(asked) - number)
@@ -280,11 +282,15 @@ def tax(job: dict[str, Any], caller: child.Caller) -> None:
         # on an H200 the command took up to twice the seconds that it was asked for
         row = answered([*words, *shapes, "--seconds", f"{left / 2:.0f}"], deadline)
         give("commands", row)
+        rows += row.get("rows", ())
         if formats is _FORMATS:
             # 3: intervals are too wide for an advice, and the page says so
             holds = row["exit"] in (0, 3) and page.is_file()
             said = f"exit {row['exit']}, {len(row.get('rows', ()))} rows, {page.name}"
             give("settles", {"line": "tax-page", "holds": holds, "by": said})
+    if faster := packings(rows):
+        holds = all(len(shapes) == len(WHOLE_MODEL) + 1 for shapes in faster.values())
+        give("settles", {"line": "packings", "holds": holds, "by": str(faster)})
 
 
 def steps(job: dict[str, Any], caller: child.Caller) -> None:
