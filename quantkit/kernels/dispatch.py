@@ -90,13 +90,13 @@ _WEIGHT_ONLY = {
     64: ((64, 64, 4, 4, 4, 3), (128, 64, 2, 1, 8, 4), (64, 64, 4, 2, 4, 3)),
     128: ((256, 64, 2, 4, 8, 3), (128, 128, 2, 1, 8, 3), (256, 64, 2, 2, 8, 3)),
 }
-# decode steps: the whole K in one program (`decode`). No GPU has timed these yet. By the machine code the first keeps
-# 32 to 64 KiB of words on their way in a multiprocessor. None spills, for any format, and all have whole steps in the
-# shapes of Llama-3-8B's block
+# decode steps: the whole K in one program (`decode`). No GPU has timed these yet. Each width has tiles that keep 32 KiB
+# of words in flight in a multiprocessor, for every format (benchmarks/kernel_resources.py --all); above 16 rows of x by
+# reading words once for every 16. None spills, and all have whole steps in the shapes of Llama-3-8B's block
 _WHOLE_K = {
-    8: ((16, 8, 2, 1, 8, 0), (16, 8, 4, 1, 8, 0), (16, 8, 1, 1, 16, 0)),
-    16: ((16, 16, 2, 1, 8, 0), (32, 16, 1, 1, 8, 0), (16, 8, 2, 1, 8, 0)),
-    32: ((32, 16, 1, 1, 8, 0), (16, 16, 2, 1, 8, 0), (32, 32, 1, 1, 8, 0)),
+    8: ((16, 8, 4, 1, 8, 0), (16, 8, 2, 1, 8, 0), (32, 8, 2, 1, 4, 0)),
+    16: ((16, 16, 8, 1, 4, 0), (32, 16, 4, 1, 4, 0), (16, 16, 4, 1, 8, 0)),
+    32: ((32, 16, 4, 1, 4, 0), (16, 16, 8, 1, 4, 0), (32, 32, 2, 1, 4, 0)),
 }
 # width of all batches above 128: no split, and one scale product per group of 128, not one per 64 columns
 PREFILL = 256

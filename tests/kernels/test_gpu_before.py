@@ -118,7 +118,7 @@ def test_what_is_carried_is_made_once_in_pieces_and_unpacked_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carried = import_module("carried")
-    needed, _ = carried.wanted()
+    needed, *_ = carried.wanted()
     # the tested versions, of all that is needed
     assert all("==" in requirement for requirement in needed if requirement != "py-spy")
     asked: list[str] = []

@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("triton")  # Linux alone has it
 
+from quantkit.kernels.dispatch import Config
+
 HERE = Path(__file__).parents[2] / "benchmarks/gpu"
 
 
@@ -36,7 +38,7 @@ def test_every_line_names_what_settles_it() -> None:
         assert "`" in settled_by, f"no stage and no command: {line}"
         for stage, names in re.findall(r"stage `([\w-]+)`(?:: ((?:`[\w-]+`,? ?)+))?", settled_by):
             assert stage in run_all.STAGES, line
-            if line in pending:
+            if line in pending and f"--only {stage}" not in settled_by:
                 (script,) = set(re.findall(r"script `(\w+)`", settled_by))
                 assert stage in run_all.SCRIPTS[script], line
             named |= set(re.findall(r"`([\w-]+)`", names))
@@ -84,22 +86,99 @@ def test_what_a_sweep_settles(variant: str, ours: float, expanded: float | None,
     assert settled() == holds | {"peers": True, "speeds": True}
     sweep.reached |= {"whole model, all settings": 1.0}
     assert settled() == holds | {"speeds": True, "settings": True, "peers": True}
+    # the kernel of a whole K is meant to take 1.1 times the bound and 3 us; another's time says nothing of it
+    for shape in WHOLE_MODEL:
+        for name in ("int4.g64.zeros", "int4.g128"):
+            sweep._cells[shape, name, 1] = (seconds, 10e-6, None)  # type: ignore[assignment]
+            sweep._settings[shape, name, 8] = {Config(64, 16, 2, 8, 4, 3): 9e-6, Config(16, 8, 2, 1, 8, 0): 13.9e-6}
+    assert settled()["whole-k"]
+    sweep._settings[slowest[0], variant, 8] = {Config(16, 8, 2, 1, 8, 0): 14.1e-6}
+    assert not settled()["whole-k"]
+    del sweep._settings[slowest[0], variant, 8]
     # with a cell missing, which could not be timed, nothing is said of all
     del sweep._cells[slowest]
     assert set(settled()) == {"peers", "speeds", "settings"}
 
 
-def test_counters_are_read_behind_what_the_tool_says() -> None:
-    from parts.counters import table
+def test_a_table_of_every_section_is_printed_with_its_heads() -> None:
+    from parts.sections import _joined, lines
 
-    text = """==PROF== Connected to process 12
-==PROF== Profiling "weight_only_matmul": 0%....100%
-"ID","Kernel Name","dram__bytes_read.sum","gpu__time_duration.sum"
-"","","Mbyte","us"
-"0","weight_only_matmul","60.2","17.9"
-"1","weight_only_matmul","30.1","9.1"
+    op = {"N": 4096, "K": 14336, "M": 16, "bound_s": 10e-6}
+    row = {"name": "latency.op", "runtime": "quantkit", "value": 12e-6, "op": op, "baseline": {"ratio": 2.5}}
+    row |= {"settings": {"variant": "int4.g128", "stages": 0}}
+    own = row | {"runtime": "torch.linear", "value": 30e-6}
+    step = {"name": "latency.decode_step", "value": 2.4e-3, "batch": 1, "shape": {"context": 512}}
+    step |= {"settings": {"variant": "int4", "fuse": "inductor", "residual_s": 7e-4}, "baseline": {"ratio": 1.8}}
+    even = {"name": "tax.break_even", "op": None, "value": 96.0, "ci95": [90.0, 101.0]}
+    even |= {"settings": {"variant": "int4.g128", "win_intervals": "1 to 96"}}
+    asked = {"command": ["measure", "b"], "exit": 0, "seconds": 12.0, "verdict": {"answer": "ship_it"}}
+    sections = {
+        "rows": [own, row, step],
+        "commands": [{"command": ["tax"], "exit": 0, "rows": [even]}, asked],
+        "launches": [{"side": "int4", "fuse": "", "kernel": "a", "count": 2, "us": 3.0}] * 2,
+        "real": [{"recipe": "nf4", "at": "cuda", "exit": 0, "kl": 0.0512, "failed": []}],
+        "model": [{"what": "compile 1", "seconds": 58.5, "exit": 0, "gpu_peak_bytes": 12e9, "reached": {"export": 40}}],
+        "functions": [{"function": "f (a.py)", "seconds": 2.0}],
+        "rtx": [{"version": "1.4.0", "capability": "9.0", "built": False, "ran": False, "said": ["no kernel"]}],
+        "ceilings": [{"name": "ceiling.read", "settings": {}, "value": 4.57e12, "unit": "B/s", "flags": []}],
+    }
+    told = [" ".join(line.split()) for line in lines(_joined([]) | sections)]
+    for wanted in (
+        *("read 4.57 TB/s", "format N x K M torch.linear quantkit K quantkit: times as fast bound"),
+        *("int4.g128 4096x14336 16 30.00 12.00 whole 2.50 10.00", "int4.g128 all 96 90 to 101 1 to 96"),
+        *("int4 inductor 1 512 2.400 1.80 0.70", "int4 no 4 6.0 all", "int4 no 2 3.0 a", "nf4 cuda 0 0.0512 0"),
+        *("compile 1 58.5 0 12.0 {'export': 40}", "2.0 f (a.py)", "measure b 0 12 ship_it"),
+        *("1.4.0 9.0 False False no kernel",),
+    ):
+        assert wanted in told
+
+
+@pytest.mark.thorough
+def test_an_engine_of_one_product_is_built_without_a_gpu() -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    from parts.rtx import tried
+
+    row = tried("cpu")
+    assert (row["built"], row["ran"], row["ok"], row["said"]) == (True, False, False, [])
+
+
+def test_counters_are_read_behind_what_the_tool_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A tool that runs what stands behind its options, and prints as Nsight Compute does."""
+    from parts import counters
+    from parts.sections import _joined, lines
+
+    (tmp_path / "ncu").write_text(
+        f"""#!{sys.executable}
+import subprocess, sys
+subprocess.run(sys.argv[sys.argv.index(sys.executable):], check=True)
+print('==PROF== Profiling "whole_k_matmul": 0%....100%')
+print('"ID","Kernel Name","{counters.DURATION}","{counters.BANDWIDTH}","{counters.ISSUE}"')
+print('"","","ns","%","%"')
+for number in range({len(counters.PRODUCTS)}):
+    print(f'"{{number}}","whole_k_matmul","17900","91.5","40.25"')
 """
-    assert [row["gpu__time_duration.sum"] for row in table(text)] == ["17.9", "9.1"]
+    )
+    (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setattr(counters, "PROFILED", {"int8 whole K": ("int8", True)})
+    (row,) = counters.profiled(str(tmp_path / "ncu"), "fp16", time.monotonic() + 60)
+    assert row["reason"] == "" and len(row["launches"]) == len(row["products"])
+    (told,) = [line for line in lines(_joined([]) | {"profile": [row]}) if " 4096x14336 " in line and " 16 " in line]
+    assert told.split() == ["int8", "whole", "K", "4096x14336", "16", "17.90", "91.5", "40.2"]
+    # a tool that fails says why, and one without time is not begun
+    (tmp_path / "ncu").write_text("#!/bin/sh\necho no permission >&2; exit 9\n")
+    (row,) = counters.profiled(str(tmp_path / "ncu"), "fp16", time.monotonic() + 60)
+    assert (row["launches"], row["reason"]) == ([], "exit 9: no permission\n")
+    (row,) = counters.profiled(str(tmp_path / "ncu"), "fp16", time.monotonic())
+    assert row["reason"] == "the time was up"
+
+
+@pytest.mark.parametrize("kernel", ["int4.g64.zeros split K", "torch.linear"])
+def test_what_the_tool_launches_runs(kernel: str) -> None:
+    from parts.counters import launched
+    from parts.shapes import PROFILED
+
+    assert kernel in PROFILED and len(PROFILED) == 5
+    launched(kernel, "bf16")
 
 
 def test_a_compile_is_told_by_its_envelope() -> None:

@@ -180,7 +180,8 @@ def _steps(dtype: str, most: int | None) -> Iterator[Launch]:
 
 
 def _profile(dtype: str, most: int | None) -> Iterator[Launch]:
-    return (each for each in _sweep(dtype, 1) if each.variant in PROFILED and each.batch == 8)
+    wanted = {name for name, _ in PROFILED.values()}
+    return (e for e in _sweep(dtype, FIRST_SETTINGS) if e.variant in wanted and e.batch in (8, 16) and e.decode)
 
 
 def _solvers(dtype: str, most: int | None) -> Iterator[Launch]:

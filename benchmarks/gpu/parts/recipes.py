@@ -146,5 +146,6 @@ def answered(words: list[str], deadline: float) -> Row:
         return row | {"reason": done.stderr[-600:]}
     result = envelope["result"] or {}
     rows = result.get("measurements") or result.get("rows") or []
+    row["verdict"] = result.get("verdict")
     kept = [{name: each.get(name) for name in _KEPT} for each in rows]
     return row | {"error": envelope["error"], "warnings": envelope["warnings"], "rows": kept}

@@ -27,9 +27,14 @@ VARIANTS = tuple(known()[name] for name in _NAMES)
 SWEPT = 8
 # those that lines of PENDING.md call int4: the recipes' form first
 INT4 = ("int4.g64.zeros", "int4.g128")
-# those that a whole model is built of, and those whose counters are read
+# those that a whole model is built of
 IN_WHOLE = ("int4.g64.zeros", "int4.g128", "int8")
-PROFILED = ("int4.g64.zeros", "int4.g128", "nf4.g64.double", "int8", "fp8_e4m3")
+# kernels whose counters are read: variant, and whether the whole K is in one program
+BASELINE = "torch.linear"
+PROFILED = {
+    **{f"{name} whole K": (name, True) for name in ("int4.g64.zeros", "int4.g128", "int8")},
+    **{"int4.g64.zeros split K": ("int4.g64.zeros", False), BASELINE: (BASELINE, False)},
+}
 # of `candidates`, which has the best by the machine code first: what is timed before anything else is
 FIRST_SETTINGS = 2
 _SMALLEST = Config(block_n=64, block_m=16, unroll=1, split=2, warps=4, stages=2)

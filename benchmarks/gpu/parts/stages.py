@@ -31,8 +31,10 @@ SKIPPED = "stage-skipped"
 LINES = {
     **dict.fromkeys(("kernels", "bfloat16", "byte-perm", "nan", "attention"), "correct"),
     **{"split": "race", "graphs": "race", "solvers": "solvers"},
-    **dict.fromkeys(("speeds", "int4-bound", "int4-never-behind", "decoding-hidden", "settings", "peers"), "sweep"),
+    **dict.fromkeys(("int4-bound", "whole-k", "int4-never-behind", "decoding-hidden"), "sweep"),
+    **dict.fromkeys(("speeds", "settings", "peers"), "sweep"),
     **{"tax-page": "tax", "packings": "tax", "steps": "steps", "compile-8b": "model", "compile-same": "model"},
+    **{"rtx-hopper": "rtx"},
     **dict.fromkeys(("block-agrees", "passes-agree", "folds-shared", "scales-agree"), "recipes"),
     **dict.fromkeys(("bundle-kernels", "step-graph", "transformers-cuda", "real-agrees"), "real"),
 }
@@ -260,6 +262,22 @@ def profile(job: dict[str, Any], caller: child.Caller) -> None:
     give = telling(caller)
     for row in part.profiled(tool, job["dtype"], _deadline(job)):
         give("profile", row)
+
+
+def rtx(job: dict[str, Any], caller: child.Caller) -> None:
+    """Whether TensorRT-RTX builds and runs an engine on this GPU: `parts.rtx`."""
+    from quantkit import machine
+
+    if not machine.has("tensorrt_rtx_bindings"):
+        raise skipped("rtx", "TensorRT-RTX is not installed: `make gpu-bundle CARRY='--only tensorrt'` carries it")
+    from parts import rtx as part
+
+    work = Work.begun(job, caller)
+    row = part.tried(work.device.torch_device)
+    work.give("rtx", row)
+    said = f"{row['version']} on SM {row['capability']}: built {row['built']}, ran {row['ran']}; {row['said'][:1]}"
+    work.settles("rtx-hopper", row["ok"], said)
+    work.ended()
 
 
 def tax(job: dict[str, Any], caller: child.Caller) -> None:

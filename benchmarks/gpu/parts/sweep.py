@@ -36,6 +36,8 @@ from quantkit.measurement.cuda.sides import FormatVariant, known
 
 # what must be reached: seconds over the bound of int4 at M = 1, and of the choice over the baseline at any M
 BOUND, BEHIND = 1.6, 1.02
+# of the kernel of a whole K at M = 1: times the bound, and seconds beyond
+WHOLE_K, WHOLE_K_S = 1.1, 3e-6
 # seconds of the kernel over its raw twin's below which decoding counts as hidden
 _HIDDEN = 1.05
 # sides that nothing can be run by: a part of a step, a bound, and the baseline, of which no copy is kept
@@ -152,6 +154,16 @@ class Sweep:
         if len(of_bound) == len(blocks):
             said = ", ".join(f"{name} {times:.2f}" for name, times in of_bound.items())
             found.append(("int4-bound", max(of_bound.values()) <= BOUND, f"M = 1, times the bound: {said}"))
+        near = {}
+        for (shape, name), bound in ((key, int4[*key, 1][1]) for key in blocks if (*key, 1) in int4):
+            timed = self._settings.get((shape, name, width(1)), {})
+            if bound and (whole := [seconds for config, seconds in timed.items() if config.whole_k]):
+                near[f"{shape[0]}x{shape[1]} {name}"] = (min(whole), WHOLE_K * bound + WHOLE_K_S)
+        if len(near) == len(blocks):
+            said = ", ".join(
+                f"{where} {1e6 * took:.1f} of {1e6 * meant:.1f} us" for where, (took, meant) in near.items()
+            )
+            found.append(("whole-k", all(took <= meant for took, meant in near.values()), f"M = 1: {said}"))
         behind = {
             key: min(s for name, s in seconds.items() if name in RUN) / seconds["torch.linear"]
             for key, (seconds, *_) in int4.items()
