@@ -154,16 +154,16 @@ subprocess.run(sys.argv[sys.argv.index(sys.executable):], check=True)
 print('==PROF== Profiling "whole_k_matmul": 0%....100%')
 print('"ID","Kernel Name","{counters.DURATION}","{counters.BANDWIDTH}","{counters.ISSUE}"')
 print('"","","ns","%","%"')
-for number in range({len(counters.PRODUCTS)}):
+for number in range({len(counters.of("int8 whole K"))}):
     print(f'"{{number}}","whole_k_matmul","17900","91.5","40.25"')
 """
     )
     (tmp_path / "ncu").chmod(0o755)
     monkeypatch.setattr(counters, "PROFILED", {"int8 whole K": ("int8", True)})
     (row,) = counters.profiled(str(tmp_path / "ncu"), "fp16", time.monotonic() + 60)
-    assert row["reason"] == "" and len(row["launches"]) == len(row["products"])
-    (told,) = [line for line in lines(_joined([]) | {"profile": [row]}) if " 4096x14336 " in line and " 16 " in line]
-    assert told.split() == ["int8", "whole", "K", "4096x14336", "16", "17.90", "91.5", "40.2"]
+    assert row["reason"] == "" and len(row["launches"]) == len(row["of"])
+    (told,) = [line for line in lines(_joined([]) | {"profile": [row]}) if " 4096x14336, M = 16 " in line]
+    assert told.split() == ["int8", "whole", "K", "4096x14336,", "M", "=", "16", "17.90", "91.5", "40.2"]
     # a tool that fails says why, and one without time is not begun
     (tmp_path / "ncu").write_text("#!/bin/sh\necho no permission >&2; exit 9\n")
     (row,) = counters.profiled(str(tmp_path / "ncu"), "fp16", time.monotonic() + 60)
@@ -172,7 +172,7 @@ for number in range({len(counters.PRODUCTS)}):
     assert row["reason"] == "the time was up"
 
 
-@pytest.mark.parametrize("kernel", ["int4.g64.zeros split K", "torch.linear"])
+@pytest.mark.parametrize("kernel", ["int4.g64.zeros split K", "attention", "torch.linear"])
 def test_what_the_tool_launches_runs(kernel: str) -> None:
     from parts.counters import launched
     from parts.shapes import PROFILED

@@ -8,16 +8,21 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parts.sections import BANDWIDTH, DURATION, ISSUE
-from parts.shapes import BASELINE, DTYPES, PROFILED, WHOLE_MODEL, settings
+from parts.shapes import ATTENTION, BASELINE, DTYPES, PROFILED, WHOLE_MODEL, settings
+
+if TYPE_CHECKING:
+    import torch
 
 _BATCHES = (1, 16)
-# products of one kernel, in the order of their launches: N, K, M
-PRODUCTS = [(*shape, batch) for batch in _BATCHES for shape in WHOLE_MODEL]
+# launches of a kernel, in order: N, K, M of a product; batch and tokens of attention (`attending.CASES`)
+_PRODUCTS = [(*shape, batch) for batch in _BATCHES for shape in WHOLE_MODEL]
+_CACHES = [(batch, tokens) for batch in _BATCHES for tokens in (513, 4097)]
 # what a memory-bound kernel waits for; with the sections that name a remedy
 _METRICS = (
     *(DURATION, "dram__bytes_read.sum", BANDWIDTH, ISSUE, "sm__throughput.avg.pct_of_peak_sustained_elapsed"),
@@ -42,14 +47,14 @@ def profiled(ncu: str, dtype: str, deadline: float) -> Iterator[dict[str, Any]]:
         deadline: `time.monotonic()` after which nothing new begins.
 
     Yields:
-        `{"kernel", "products": PRODUCTS, "launches": [{metric: value in its base unit}], "reason"}`. A library may
-        launch two kernels for a product.
+        `{"kernel", "of", "launches": [{metric: value in its base unit}], "reason"}`. A library may launch two kernels
+        for a product.
     """
     # the clocks are not the tool's to set
     asked = [ncu, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
     asked += ["--profile-from-start", "off", *(word for name in _SECTIONS for word in ("--section", name))]
     for kernel in PROFILED:
-        row: dict[str, Any] = {"kernel": kernel, "products": PRODUCTS, "launches": [], "reason": "the time was up"}
+        row: dict[str, Any] = {"kernel": kernel, "of": of(kernel), "launches": [], "reason": "the time was up"}
         if (left := deadline - time.monotonic()) > 0:
             command = [*asked, "--metrics", ",".join(_METRICS), sys.executable, "-c", _PROGRAM, kernel, dtype]
             try:
@@ -63,6 +68,13 @@ def profiled(ncu: str, dtype: str, deadline: float) -> Iterator[dict[str, Any]]:
         yield row
 
 
+def of(kernel: str) -> list[str]:
+    """Name a kernel's launches, in order."""
+    if PROFILED[kernel][0] == ATTENTION:
+        return [f"{tokens} tokens, batch {batch}" for batch, tokens in _CACHES]
+    return [f"{rows}x{columns}, M = {batch}" for rows, columns, batch in _PRODUCTS]
+
+
 def table(text: str) -> list[dict[str, str]]:
     """The rows of the tool's CSV, behind what it says itself (`==PROF== ...`); units are a row of their own."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
@@ -70,33 +82,39 @@ def table(text: str) -> list[dict[str, str]]:
 
 
 def launched(kernel: str, dtype_name: str) -> None:
-    """Launch one kernel for each of `PRODUCTS` under the profiler, each a second time; on a CPU a tiny one."""
+    """Launch one kernel for each of `of(kernel)` under the profiler, each a second time; on a CPU a tiny one."""
     import torch
 
-    from quantkit.kernels.matmul import weight_only
-    from quantkit.measurement.cuda.sides import inputs, known, weight
-
-    (name, whole), dtype = PROFILED[kernel], DTYPES[dtype_name]
-    at = "cuda" if torch.cuda.is_available() else "cpu"
+    at, dtype = "cuda" if torch.cuda.is_available() else "cpu", DTYPES[dtype_name]
     runtime: Any = torch.cuda.cudart() if at == "cuda" else None
-    for rows, columns, batch in PRODUCTS if runtime else [(32, 512, 1)]:
-        x = inputs(batch, columns, dtype, at)
-        if name == BASELINE:
-            w = torch.randn(rows, columns, device=at).to(dtype)
-
-            def product(x: torch.Tensor = x, w: torch.Tensor = w) -> torch.Tensor:
-                return torch.nn.functional.linear(x, w)
-        else:
-            packed = weight(known()[name], rows, columns, at)
-            config = next(each for each in settings(known()[name], batch) if each.whole_k == whole)
-
-            def product(x: torch.Tensor = x, packed: Any = packed, config: Any = config) -> torch.Tensor:
-                return weight_only(x, packed, config)
-
-        product()
+    for step in _steps(kernel, at, dtype):
+        step()
         if runtime:
             torch.cuda.synchronize()
             runtime.cudaProfilerStart()
-            product()
+            step()
             torch.cuda.synchronize()
             runtime.cudaProfilerStop()
+
+
+def _steps(kernel: str, at: str, dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    """Make the launches of a kernel, one at a time: together they fill a small card."""
+    import torch
+
+    from parts.attending import CASES, DRY, drawn
+    from quantkit.kernels.attention import split_kv
+    from quantkit.kernels.matmul import weight_only
+    from quantkit.measurement.cuda.sides import inputs, known, weight
+
+    name, whole = PROFILED[kernel]
+    if name == ATTENTION:
+        for case in CASES[: len(_CACHES)] if at == "cuda" else DRY:
+            yield partial(split_kv, *drawn(case, dtype, at), case.size**-0.5)
+        return
+    for rows, columns, batch in _PRODUCTS if at == "cuda" else ((32, 512, 1),):
+        x = inputs(batch, columns, dtype, at)
+        if name == BASELINE:
+            yield partial(torch.nn.functional.linear, x, torch.randn(rows, columns, device=at).to(dtype))
+        else:
+            config = next(each for each in settings(known()[name], batch) if each.whole_k == whole)
+            yield partial(weight_only, x, weight(known()[name], rows, columns, at), config)

@@ -180,8 +180,9 @@ def _steps(dtype: str, most: int | None) -> Iterator[Launch]:
 
 
 def _profile(dtype: str, most: int | None) -> Iterator[Launch]:
+    yield from _attention(attending.CASES[:4], (dtype,))
     wanted = {name for name, _ in PROFILED.values()}
-    return (e for e in _sweep(dtype, FIRST_SETTINGS) if e.variant in wanted and e.batch in (8, 16) and e.decode)
+    yield from (e for e in _sweep(dtype, FIRST_SETTINGS) if e.variant in wanted and e.batch in (8, 16) and e.decode)
 
 
 def _solvers(dtype: str, most: int | None) -> Iterator[Launch]:

@@ -170,7 +170,7 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[A
         ["weights", "torch.compile", "count", "us", "kernel"],
         [*_launches(found["launches"])],
     )
-    heads = ["kernel", "N x K", "M", "us", "% of bandwidth", "% of cycles with an instruction"]
+    heads = ["kernel", "of", "us", "% of bandwidth", "% of cycles with an instruction"]
     yield "Hardware counters (Nsight Compute)", heads, [*_counters(found["profile"])]
     heads = ["recipe", "on", "exit", "KL, nats", "checks that failed"]
     compiled = [[row["recipe"], row["at"], row["exit"], _of(row["kl"], 4), len(row["failed"])] for row in found["real"]]
@@ -269,13 +269,12 @@ def _launches(rows: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
 def _counters(rows: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
     for row in rows:
         launches = row["launches"]
-        one_each = len(launches) == len(row["products"])
+        one_each = len(launches) == len(row["of"])
         for place, launch in enumerate(launches):
-            n, k, m = row["products"][place] if one_each else ("", "", "")
             figures = (_of(float(launch[DURATION]), 2, 1e3), *(_of(float(launch[at]), 1) for at in (BANDWIDTH, ISSUE)))
-            yield [row["kernel"] if one_each else launch["Kernel Name"][:40], f"{n}x{k}", m, *figures]
+            yield [row["kernel"], row["of"][place] if one_each else launch["Kernel Name"][:40], *figures]
         if not launches:
-            yield [row["kernel"], "", "", row["reason"][:60], "", ""]
+            yield [row["kernel"], row["reason"][:60], "", "", ""]
 
 
 def report(found: dict[str, Any], ended: Mapping[str, dict[str, Any]]) -> int:

@@ -30,10 +30,11 @@ INT4 = ("int4.g64.zeros", "int4.g128")
 # those that a whole model is built of
 IN_WHOLE = ("int4.g64.zeros", "int4.g128", "int8")
 # kernels whose counters are read: variant, and whether the whole K is in one program
-BASELINE = "torch.linear"
+BASELINE, ATTENTION = "torch.linear", "attention"
 PROFILED = {
-    **{f"{name} whole K": (name, True) for name in ("int4.g64.zeros", "int4.g128", "int8")},
-    **{"int4.g64.zeros split K": ("int4.g64.zeros", False), BASELINE: (BASELINE, False)},
+    **{f"{name} whole K": (name, True) for name in ("int4.g64.zeros", "int8")},
+    **{"int4.g64.zeros split K": ("int4.g64.zeros", False)},
+    **{name: (name, False) for name in (ATTENTION, BASELINE)},
 }
 # of `candidates`, which has the best by the machine code first: what is timed before anything else is
 FIRST_SETTINGS = 2

@@ -298,7 +298,7 @@ def tax(job: dict[str, Any], caller: child.Caller) -> None:
         page, left = Path(job["results"]) / name, max(deadline - time.monotonic(), 2.0) / (len(asked) - number)
         words = ["tax", "--device", "cuda", "--format", ",".join(formats), "--batch", _BATCHES, "--html", str(page)]
         # on an H200 the command took up to twice the seconds that it was asked for
-        row = answered([*words, *shapes, "--seconds", f"{left / 2:.0f}"], deadline)
+        row = answered([*words, *shapes, "--seconds", f"{left / 2:.0f}"], time.monotonic() + left)
         give("commands", row)
         rows += row.get("rows", ())
         if formats is _FORMATS:
