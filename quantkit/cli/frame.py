@@ -22,7 +22,7 @@ from typer.core import TyperCommand, TyperOption
 from quantkit import machine
 from quantkit._version import __version__
 from quantkit.cli.answer import Answer
-from quantkit.cli.commands import device, nightly
+from quantkit.cli.commands import device, nightly, runtime
 from quantkit.cli.commands.compare import compare
 from quantkit.cli.commands.compile import compile  # noqa: A004 (the word of the command line)
 from quantkit.cli.commands.doctor import doctor
@@ -84,7 +84,11 @@ _COMMANDS = (
     imatrix,
 )
 # a group has commands of its own: `quantkit nightly query`
-_GROUPS = {"device": (device.HELP, device.COMMANDS), "nightly": (nightly.HELP, nightly.COMMANDS)}
+_GROUPS = {
+    "device": (device.HELP, device.COMMANDS),
+    "nightly": (nightly.HELP, nightly.COMMANDS),
+    "runtime": (runtime.HELP, runtime.COMMANDS),
+}
 
 
 def _parsed(work: Callable[..., Answer]) -> Callable[..., Callable[[], Answer]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +18,26 @@ if TYPE_CHECKING:
 
     from quantkit.bundle import Bundle
     from quantkit.runtimes.generate import Scores, TextTokens
+
+
+@dataclass(frozen=True)
+class OwnRuntime:
+    """A runtime that needs a Python of its own.
+
+    Args:
+        name: name of the runtime.
+        program: file that runs in that Python, and imports nothing of quantkit.
+        package: distribution that is installed where a CUDA GPU is.
+        cpu_package: distribution that is installed elsewhere; its requirements of torch are met by the torch that the
+            package index offers.
+        oldest: oldest version that the program was written for.
+    """
+
+    name: str
+    program: Path
+    package: str
+    cpu_package: str
+    oldest: tuple[int, ...]
 
 
 class Scored(Protocol):
@@ -107,6 +128,7 @@ class Runtime(Protocol):
         extra: extra of quantkit that installs them.
         graph: file name of a graph that is no transformer, in the runtime's folder; "" if it runs none.
         cache: format of keys and values on a CPU.
+        own: what it needs of a Python of its own (`apart`); None: it runs in quantkit's.
         order: rank among the runtimes of a verdict; times of the lowest come first.
     """
 
@@ -120,6 +142,7 @@ class Runtime(Protocol):
     graph: str = ""
     cache: str = "float32"
     order: int = 9
+    own: OwnRuntime | None = None
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """Return the reason why it cannot run on this machine; None if it can.
@@ -274,6 +297,7 @@ class FileRuntime(Runtime):
 
 _RUNTIMES = Kind[Runtime]("runtimes")
 load_runtime = _RUNTIMES.load
+runtimes = _RUNTIMES.shipped
 
 
 def timed(besides: Collection[str] = ()) -> list[str]:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -69,7 +69,7 @@ Work = Callable[[Any, Caller], None]
 
 
 def run(
-    work: Work,
+    work: Work | Sequence[str],
     job: Any,
     progress: Report | None = None,
     *,
@@ -86,7 +86,8 @@ def run(
     """Run a function in a child process and return its rows.
 
     Args:
-        work: function of a module, called in the child with the job and its `Caller`.
+        work: function of a module, called in the child with the job and its `Caller`; or the command line of another
+            program that reads and answers alike.
         job: argument of `work`, as JSON can hold it.
         progress: callback for the child's progress.
         remedy: remedy in the error if the child dies or is too slow.
@@ -103,14 +104,10 @@ def run(
         InputError: the child's error, `out-of-memory`, `timeout`, or `died`.
         GateError, Inconclusive, Stopped: the child's error; `interrupted` by `over`.
     """
-    # no `-m`, and this process's path last: else a file in the current folder with a package's name would be run
-    path = [str(Path(__file__).parents[2]), *(entry for entry in sys.path if Path(entry).is_absolute())]
-    function = f"{work.__module__}:{work.__qualname__}"
-    program = f"import sys; sys.path += {path!r}; from {__name__} import main; main({function!r}, {where!r})"
     late = threading.Event()
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(  # noqa: S603 (our own module)
-            machine.python("-c", program),
+            _program(work, where) if callable(work) else work,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if shown else errors,
@@ -161,6 +158,14 @@ def run(
         rule = "it ends with exit code 0; SIGKILL often means too little memory"
         raise InputError(died, where, value, rule, remedy)
     return rows
+
+
+def _program(work: Work, where: str) -> list[str]:
+    # no `-m`, and this process's path last: else a file in the current folder with a package's name would be run
+    path = [str(Path(__file__).parents[2]), *(entry for entry in sys.path if Path(entry).is_absolute())]
+    function = f"{work.__module__}:{work.__qualname__}"
+    program = f"import sys; sys.path += {path!r}; from {__name__} import main; main({function!r}, {where!r})"
+    return machine.python("-c", program)
 
 
 def _heard(

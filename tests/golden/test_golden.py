@@ -39,7 +39,7 @@ def test_the_codes_of_errors_and_what_commands_exit_with() -> None:
 
 
 def test_every_command_has_a_shape() -> None:
-    groups = {"quantkit", "device", "nightly"}
+    groups = {"quantkit", "device", "nightly", "runtime"}
     commands = {name.removeprefix("quantkit ") for name in words.words()} - groups
     known = {name.removeprefix("result of ") for name in goldens()["shapes"]} - {"envelope", "error", "decisions"}
     assert known == commands | {"compile --dry-run"}

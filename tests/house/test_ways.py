@@ -53,7 +53,7 @@ def calls(module: str) -> list[tuple[int, str]]:
                 *("quantkit.devices.probed", "quantkit.model.source.packaged", "quantkit.kernels.cpu.library"),
                 *("quantkit.kernels.ahead", "quantkit.bundle.seal", "quantkit.devices.openssh"),
                 *("quantkit.machine", "quantkit.measurement.timing.clocks", "quantkit.nightly.run"),
-                "quantkit.devices.sent.probe",
+                *("quantkit.devices.sent.probe", "quantkit.runtimes.apart"),
             },
             "a program is run by one of these few modules",
         ),

