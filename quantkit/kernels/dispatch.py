@@ -77,8 +77,8 @@ class Config:
 # block_n, block_m, unroll, split, warps, stages; by the number of rows of x. The first of a list is the best single
 # choice over the four shapes of a block of Llama-3-8B on an H200, or within 1 % of it; each next one adds the largest
 # gain. All of a list are within 6 % of the best of seven to ten that were tried (`configs` of
-# benchmarks/results/gpu-run-20261126.json), at 16 rows within 9 %: there K was also split over 16 programs, whose fence
-# and counters cost more than they gain (docs/decisions/tax-on-a-gpu.md).
+# benchmarks/results/gpu-run-20261126.json), at 16 rows within 9 %: K split over 16 programs was up to that much faster,
+# and is left to the kernel of a whole K (docs/decisions/tax-on-a-gpu.md).
 # Instruction counts per weight do not predict the time; the number of programs does (`_PROGRAMS`). None spills, for any
 # format (benchmarks/kernel_resources.py). Four or eight warps, so that Hopper multiplies by warpgroups
 _WEIGHT_ONLY = {

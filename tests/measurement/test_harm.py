@@ -9,7 +9,7 @@ import pytest
 import torch
 import zoo
 
-from quantkit.measurement.accuracy.harm import Depth, through_depth, worst
+from quantkit.measurement.accuracy.harm import Depth, Harm, worst
 from quantkit.measurement.accuracy.positions import Accuracy
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
@@ -20,6 +20,15 @@ UP = "model.layers.1.mlp.up_proj"
 def stream(model: torch.nn.Module, folder: Path) -> StreamedModel:
     model.save_pretrained(folder)  # type: ignore[operator]
     return StreamedModel(open_model(str(folder)))
+
+
+def through_depth(
+    original: StreamedModel, candidate: StreamedModel, ids: torch.Tensor, layers: list[str] | None = None
+) -> Harm:
+    depth = Depth(original, candidate, ids, layers=layers or [])
+    for stage, index in enumerate(original.visits):
+        depth.visit(stage, candidate.load(index))
+    return depth.harm
 
 
 def behind(model: torch.nn.Module, names: list[str], ids: torch.Tensor) -> list[torch.Tensor]:

@@ -105,21 +105,6 @@ class Harm(Closed):
     mixed: MixedSearch | None = None
 
 
-def through_depth(
-    original: StreamedModel,
-    candidate: StreamedModel,
-    ids: Tensor,
-    *,
-    layers: Sequence[str] = (),
-    before: StreamedModel | None = None,
-) -> Harm:
-    """Measure blocks, layers and inputs; two blocks are in memory, three with `before`. Arguments as of `Depth`."""
-    depth = Depth(original, candidate, ids, layers=layers, before=before)
-    for stage, index in enumerate(original.visits):
-        depth.visit(stage, candidate.load(index))
-    return depth.harm
-
-
 class Depth:
     """Measurement of blocks, layers and inputs, stage by stage, beside whatever else loads the candidate's blocks.
 
