@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quantkit.exporters.values import Values
     from quantkit.model.sizes.storage import LaidOver, Storage
     from quantkit.model.source.open import Source
+    from quantkit.model.streaming.own_forward import Answering
     from quantkit.model.structure.names import Obstacle
     from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
     from quantkit.stats.abba import Comparison
@@ -180,6 +181,7 @@ class Exporter(Protocol):
         *,
         inputs: Mapping[str, Any] | None = None,
         blocks: int | None = None,
+        beside: Answering | None = None,
     ) -> list[Check]:
         """Load the export in other people's code and compare it with the expected values.
 
@@ -188,6 +190,7 @@ class Exporter(Protocol):
                 values.
             inputs: keyword arguments of a forward; a fixed batch of ids by default.
             blocks: number of layers whose outputs are compared, if the exporter can limit it.
+            beside: answers to keep of the whole model as transformers loads the export; for exporters of `tensors`.
         """
         ...
 

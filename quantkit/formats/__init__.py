@@ -171,6 +171,12 @@ class Format(Protocol):
 load_format = Kind[Format]("formats").load
 
 
+def is_halved(scheme: WeightScheme) -> bool:
+    """Tell whether two codes share a byte until the export: codes of up to 4 bits, in formats without offsets."""
+    chosen = load_format(scheme.format)
+    return chosen.bits <= 4 and True in chosen.rules.symmetric
+
+
 def stored_bits(shape: tuple[int, int], scheme: WeightScheme) -> float:
     """Count all stored bits of a [N, K] matrix: codes, scales, zero points, and padding of the last group."""
     rows, columns = shape[0], shape[1] + scheme.padding(shape[1])

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from quantkit.formats import Nested, QuantTensor, SuperBlocks, load_format
+from quantkit.formats import Nested, QuantTensor, SuperBlocks, is_halved, load_format
 from quantkit.formats.base.activation import InputScale, Moved
 from quantkit.model import layouts
 from quantkit.model.device import put
@@ -72,8 +72,7 @@ def flat(
         for field, value in parts.items():
             stored[name + _MARK + field] = value if field == _CODES or value is None else value.clone()
         # the sign of int8 codes says their range, except in formats that add an offset
-        short = load_format(tensor.scheme.format).bits <= _HALF and tensor.offset is None
-        if short and len(tensor.codes) % 2 == 0:
+        if is_halved(tensor.scheme) and tensor.offset is None and len(tensor.codes) % 2 == 0:
             signed = tensor.codes.dtype == torch.int8
             stored[name + _MARK + _CODES] = None
             stored[name + _MARK + _JOINED[signed]] = _joined(tensor.codes)

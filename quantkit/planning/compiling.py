@@ -32,7 +32,7 @@ from typing import Any
 from quantkit import plugins
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
-from quantkit.formats import stored_bits
+from quantkit.formats import is_halved, load_format, stored_bits
 from quantkit.model.layouts import load_layout
 from quantkit.model.layouts import names as layout_names
 from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
@@ -461,12 +461,16 @@ def _table(model: Architecture) -> float:
     return 4.0 * model.head.parameters if model.head is not None and model.tied else 0.0
 
 
-def _packed_bytes(spec: CompileSpec) -> float:
-    """Return the bytes of all codes, scales and zero points."""
-    model = spec.architecture
-    matrices = [*model.inside(), *([model.head] if model.head is not None else [])]
-    coded = ((matrix, scheme) for matrix in matrices if (scheme := spec.schemes.get(matrix.name)) is not None)
-    return sum(matrix.count * stored_bits((matrix.N, matrix.K), scheme) / 8 for matrix, scheme in coded)
+def _packed_bytes(spec: CompileSpec, *, work: bool = False) -> float:
+    """Return the bytes of all codes, scales and zero points, packed or as they are kept until the export (`work`)."""
+    model, total = spec.architecture, 0.0
+    for matrix in [*model.inside(), *([model.head] if model.head is not None else [])]:
+        if (scheme := spec.schemes.get(matrix.name)) is not None:
+            spare = (4 if is_halved(scheme) else 8) - load_format(scheme.format).bits if work else 0.0
+            if work and scheme.scale == "super":  # float32 scales and offsets beside the parts that they come from
+                spare += 64 / (scheme.group or matrix.K)
+            total += matrix.count * (stored_bits((matrix.N, matrix.K), scheme) + spare * matrix.N * matrix.K) / 8
+    return total
 
 
 # --- disk ------------------------------------------------------------------------------------------------------------
@@ -489,7 +493,7 @@ def disk(spec: CompileSpec) -> Disk:
     cache = 0.0
     if spec.timed and spec.baseline:  # a single file has 16-bit floats
         cache = (2.0 if _timed_as(spec) == "file" else 4.0) * model.parameters
-    return Disk(bundle, (elements(list(model.inside())) if spec.schemes else 0.0) + 2 * hidden, cache)
+    return Disk(bundle, _packed_bytes(spec, work=True) + 2 * hidden, cache)
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

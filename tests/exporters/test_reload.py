@@ -145,9 +145,9 @@ def test_a_model_that_memory_has_no_room_for_is_compared_on_its_first_blocks(
     asked: list[int | None] = []
     real = _reload.reload
 
-    def spy(folder: Path, wanted: Any, *, inputs: Any, blocks: int | None) -> Check:
+    def spy(folder: Path, wanted: Any, *, inputs: Any, blocks: int | None, beside: Any) -> Check:
         asked.append(blocks)
-        return real(folder, wanted, inputs=inputs, blocks=blocks)
+        return real(folder, wanted, inputs=inputs, blocks=blocks, beside=beside)
 
     monkeypatch.setattr(_reload, "reload", spy)
     for limit in (10**12, 10**6):

@@ -37,8 +37,8 @@ class Wrong(StreamedModel):
             weight.data = weight.data.roll(1, dims=0)  # a factor alone may be what a norm takes off again
         return block
 
-    def rest(self) -> nn.Module:
-        model = super().rest()
+    def ends(self) -> nn.Module:
+        model = super().ends()
         if self.outside:
             table = model.get_input_embeddings()  # type: ignore[operator]
             table.weight = nn.Parameter(table.weight * 1.001)
@@ -87,8 +87,8 @@ def test_a_cut_model_is_compared_behind_its_last_block_and_its_ends(folder: Path
 class WrongHead(StreamedModel):
     """Its last norm has another weight than the files say."""
 
-    def rest(self) -> nn.Module:
-        model = super().rest()
+    def ends(self) -> nn.Module:
+        model = super().ends()
         weight = model.get_submodule("model.norm").weight
         weight.data = weight.data + torch.linspace(0, 1, weight.numel())  # type: ignore[union-attr, operator]
         return model

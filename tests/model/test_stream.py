@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from zoo import shrink
 
 from quantkit.errors import InputError
 from quantkit.model.source.open import open_model
+from quantkit.model.source.weights import Weights
 from quantkit.model.streaming.calls import primary
 from quantkit.model.streaming.stream import Head, LoadedModel, StreamedModel, set_tensor
 from quantkit.model.structure.traced import find_blocks
@@ -105,6 +108,31 @@ def test_the_rest_holds_everything_but_the_blocks(saved: tuple[str, nn.Module, P
     if name in ("llama-tied", "gemma2", "gemma3", "gpt2", "opt"):
         tied = rest.get_output_embeddings().weight  # type: ignore[operator]
         assert tied.data_ptr() == rest.get_input_embeddings().weight.data_ptr()  # type: ignore[operator]
+
+
+def test_ends_that_are_alive_together_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zoo.tiny("llama").save_pretrained(tmp_path / "m")  # type: ignore[operator]
+    stream, ids = StreamedModel(open_model(str(tmp_path / "m"))), zoo.ids(2, 8)
+    assert stream.flow
+    read: list[str] = []
+    real = Weights.read
+
+    def spy(weights: Weights, name: str, *how: Any) -> torch.Tensor:
+        read.extend([] if ".layers." in name else [name])
+        return real(weights, name, *how)
+
+    monkeypatch.setattr(Weights, "read", spy)
+    answers = stream.on(stream.device).answers(ids)
+    outside = sorted({stream.files[name] for name in stream.rest_names()})
+    assert sorted(read) == outside
+    assert torch.equal(stream.answers(ids).all(), answers.all())
+    assert sorted(read) == outside, "the answers still hold them"
+    del answers
+    gc.collect()
+    ends, rest = stream.ends(), stream.rest()
+    assert sorted(read) == sorted(3 * outside)
+    rest.get_parameter("model.norm.weight").data.zero_()
+    assert bool(ends.get_parameter("model.norm.weight").any())
 
 
 def test_bfloat16_weights_are_computed_in_float32(tmp_path: Path) -> None:

@@ -244,7 +244,9 @@ def test_one_pass_hashes_a_file_and_finds_its_largest_values(tmp_path: Path, mon
     weights = Weights.open(tmp_path)
     assert weights.hashed(file.name) == hashlib.sha256(file.read_bytes()).hexdigest()
     monkeypatch.setattr("quantkit.model.source.weights._looked_at", None)  # nothing is read again
+    monkeypatch.setattr("quantkit.model.source.weights._check_finite", None)  # nor looked at, when it is
     assert weights.largest(apart) == apart
+    assert torch.equal(weights.read("wide"), parts["wide"])
 
 
 def test_one_pass_leaves_the_error_to_whoever_uses_the_tensor(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from thorough import beside
 
 from quantkit.bundle import Bundle
 from quantkit.errors import GateError, InputError, QuantkitError
+from quantkit.model.source import pretrained
 from quantkit.pipeline import Request, compile_model, prepare
+from quantkit.pipeline.blocks.score import AFTER, BEFORE
 from quantkit.pipeline.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.target import Target
@@ -470,6 +473,23 @@ def test_a_bundle_holds_no_path_of_the_machine(llama: Path, tmp_path: Path) -> N
     for path in out.rglob("*"):
         if path.is_file():
             assert str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_plain_transformers_loads_each_model_once(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The original for the proof and its loss, the export for the reload and its divergence, and what it should be."""
+    loaded: list[str] = []
+    real = pretrained.network
+
+    def spy(model_class: Any, folder: Path | None, **how: Any) -> Any:
+        loaded.append("expected" if folder is None else folder.name)
+        return real(model_class, folder, **how)
+
+    monkeypatch.setattr(pretrained, "network", spy)
+    bundle = run(llama, recipe(), tmp_path / "out")
+    assert loaded == [llama.name, "model", "expected"]
+    held = {check.name: check.ok for check in bundle.manifest.checks}
+    assert {name for name, ok in held.items() if ok} >= {"reload.transformers", "score.loss", "score.kl"}
+    assert not [path for path in bundle.path.rglob("*") if path.name in (BEFORE, AFTER)]
 
 
 def test_what_the_class_has_no_place_for_is_carried_and_declared(

@@ -21,8 +21,9 @@ from quantkit.errors import InputError
 from quantkit.measurement.size import folder_of, weight_bytes
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.storage import Storage
-from quantkit.pipeline import Request
+from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.blocks.prepared import Prepared, architecture, estimate, prepare, spec
+from quantkit.pipeline.blocks.subject import TransformerSubject
 from quantkit.pipeline.estimate import demand_disk, line
 from quantkit.pipeline.progress import Stages
 from quantkit.planning.compiling import described
@@ -88,6 +89,37 @@ def test_a_disk_that_does_not_hold_it_is_refused(
     assert refused.value.code == "disk-space"
     free[0] += 2
     demand_disk(expected, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gptq-int4", ["scheme.weights.group=64"]),
+        ("int8-weights", []),
+        pytest.param("gguf-q4_k_m", [], marks=pytest.mark.thorough),
+    ],
+)
+def test_the_work_folder_is_as_large_as_was_forecast(
+    name: str, changes: list[str], merging_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes of 4 bits take half a byte there, except in formats with offsets."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    zoo.tiny("llama", vocab_size=len(merging_tokenizer), **sizes).save_pretrained(tmp_path / "m")  # type: ignore[operator]
+    merging_tokenizer.save_pretrained(tmp_path / "m")
+    monkeypatch.setattr("quantkit.pipeline.blocks.quantize._EVERY", 0.0)
+    kept: list[int] = []
+    real = TransformerSubject.export
+
+    def export(subject: TransformerSubject) -> None:
+        kept.append(sum(path.stat().st_size for path in subject.build.steps.glob("*.safetensors")))
+        real(subject)
+
+    monkeypatch.setattr(TransformerSubject, "export", export)
+    few = ["calibration.samples=2", "calibration.tokens=32", *changes]
+    request = Request.of(str(tmp_path / "m"), recipe=name, out=tmp_path / "out", changes=few, speed=False)
+    expected = estimate(prepare(request)).disk.work
+    compile_model(request)
+    assert kept == [pytest.approx(expected, rel=0.08)]
 
 
 def test_tables_for_each_block_are_given_beside_hidden_states(byte_tokenizer: Any, tmp_path: Path) -> None:

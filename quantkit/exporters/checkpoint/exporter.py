@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from quantkit.exporters.values import Values
     from quantkit.model.sizes.storage import LaidOver, Storage
+    from quantkit.model.streaming.own_forward import Answering
     from quantkit.target import State, Target
 
 
@@ -160,6 +161,7 @@ class Checkpoint(Exporter):
         *,
         inputs: Mapping[str, torch.Tensor] | None = None,
         blocks: int | None = None,
+        beside: Answering | None = None,
     ) -> list[Check]:
         """Load the checkpoint in other people's code and compare it with the codes.
 
@@ -177,7 +179,7 @@ class Checkpoint(Exporter):
         leftover = [name for name in names if name not in used]
         there = None if values.device is None else (values.device, partial(writer.expected, device=values.device))
         wanted = reload.Expected(names, writer.expected, writer.layout, writer.packed, leftover, writer.run_time, there)
-        return reload.check(bundle / self.place, wanted, inputs=inputs, blocks=blocks)
+        return reload.check(bundle / self.place, wanted, inputs=inputs, blocks=blocks, beside=beside)
 
 
 def demand_loadable(layout: str, schemes: Mapping[str, WeightScheme], merged: Collection[str], partly: bool) -> None:

@@ -44,6 +44,8 @@ from quantkit.scheme import WeightScheme
 if TYPE_CHECKING:
     import torch
 
+    from quantkit.model.streaming.own_forward import Answering
+
 LIMIT = 1e-4
 # logits of the whole model are compared if its dense weights take at most this, and at most a quarter of the memory
 # that the process may use; else those of its first blocks
@@ -79,8 +81,9 @@ def check(
     *,
     inputs: Mapping[str, torch.Tensor] | None = None,
     blocks: int | None = None,
+    beside: Answering | None = None,
 ) -> list[Check]:
-    """Check a checkpoint; a check runs only if the earlier ones hold."""
+    """Check a checkpoint; a check runs only if the earlier ones hold. `beside` as for `reload`."""
     weights = Weights.open(folder)
     checks: list[Check] = []
     sizes = {name: 4 * math.prod(entry.shape) for name, entry in weights.entries.items()}
@@ -102,7 +105,7 @@ def check(
             blocks = None
             if _COPIES * sum(sizes.values()) > machine.memory_available() * _SHARE:
                 return [*checks, _tensors(folder, weights, wanted, sizes)]
-        checks.append(reload(folder, wanted, inputs=inputs, blocks=blocks))
+        checks.append(reload(folder, wanted, inputs=inputs, blocks=blocks, beside=beside))
     return checks
 
 
@@ -161,15 +164,17 @@ def reload(
     *,
     inputs: Mapping[str, torch.Tensor] | None = None,
     blocks: int | None = None,
+    beside: Answering | None = None,
 ) -> Check:
     """Make the check `reload.transformers`: logits of the `from_pretrained` model against the expected model's.
 
     Both are loaded in the checkpoint's dtype and run in float32: some classes keep modules in float32, which
-    transformers respects for a dense model and not for a packed one.
+    transformers respects for a dense model and not for a packed one. With `beside`, both are loaded in float32.
 
     Args:
         inputs: keyword arguments of the forward; a fixed batch of ids by default.
         blocks: number of first layers to compare, to bound the memory; None is all.
+        beside: answers to keep of the model as plain transformers loads it in float32.
     """
     from quantkit.model.streaming import transforms
 
@@ -179,13 +184,15 @@ def reload(
         forgets = run_time.expands_at_load(folder)
         try:
             leftover = [*wanted.leftover, *(run_time.PARTS if forgets else ())]
-            model, problem = loaded(own, folder, blocks, leftover)
+            model, problem = loaded(own, folder, blocks, leftover, "auto" if beside is None else "float32")
             if problem:
                 return _judge(name, None, problem)
             inputs = inputs or batch(model.config)
             dtype = model.dtype
             values = logits(in_float32(model), inputs, cached=cached)
             classes = {path: type(module) for path, module in model.named_modules()}
+            if beside is not None:
+                beside.keep(model)
             del model
         except QuantkitError:
             raise
@@ -388,9 +395,11 @@ def _cut_targets(quantization: Any, blocks: int) -> None:
             del groups[name]
 
 
-def loaded(model_class: Any, folder: Path, blocks: int | None, leftover: Collection[str]) -> tuple[Any, str]:
+def loaded(
+    model_class: Any, folder: Path, blocks: int | None, leftover: Collection[str], dtype: str = "auto"
+) -> tuple[Any, str]:
     """Load the model as plain transformers does, and describe what is wrong with its keys."""
-    options = {"config": config_of(folder, blocks), "dtype": "auto", "output_loading_info": True}
+    options = {"config": config_of(folder, blocks), "dtype": dtype, "output_loading_info": True}
     model, info = pretrained.network(model_class, folder, **options)
     info["unexpected_keys"] = {
         name

@@ -126,6 +126,7 @@ class Depth:
     ) -> None:
         few = ids[:1, :_TOKENS]
         self.harm = Harm()
+        self._ends = original.ends(), candidate.ends()  # read once for these calls, and for the scores beside them
         self._original, self._before, self._wanted = original, before, set(layers)
         self._ours, self._theirs = original.begin(few, 1), candidate.begin(few, 1)
         # a live model's blocks share state through its calls, so one block alone needs calls of its own

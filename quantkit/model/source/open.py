@@ -12,12 +12,14 @@ A bare word is an alias and never a folder. No pickle is ever read. A model's ow
 from __future__ import annotations
 
 import copy
+import functools
 import glob
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +76,7 @@ class Source:
         dtype: stored dtype of most bytes of the weights.
         was: original format before a conversion (`gguf Q4_1`); shown with its figures.
         notes: sentences for the reader of its figures.
-        sha256: hash over (file name, sha256) of config, weights and tokenizer files, sorted.
+        hashing: function that returns `sha256`.
         weights: tensors of its files.
         trust_remote_code: True if its own code may run.
         architecture: name of its class.
@@ -89,11 +91,16 @@ class Source:
     dtype: str
     was: str | None
     notes: list[str]
-    sha256: str
+    hashing: Callable[[], str]
     weights: Weights
     trust_remote_code: bool = False
     architecture: str = ""
     untied: bool = False
+
+    @property
+    def sha256(self) -> str:
+        """Hash over (file name, sha256) of config, weights and tokenizer files, sorted; "" if the model is unhashed."""
+        return self.hashing()
 
     def demand_unchanged(self) -> None:
         """Raise InputError `source-changed` if a file has changed since the model was opened."""
@@ -228,6 +235,7 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
     if trust_remote_code:
         pretrained.trust(path)
     source = _open_folder(path, full, name, trusted, was=was, notes=notes, hashed=hashed)
+    source.hashing()
     if place is not None and hashed:
         remember(source.sha256, place)
     return source
@@ -302,7 +310,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def open_written(folder: Path) -> Source:
-    """Open a bundle's checkpoint, quantized or not, to check it; its `dtype` is the config's.
+    """Open a bundle's checkpoint, quantized or not; its `dtype` is the config's, its hash is computed when asked for.
 
     Raises as `open_model`, without `already-quantized`.
     """
@@ -354,7 +362,7 @@ def _open_folder(
         dtype=stated if written else _stored_dtype(weights, ref),
         was=was,
         notes=notes,
-        sha256=identity(path, weights, trust, opening=True) if hashed else "",
+        hashing=functools.cache(partial(identity, path, weights, trust, opening=True)) if hashed else str,
         weights=weights,
         trust_remote_code=trust,
         architecture=model_class.__name__,

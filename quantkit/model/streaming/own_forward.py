@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from quantkit import content, machine
@@ -31,6 +33,7 @@ from quantkit.bundle.disk import is_disk_full
 from quantkit.errors import InputError, QuantkitError
 from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.model.source.open import Source, quiet_loading
+from quantkit.model.source.weights import write_tensors
 from quantkit.model.streaming.calls import Given, forward, primary, uncached, unsupported
 from quantkit.model.streaming.stream import LoadedModel, StreamedModel, answer
 from quantkit.model.structure.flow import Flow
@@ -42,6 +45,39 @@ NAME = "stream.own_forward"
 _ROWS, _CHUNK, _TOKENS = 4, 2, 32
 # limit for a block in half precision, in units of its rounding
 _HALF = 4
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Answers of a model on a few sequences, kept for a later comparison while the model is loaded for another.
+
+    Args:
+        like: streamed model of its class.
+        ids: [samples, tokens].
+        place: file of the answers; None keeps none.
+        cached: True to run it with the cache that its config states.
+    """
+
+    like: StreamedModel
+    ids: Tensor
+    place: Path | None = None
+    cached: bool = False
+
+    @torch.no_grad()
+    def run(self, model: nn.Module) -> Tensor:
+        """Return a loaded model's answers, float32."""
+        with nullcontext() if self.cached else uncached(model):
+            runs = self.like.runs(model.eval())
+            return answer(runs(input_ids=self.ids) if self.cached else forward(runs, self.ids)).float()
+
+    def keep(self, model: nn.Module) -> None:
+        """Write a loaded model's answers."""
+        if self.place is not None:
+            write_tensors(self.place, {NAME: self.run(model)})
+
+    def kept(self) -> Tensor | None:
+        """Read the answers; None if they are not kept."""
+        return load_file(self.place)[NAME] if self.place is not None and self.place.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -59,18 +95,19 @@ class Own:
     output: Any
 
 
-def demand_equal(model: StreamedModel, ids: Tensor, blocks: int) -> Check:
+def demand_equal(model: StreamedModel, ids: Tensor, blocks: int, beside: Answering | None = None) -> Check:
     """Return the check `stream.own_forward` of a model as opened, before any pass has changed it.
 
     Args:
         ids: [samples, tokens] of different content; a few are used.
         blocks: number of blocks that the model's own forward may hold in memory.
+        beside: answers to keep of the model's own forward, if all of it is in memory.
 
     Raises:
         InputError: `stream-differs`, with the first block that differs; `stream-unsupported`; `out-of-memory`.
     """
     with _as_unsupported(model.source.architecture):
-        return _demand_equal(model, few_of(ids), blocks)
+        return _demand_equal(model, few_of(ids), blocks, beside)
 
 
 @torch.no_grad()
@@ -134,17 +171,18 @@ def few_of(ids: Tensor) -> Tensor:
     return ids[:, start : start + _TOKENS]
 
 
-def _demand_equal(model: StreamedModel, few: Tensor, blocks: int) -> Check:
+def _demand_equal(model: StreamedModel, few: Tensor, blocks: int, beside: Answering | None = None) -> Check:
     count, architecture = len(model.block_names), model.source.architecture
     fits = blocks >= count
     whole = fits or not model.source.can_be_cut(blocks)
     blocks = count if whole else blocks
     with ExitStack() as stack:
         placed = stack.enter_context(on_disk(model.skeleton, model.path)) if whole and not fits else None
-        own = own_forward(model.source, model.path, model.flow, few, None if whole else blocks, model.runs, placed)
+        cut = None if whole else blocks
+        own = own_forward(model.source, model.path, model.flow, few, cut, model.runs, placed, beside if fits else None)
     stages = [stage for stage, index in enumerate(model.visits) if index < blocks]
     names = [model.block_names[index] for index in model.visits]
-    worst = 0.0
+    worst, ends = 0.0, model.ends()
     calls = model.begin(few, _CHUNK)
     hidden, before = calls.hidden, -1
     for stage in stages:
@@ -166,6 +204,7 @@ def _demand_equal(model: StreamedModel, few: Tensor, blocks: int) -> Check:
         for row in range(len(few)):
             streamed, expected = _centered(torch.cat([answers(row, part) for part in parts])), _centered(output[row])
             worst = max(worst, _held(streamed, expected, architecture, "the part behind the last block"))
+    del ends
     return Check(name=NAME, value=worst, limit=LIMIT, ok=True)
 
 
@@ -177,15 +216,19 @@ def own_forward(
     blocks: int | None,
     runs: Any,
     placed: Mapping[str, object] | None = None,
+    beside: Answering | None = None,
 ) -> Own:
     """Run the model as plain `from_pretrained` loads it, or its first `blocks`, on `ids` [samples, tokens] in one
     batch.
 
-    `runs` returns the part of the model to run; `placed` says where its blocks are, if not in memory.
+    `runs` returns the part of the model to run; `placed` says where its blocks are, if not in memory; `beside` keeps
+    its answers too.
     """
     with quiet_loading():
         model = source.load(blocks, placed)
         own = _watched(model, path, flow, ids, runs(model))
+        if beside is not None:
+            beside.keep(model)
     del model
     machine.let_go()
     return own

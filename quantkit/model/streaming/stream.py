@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from types import MappingProxyType
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from numpy.typing import NDArray
@@ -226,6 +227,8 @@ class StreamedModel:
         self._flow: Flow | None = None
         self._headed = source.kind == "decoder"
         self.transforms: list[Transform] = []
+        # values outside of the blocks that models of `ends` hold
+        self._held: WeakValueDictionary[tuple[str, torch.device], Tensor] = WeakValueDictionary()
 
     def on(self, device: torch.device, place: torch.device | None = None) -> StreamedModel:
         """Return the same model on another device; `place` as for the class."""
@@ -270,7 +273,7 @@ class StreamedModel:
     @property
     def flow(self) -> Flow:
         """Flow of hidden states; learned at the first use."""
-        return self._learn(self.rest()) if self._flow is None else self._flow
+        return self._learn(self.ends()) if self._flow is None else self._flow
 
     @property
     def visits(self) -> tuple[int, ...]:
@@ -307,9 +310,22 @@ class StreamedModel:
 
     def rest(self) -> nn.Module:
         """Load the model with weights everywhere except in its blocks; the caller drops it."""
+        return self._rest({})
+
+    def ends(self) -> nn.Module:
+        """Return `rest` to run it only: its tensors are read once for all of these that are alive together."""
+        if self.transforms:
+            return self.rest()
+        values = {file: value for (file, device), value in self._held.items() if device == self.device}
+        model = self._rest(values)
+        self._held.update({(file, self.device): value for file, value in values.items()})
+        vars(model)["holds"] = values
+        return model
+
+    def _rest(self, loaded: dict[str, Tensor]) -> nn.Module:
+        """Load the model likewise, but for tensors of files that are loaded; the others are added to these."""
         blocks = self.skeleton.get_submodule(self.path)
         model = copy.deepcopy(self.skeleton, {id(blocks): blocks})
-        loaded: dict[str, Tensor] = {}
         for name in self.rest_names():
             file = self.files[name]
             if file not in loaded:
@@ -342,7 +358,7 @@ class StreamedModel:
     @torch.no_grad()
     def begin(self, ids: Tensor, chunk: int) -> Calls:
         """Compute the hidden states before block 0 for `ids` [samples, tokens], and record each block's call."""
-        model = self.rest()
+        model = self.ends()
         return record(model, self.path, self._learn(model), ids.to(self.device), chunk, self.runs(model), self.place)
 
     @torch.no_grad()
@@ -373,7 +389,10 @@ class StreamedModel:
 
     def answers(self, ids: Tensor, chunk: int = 4) -> Answers:
         """Run the whole model on `ids` [samples, tokens], `chunk` sequences per forward."""
-        return self.answers_of(self.through(ids, chunk), ids)
+        ends = self.ends()
+        answers = self.answers_of(self.through(ids, chunk), ids)
+        del ends  # both of these have read what it holds
+        return answers
 
     def answers_of(self, calls: Calls | None, ids: Tensor, hidden: Tensor | None = None) -> Answers:
         """Return the model's answers for `ids` [samples, tokens], once all blocks have run.
@@ -385,7 +404,7 @@ class StreamedModel:
             return Answers(calls, ids)
         if calls is not None and hidden is None:
             hidden = calls.hidden
-        model = self.rest()
+        model = self.ends()
         return Answers(Head(model, self.path, self._learn(model), self.runs(model)), ids, hidden)
 
 

@@ -8,9 +8,10 @@ outputs, token by token. No code of quantkit runs on either side.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quantkit import machine
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from quantkit.measurement.accuracy.harm import Depth, Harm
     from quantkit.measurement.accuracy.positions import Items
     from quantkit.model.source.open import Source
+    from quantkit.model.streaming.own_forward import Answering
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.runtimes import Scored
 
@@ -48,6 +50,8 @@ LOSS, KL, ORIGINAL, OUTPUT = "score.loss", "score.kl", "score.original", "score.
 # allowed: `model/streaming/transforms.py`
 LIMIT = 1e-3
 _SEQUENCES, _TOKENS = 2, 64
+# files of what plain transformers answers for these, of the original and of the export
+BEFORE, AFTER = "before.safetensors", "after.safetensors"
 # positions of a second export of a decoder, whose logits the reload check has compared with those of its weights
 _AGAIN = 500
 # positions whose logits are in float64 at one time
@@ -118,7 +122,8 @@ def score_exports(
         tensors = load_exporter(step.name).stores == "tensors"
         if whole and (number == 0 or tensors):
             progress.at("score", (number + _SCORED) / len(exports), CONFIRMING)
-            checks += confirm(original, bundle.path / "model" if tensors else None, scoring.ids, items)
+            kept = {name: build.temporary(name) for name in (BEFORE, AFTER)}
+            checks += confirm(original, bundle.path / "model" if tensors else None, scoring.ids, items, kept)
         if harmed:
             if depth is None:
                 dense = candidate if isinstance(candidate, StreamedModel) else _dense(prepared, build, step)
@@ -212,7 +217,21 @@ def torch_threads() -> int:
     return torch.get_num_threads()
 
 
-def confirm(original: StreamedModel, folder: Path | None, ids: Tensor, items: Items | None) -> list[Check]:
+def answering(like: StreamedModel, ids: Tensor, place: Path | None, folder: Path | None = None) -> Answering:
+    """Make the request for plain transformers' answers of the original, or of a checkpoint in `folder`."""
+    from quantkit.model.streaming.own_forward import Answering
+
+    cached = folder is not None and bool((_quantization(folder) or {}).get("kv_cache_scheme"))
+    return Answering(like, ids[:_SEQUENCES, :_TOKENS], place, cached)
+
+
+def confirm(
+    original: StreamedModel,
+    folder: Path | None,
+    ids: Tensor,
+    items: Items | None,
+    kept: Mapping[str, Path] = MappingProxyType({}),
+) -> list[Check]:
     """Check `score.loss` and `score.kl` of a decoder; of another model `score.original`, and `score.output` of the
     export.
 
@@ -220,14 +239,17 @@ def confirm(original: StreamedModel, folder: Path | None, ids: Tensor, items: It
         folder: of the written checkpoint; None confirms the original alone.
         ids: [samples, tokens] that were scored.
         items: of every scored position of a decoder.
+        kept: `BEFORE` and `AFTER` -> file of the answers; a model without one is loaded.
     """
     from quantkit.model.streaming.transforms import DEPARTURES, departure
 
     few = ids[:_SEQUENCES, :_TOKENS]
     machine.let_go()  # embeddings and heads that were scored with
-    before = _given(original.source, original, few)
+    before = _given(original.source, answering(original, ids, kept.get(BEFORE)))
     after = streamed = rounded = None
-    if folder is not None and (after := _reloaded(folder, original, few)) is not None:
+    if folder is not None:
+        after = _reloaded(folder, answering(original, ids, kept.get(AFTER), folder))
+    if folder is not None and after is not None:
         streamed = _streamed(folder, few) if items is None or _rounds_inputs(folder) else None
         rounded = _streamed(folder, few, rounded=True) if _has_kernels(folder) else None
     if items is not None:
@@ -289,35 +311,28 @@ def _of_positions(logits: Tensor, value: Callable[[Tensor, Tensor], Tensor]) -> 
     return torch.cat(values, dim=1).flatten()
 
 
-def _given(source: Source, like: StreamedModel, ids: Tensor, *, cached: bool = False) -> Tensor:
-    """Run the model of plain transformers on ids [samples, tokens]; `cached` as its config says."""
-    import torch
-
+def _given(source: Source, asked: Answering) -> Tensor:
+    """Return the answers of plain transformers; the model is loaded if none are kept."""
     from quantkit.model.source.open import quiet_loading
-    from quantkit.model.streaming.calls import forward, uncached
-    from quantkit.model.streaming.stream import answer
 
-    with quiet_loading():
-        model = source.load()
-        with torch.no_grad(), nullcontext() if cached else uncached(model):
-            runs = like.runs(model)
-            answers = answer(runs(input_ids=ids) if cached else forward(runs, ids)).float()
-    del model
-    machine.let_go()
+    if (answers := asked.kept()) is None:
+        with quiet_loading():
+            answers = asked.run(source.load())
+        machine.let_go()
     return answers
 
 
-def _reloaded(folder: Path, like: StreamedModel, ids: Tensor) -> Tensor | None:
+def _reloaded(folder: Path, asked: Answering) -> Tensor | None:
     """Run a written checkpoint, expanded by its library; None where transformers leaves out what was scored."""
     from quantkit.model import layouts, run_time
     from quantkit.model.source.open import open_written
 
-    source, config = open_written(folder), _quantization(folder)
+    config = _quantization(folder)
     if config is not None and not run_time.weights_are_dense(config) and layouts.missing(layouts.of(config)):
         return None
     if run_time.expands_at_load(folder) and run_time.is_named(config):
         return None  # weights alone are expanded: inputs and cache stay floats there
-    return _given(source, like, ids, cached=bool((config or {}).get("kv_cache_scheme")))
+    return _given(open_written(folder), asked)
 
 
 def _streamed(folder: Path, ids: Tensor, *, rounded: bool = False) -> Tensor:
@@ -335,9 +350,9 @@ def _streamed(folder: Path, ids: Tensor, *, rounded: bool = False) -> Tensor:
 
 def _quantization(folder: Path) -> dict[str, Any] | None:
     """Read the `quantization_config` of a written checkpoint."""
-    from quantkit.model.source.open import open_written
+    from quantkit.exporters.checkpoint.reload import config_json
 
-    config: dict[str, Any] | None = open_written(folder).config.get("quantization_config")
+    config: dict[str, Any] | None = config_json(folder).get("quantization_config")
     return config
 
 

@@ -28,7 +28,7 @@ from quantkit.pipeline import engines
 from quantkit.pipeline.blocks.layers import account
 from quantkit.pipeline.blocks.prepared import Prepared, estimate, fingerprint
 from quantkit.pipeline.blocks.quantize import quantize
-from quantkit.pipeline.blocks.score import KL, OUTPUT, original_of, score_exports, unscored
+from quantkit.pipeline.blocks.score import AFTER, BEFORE, KL, OUTPUT, answering, original_of, score_exports, unscored
 from quantkit.pipeline.gates import demand
 from quantkit.pipeline.measure import quick_times
 from quantkit.pipeline.request import runs_here
@@ -127,7 +127,8 @@ class TransformerSubject(Subject):
         self.watch.begin("prove")
         self.progress.at("prove", 0.0, "the stream against the model's own forward")
         original, scoring = self.prepared.unchanged(), self.prepared.scoring
-        self.checks.append(own_forward.demand_equal(original, scoring.ids, self._fitting_blocks()))
+        beside = answering(original, scoring.ids, self.build.temporary(BEFORE))
+        self.checks.append(own_forward.demand_equal(original, scoring.ids, self._fitting_blocks(), beside))
         if original.source.kind == "encoder":
             self.decisions += TextResults(original, scoring).decisions()
         machine.let_go()
@@ -162,10 +163,14 @@ class TransformerSubject(Subject):
         """Load every export again in somebody else's library and compare; a mismatch ends the compile."""
         from quantkit.exporters.checkpoint.reload import APART
 
-        checks, blocks = [], self._fitting_blocks()
+        checks, blocks, prepared = [], self._fitting_blocks(), self.prepared
         for step in self.request.recipe.export:
             self.progress.at("check", 0.0, f"reloading the {step.name}")
-            checks += load_exporter(step.name).check(self.build.bundle, self._decided, step.settings, blocks=blocks)
+            exporter, how = load_exporter(step.name), dict[str, Any](blocks=blocks)
+            if exporter.stores == "tensors" and blocks == len(prepared.stream.block_names):
+                folder, place = self.build.bundle / exporter.place, self.build.temporary(AFTER)
+                how["beside"] = answering(prepared.unchanged(), prepared.scoring.ids, place, folder)
+            checks += exporter.check(self.build.bundle, self._decided, step.settings, **how)
         self.progress.at("check", 1.0)
         demand(checks, "the export is not what was decided on; nothing was delivered. Please report it")
         self.checks += checks
@@ -197,6 +202,8 @@ class TransformerSubject(Subject):
         prepared, exports = self.prepared, self.request.recipe.export
         whole = self._fitting_blocks() == len(prepared.stream.block_names)
         rows, confirmed = score_exports(prepared, self.build, self.progress, bundle, self.engines, whole=whole)
+        if not all(check.ok for check in confirmed):
+            self.demand_unchanged()  # scores are then those of other weights
         demand(confirmed, "the figures are not those of the export; nothing was delivered. Please report it")
         self.checks += confirmed
         reason = ""
