@@ -113,10 +113,10 @@ def test_bfloat16_inputs(scheme: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("scheme", "K"), [(case[0], case[3]) for case in CASES[2:]], ids=str)
 def test_slabs_are_expanded_and_multiplied_one_by_one(scheme: dict[str, Any], K: int, dtype: torch.dtype) -> None:
     """N in whole slabs, with a rest, and in one; the memory is that of the last, larger product."""
-    tensor = quantized(168, K, **scheme)
+    tensor = quantized(296, K, **scheme)
     weight, packed = load_format(scheme["format"]).dequantize(tensor).double(), pack(tensor)
     bits = 11 if dtype == torch.float16 else 7
-    for M, rows in ((300, 64), (1, 128), (17, 0), (64, 64)):
+    for M, rows in ((300, 128), (1, 256), (17, 0), (64, 128)):
         x = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).to(dtype)
         y = by_slabs(x, packed, rows=rows)
         assert y.dtype == dtype and y.is_contiguous()
@@ -131,13 +131,13 @@ def test_a_slab_fits_the_cache_and_all_slabs_share_one_memory(monkeypatch: pytes
     h200 = SimpleNamespace(L2_cache_size=60 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200 if device is gpu else None)
     assert (slab_rows(4096, 14336, gpu), slab_rows(4096, 1 << 20, gpu)) == (1024, 128)  # type: ignore[arg-type]
-    packed, x = pack(quantized(168, 128, format="int8")), torch.ones(3, 128).half()
+    packed, x = pack(quantized(296, 128, format="int8")), torch.ones(3, 128).half()
     with one_graph() as memory:
-        by_slabs(x, packed, rows=64)
-        slab = memory.floats(64, 128, torch.float16, device)
-        by_slabs(x, packed, rows=64)
+        by_slabs(x, packed, rows=128)
+        slab = memory.floats(128, 128, torch.float16, device)
+        by_slabs(x, packed, rows=128)
         assert memory.floats(1, 1, torch.bfloat16, device).data_ptr() == slab.data_ptr()
-        assert memory.floats(64, 129, torch.float16, device).data_ptr() != slab.data_ptr()
+        assert memory.floats(128, 129, torch.float16, device).data_ptr() != slab.data_ptr()
 
 
 def test_a_split_sum_is_the_same_every_time_and_leaves_its_counters_at_zero() -> None:
