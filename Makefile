@@ -100,7 +100,7 @@ bench: venv  ## every benchmark script: the figures that the docs quote
 		[ -e "$$script" ] || { echo "benchmarks/ holds no script" >&2; exit 1; }; \
 		echo "== $$script"; $(BIN)/python "$$script"; done
 
-gpu-bundle: venv  ## what a machine with a GPU and no network lacks, in gpu-bundle/, in pieces of 60 MiB (CARRY="--only base")
+gpu-bundle: venv  ## what a machine with a GPU and no network lacks, in gpu-bundle/, in pieces of 40 MiB (CARRY="--only base")
 	$(BIN)/python benchmarks/gpu/carried.py $(CARRY)
 
 clean:  ## build products and caches; keeps .venv and compiled bundles

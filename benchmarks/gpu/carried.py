@@ -1,6 +1,6 @@
 """What has to be carried to a machine with a GPU and no network: `make gpu-bundle`, and its unpacking there.
 
-    gpu-bundle/NAME-0, NAME-1, ...   pieces of one compressed tar file, 60 MiB at most each
+    gpu-bundle/NAME-0, NAME-1, ...   pieces of one compressed tar file, 40 MiB at most each
     gpu-bundle/NAME.json             what was asked for, the pieces with their bytes, and what could not be fetched
 
     base       packages that `quantkit compile`, `measure` and `tax` import and the machine lacks (carried.txt); config
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Make it, say what is in it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=_ROOT / "gpu-bundle", help="the folder")
-    parser.add_argument("--limit", type=float, default=60.0, metavar="MIB", help="of a piece")
+    parser.add_argument("--limit", type=float, default=40.0, metavar="MIB", help="of a piece")
     parser.add_argument("--python", default="3.12", help="of that machine")
     parser.add_argument("--sm", type=int, default=90, choices=(80, 86, 89, 90), help="of that machine's GPU")
     parser.add_argument("--minutes", type=float, default=30.0, help="to compile kernels for")

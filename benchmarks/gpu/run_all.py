@@ -73,7 +73,7 @@ class Stage:
 STAGES = (
     {"compile": Stage(stages.compile_kernels, 90), "ceilings": Stage(stages.ceilings, 40)}
     | {"correct": Stage(stages.correct, 60), "race": Stage(stages.race, 60), "solvers": Stage(stages.solvers, 90)}
-    | {"tax": Stage(stages.tax, 220), "sweep": Stage(stages.sweep, 420), "steps": Stage(stages.steps, 330)}
+    | {"tax": Stage(stages.tax, 220), "sweep": Stage(stages.sweep, 420), "steps": Stage(stages.steps, 360)}
     | {"profile": Stage(stages.profile, 90), "real": Stage(stages.real, 250), "model": Stage(stages.model, 300)}
     | {"recipes": Stage(stages.recipes, 240), "rtx": Stage(stages.rtx, 60)}
 )

@@ -365,3 +365,20 @@ def test_what_no_stage_has_written_is_not_done(
     assert run_all.main(asked, known) == 75
     assert capsys.readouterr().err == f"{tmp_path / 'correct.json'}: not what a stage writes, taken as not done\n"
     assert states(json.loads((tmp_path / "run.json").read_text())) == {"correct": "no-time", "race": "done"}
+
+
+def test_a_step_takes_the_fastest_settings_of_its_linears_and_of_its_head() -> None:
+    from parts.steps import BASELINE, BY_TORCH, FIRST, SIDES, table_of, tables
+
+    inside, head = (256, 128), (512, 128)
+    whole = {"block_n": 16, "block_m": 8, "unroll": 2, "split": 1, "warps": 8, "stages": 0}
+    timings = {
+        "int4.g64.zeros": [KernelTiming("quantkit", inside, 1, 2.0, 1, whole)],
+        "int8": [KernelTiming("quantkit", shape, 1, 3.0, 1, whole) for shape in (inside, head)],
+    }
+    with_head = next(side for side, (_, variant) in SIDES.items() if variant)
+    for side, seconds in ((FIRST, {inside: 2.0}), (BY_TORCH, {inside: 2.0}), (with_head, {inside: 2.0, head: 3.0})):
+        table = table_of(side, tables(timings))
+        assert table is not None
+        assert {shape: one.seconds for shape, (one,) in table.choices.items()} == seconds
+    assert table_of(BASELINE, tables(timings)) is None and table_of(FIRST, {}) is None

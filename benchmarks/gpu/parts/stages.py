@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,9 +41,11 @@ LINES = {
 # processes that compile; of a machine with more cores one is left for whoever waits
 _COMPILERS = 15
 # of the tax that the command itself measures; by humming, of int4 its own packing of the same weights
-_FORMATS = ("int4.g64.zeros", "int4.g128", "fp8_e4m3", "int8", "nf4.g64.double")
+_FORMATS = ("int4.g64.zeros", "int4.g128", "int4.g64.zeros.torch", "fp8_e4m3", "int8", "nf4.g64.double")
 _FOREIGN = ("int4.g64.zeros.humming", "int4.g128.humming", "nvfp4", "mxfp4")
 _BATCHES = "1:2048"
+# seconds for the settings of a step's products where no sweep chose them
+_TUNING = 60.0
 
 
 def skipped(stage: str, why: str) -> InputError:
@@ -325,6 +327,8 @@ def steps(job: dict[str, Any], caller: child.Caller) -> None:
     timings: dict[str, list[Any]] = {}
     for each in work.earlier("sweep").get("timings", ()):
         timings.setdefault(each["variant"], []).append(timing_of(each))
+    if not timings:
+        timings = _tuned(work)
     sizes, cells = (
         (part.TINY, ((2, 3),)) if job["dry"] else (part.LLAMA | {"num_hidden_layers": job["layers"]}, part.CELLS)
     )
@@ -349,6 +353,27 @@ def steps(job: dict[str, Any], caller: child.Caller) -> None:
         said = ", ".join(f"{side} {1e3 * value:.2f} ms" for side, value in best.items())
         work.settles("steps", best[part.FIRST] <= part.MEANT, f"batch 1, context 512, fused: {said}")
     work.ended()
+
+
+def _tuned(work: Work) -> dict[str, list[Any]]:
+    """Choose the settings of a step's products, as `quantkit tax BUNDLE` would: without it no whole K is taken."""
+    from parts.shapes import HEAD, INT4, WHOLE_MODEL
+    from parts.steps import BATCHES
+    from parts.sweep import TINY, Pass, Sweep
+    from quantkit.measurement.cuda.device import versions
+    from quantkit.measurement.cuda.sides import known
+
+    inside, head = [known()[name] for name in INT4], [known()["int8"]]
+    passes = [Pass("step", WHOLE_MODEL, BATCHES, inside, None), Pass("head", (HEAD,), BATCHES, head, None)]
+    deadline = min(work.deadline, time.monotonic() + _TUNING)
+    sweep = Sweep(work.device, [], work.dtype, 1, deadline, versions(), work.give)
+    found: dict[str, list[Any]] = {}
+    for each in [TINY] if work.device.dry else passes:
+        found |= sweep.tune(each)
+    for variant, timed in found.items():
+        for timing in timed:
+            work.give("timings", {"variant": variant, **asdict(timing)})
+    return found
 
 
 def model(job: dict[str, Any], caller: child.Caller) -> None:

@@ -28,6 +28,7 @@ TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, 
 TINY |= {"num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 32}
 # batch and context, the most wanted first
 CELLS = ((1, 512), (16, 512), (1, 4096), (4, 512), (64, 512), (16, 4096), (4, 4096), (64, 4096))
+BATCHES = tuple(sorted({batch for batch, _ in CELLS}))
 BASELINE, HEAD = "16 bits", "int8"
 # name -> variant of the linears, and of the head; the first is what recipes write
 SIDES = {
@@ -37,7 +38,8 @@ SIDES = {
 }
 FIRST = next(iter(SIDES))
 # the first side with torch's attention
-BY_TORCH = f"{FIRST}, torch's attention"
+_TORCH = ", torch's attention"
+BY_TORCH = FIRST + _TORCH
 # seconds of a fused step of the first side at the first cell that are meant
 MEANT = 2.4e-3
 # seconds that torch.compile may take for a step of 32 layers, before one was seen; steps that the profiler sees
@@ -67,9 +69,15 @@ def model(sizes: Mapping[str, int], side: str, dtype: torch.dtype, at: str, tabl
         if variants[name]
     }
     skeleton = packed.without_values(LlamaForCausalLM, config)
-    apart, _ = packed.placed(made, weights, {}, device=at, skeleton=skeleton, table=tables.get(inside))
+    apart, _ = packed.placed(made, weights, {}, device=at, skeleton=skeleton, table=table_of(side, tables))
     assert not apart, apart
     return made
+
+
+def table_of(side: str, tables: Mapping[str, Table]) -> Table | None:
+    """Return the choices of a side's linears, and of its head; None of the baseline, and where nothing was timed."""
+    names = [name for name in reversed(SIDES.get(side.removesuffix(_TORCH), ())) if name in tables]
+    return Table({shape: one for name in names for shape, one in tables[name].choices.items()}) if names else None
 
 
 def tables(timings: Mapping[str, Sequence[KernelTiming]]) -> dict[str, Table]:
@@ -129,8 +137,7 @@ def measured(
             times = interleaved(list(samplers.values()), blocks, generator)
             for side, taken in zip(samplers, times, strict=True):
                 better, interval = ratio(times[0], taken, generator)
-                table = chosen.get(SIDES[side][0]) if side in SIDES else None
-                linears = linears_seconds(models[side], batch, table)
+                linears = linears_seconds(models[side], batch, table_of(side, chosen))
                 rest = None if linears is None else float(np.median(taken)) - linears
                 settings = {"variant": side, "dtype": str(dtype), "fuse": how, "linears_s": linears, "residual_s": rest}
                 settings["first_s"] = first_s[side]

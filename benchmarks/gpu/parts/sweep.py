@@ -29,7 +29,7 @@ from parts.shapes import (
     settings,
 )
 from quantkit.errors import InputError
-from quantkit.kernels.dispatch import Config, KernelTiming, width
+from quantkit.kernels.dispatch import OURS, Config, KernelTiming, width
 from quantkit.measurement.cuda import sides
 from quantkit.measurement.cuda.device import GpuDevice, Implementation, interleaved, of, ratio, summary
 from quantkit.measurement.cuda.sides import FormatVariant, known
@@ -140,6 +140,28 @@ class Sweep:
                 del held
                 _free()
         self.reached[part.name] = done / (len(part.shapes) * len(part.variants) * len(part.batches))
+
+    def tune(self, part: Pass) -> dict[str, list[KernelTiming]]:
+        """Time our settings alone, without a baseline; return the fastest of each cell by variant."""
+        found: dict[str, list[KernelTiming]] = {}
+        for shape, variant in product(part.shapes, part.variants):
+            held = sides.held_copies(variant, shape, self.device)
+            for batch in part.batches:
+                where = {"shape": list(shape), "variant": variant.name, "batch": batch}
+                if self._late(where):
+                    continue
+                x = sides.inputs(batch, shape[1], self.dtype, self.device.torch_device)
+                known = self._settings.setdefault((shape, variant.name, width(batch)), {})
+                try:
+                    config = self._tuned(where, held, x, variant, part.settings, known)
+                except Exception as error:
+                    self._skip(where, error)
+                    continue
+                timing = KernelTiming(OURS, shape, batch, known[config], held[0].resident_bytes, config.as_dict())
+                found.setdefault(variant.name, []).append(timing)
+            del held
+            _free()
+        return found
 
     def settled(self) -> list[tuple[str, bool, str]]:
         """(line of PENDING.md, whether it holds, by what), of what was timed: each of all cells that it speaks of."""
