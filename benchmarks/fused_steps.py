@@ -94,6 +94,7 @@ def counted(of: Any) -> dict[str, float]:
     joined, codes = run_and_get_code(lambda: graph.step(ids).clone())
     return {
         **{"torch": seen.found.total(), "inductor": sum(len(_KERNEL.findall(code)) for code in codes)},
+        "masks": sum(code.count("torch.bool)") for code in codes),
         **{"products": seen.of(_PRODUCTS), "attention": seen.of(_ATTENTION)},
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "off": float((joined - apart).norm() / apart.norm()),
@@ -116,6 +117,7 @@ def main() -> int:
         {"device": at, "what": "kernels of inductor for a layer", "value": layer["inductor"]},
         {"device": at, "what": "launches for a layer, joined: products, attention, inductor's", "value": joined},
         {"device": at, "what": "compiled graphs of a step", "value": more["graphs"]},
+        {"device": at, "what": "masks that inductor makes in a step of three layers", "value": more["masks"]},
         {"device": at, "what": "logits of both, relative to their size", "value": off},
     ]
     if at == "cuda":
@@ -133,6 +135,7 @@ def main() -> int:
         {
             "logits are the same": off < (2.0**-7 if at == "cuda" else 2.0**-9),
             "a step is one graph": more["graphs"] == 1,
+            "the mask is made once for all layers": few["masks"] == more["masks"] == 1,
             "four products and one attention for a layer": (layer["products"], layer["attention"]) == (4, 1),
             "fewer launches for a layer": 0 < joined < layer["torch"] - 8,
         }

@@ -12,19 +12,16 @@
       m' = max(m, max t)      l' = l 2^(m - m') + sum 2^(t - m')      a' = a 2^(m - m') + 2^(t - m') V
 
   in float32, t in units of log 2. The weights 2^(t - m') are rounded to the dtype of V for their product with V.
-- **Every program leaves (m, l, a) in a workspace**; the last to arrive, by an integer counter, joins them in the order
-  of the splits and writes y (as `matmul.finish`). One launch, and the same bits every time.
+- **Every program leaves (m, l, a) in a workspace**; the last to arrive, by an integer counter, joins them in a fixed
+  order and writes y (as `matmul.finish`). One launch, and the same bits every time.
 - **The mask is transformers'**: a boolean for each sequence and position, on the device. So padding and windows are
   right, and a captured graph is right at every position. A program first looks for its last position that counts, and
-  reads no key beyond it; where there is none, it ends.
-
-The number of splits depends on shapes alone, so a graph replays what it captured.
+  reads no key beyond it; where there is none, it ends. The splits depend on shapes alone.
 """
 
 from __future__ import annotations
 
-import math
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -57,8 +54,7 @@ def last_seen(mask_ptr, split, S, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SCA
 @triton.jit
 def rows_of_cache(ptr, at, end, STRIDE, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Load keys or values of some positions, zeros from `end` on and beyond SIZE: [BLOCK, WIDTH]."""
-    column = tl.arange(0, WIDTH)
-    inside = (at < end)[:, None]
+    column, inside = tl.arange(0, WIDTH), (at < end)[:, None]
     if SIZE < WIDTH:
         inside = inside & (column < SIZE)[None, :]
     return tl.load(ptr + at[:, None].to(tl.int64) * STRIDE + column[None, :], mask=inside, other=0.0)
@@ -66,34 +62,31 @@ def rows_of_cache(ptr, at, end, STRIDE, SIZE: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit
 def joined_splits(
-    sums_ptr, top_ptr, y_ptr, pair, PAIRS,
-    G: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    sums_ptr, top_ptr, weights_ptr, y_ptr, pair,
+    G: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
-    """Write y of a sequence and KV head: all splits' sums, added in order."""
-    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    mine = row < G
-    first = pair * SPLITS * G
-    every = first + tl.arange(0, SPLITS)[None, :] * G + row[:, None]
-    top = tl.max(tl.load(top_ptr + every, mask=mine[:, None], other=float("-inf"), cache_modifier=".cg"), 1)
+    """Write y of a sequence and KV head from the sums of all splits, SOME at a time."""
+    row, column, first = tl.arange(0, HEADS), tl.arange(0, WIDTH), pair * SPLITS * G
+    every = first + tl.arange(0, SPLITS)[:, None] * G + row[None, :]
+    top = tl.max(tl.load(top_ptr + every, mask=(row < G)[None, :], other=float("-inf"), cache_modifier=".cg"), 0)
     top = tl.where(top > float("-inf"), top, 0.0)
-    total, weights = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS,), tl.float32)
-    for split in range(SPLITS):
-        at = first + split * G + row
+    total, weights = tl.zeros((HEADS, WIDTH), tl.float32), tl.zeros((HEADS,), tl.float32)
+    for split in range(0, SPLITS, SOME):
+        at = first + (split + tl.arange(0, SOME))[:, None] * G + row[None, :]
+        mine = (row < G)[None, :] & (at >= 0)
+        inside = mine[:, :, None] & (column < SIZE)[None, None, :]
+        places = at[:, :, None] * SIZE + column[None, None, :]
+        values = tl.load(sums_ptr + places, mask=inside, other=0.0, cache_modifier=".cg")
         own = tl.load(top_ptr + at, mask=mine, other=float("-inf"), cache_modifier=".cg")
-        live = own > float("-inf")
-        factor = tl.exp2(own - top)
-        weights += factor * tl.load(top_ptr + PAIRS * SPLITS * G + at, mask=live, other=0.0, cache_modifier=".cg")
-        inside = live[:, None] & (column < SIZE)[None, :]
-        values = tl.load(sums_ptr + at[:, None] * SIZE + column[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-        total += factor[:, None] * values
-    write(y_ptr, total, weights, pair, G, ROWS, SIZE, WIDTH)
+        factor = tl.exp2(own - top[None, :])
+        weights += tl.sum(factor * tl.load(weights_ptr + at, mask=mine, other=0.0, cache_modifier=".cg"), 0)
+        total += tl.sum(factor[:, :, None] * values, 0)
+    write(y_ptr, total, weights, pair, G, HEADS, SIZE, WIDTH)
 
 
 @triton.jit
-def write(
-    y_ptr, total, weights, pair,
-    G: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def write(y_ptr, total, weights, pair, G: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Write y of a sequence and KV head, [G, SIZE]; zeros where no position counts, as torch does."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     y = total / tl.where(weights > 0, weights, 1.0)[:, None]
@@ -126,11 +119,10 @@ def split_attention(
     mask_ptr += batch * mask_batch
     k_ptr += batch * k_batch + head.to(tl.int64) * k_head
     v_ptr += batch * v_batch + head.to(tl.int64) * v_head
-    end = last_seen(mask_ptr, split, S, BLOCK, SPLITS, SCAN)
-
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     q_at = q_ptr + batch * q_batch + (head * G + row)[:, None] * q_head + column[None, :]
     q = tl.load(q_at, mask=(row < G)[:, None] & (column < D)[None, :], other=0.0)
+    end = last_seen(mask_ptr, split, S, BLOCK, SPLITS, SCAN)
     if not ON_GPU:
         # the interpreter multiplies the bits of bfloat16
         q = q.to(tl.float32)
@@ -159,16 +151,18 @@ def split_attention(
         write(y_ptr, acc, weights, pair, G, ROWS, E, WIDTH_V)
     else:
         top_ptr = sums_ptr + pairs * SPLITS * G * E
-        at = (pair * SPLITS + split) * G + row
-        live = (row < G) & (m > float("-inf"))
+        weights_ptr = top_ptr + pairs * SPLITS * G
+        at, columns = (pair * SPLITS + split) * G + row, tl.arange(0, WIDTH_V)[None, :]
         tl.store(top_ptr + at, m, mask=row < G)
-        tl.store(top_ptr + pairs * SPLITS * G + at, weights, mask=live)
-        columns = tl.arange(0, WIDTH_V)[None, :]
-        tl.store(sums_ptr + at[:, None] * E + columns, acc, mask=live[:, None] & (columns < E))
+        tl.store(weights_ptr + at, weights, mask=row < G)
+        tl.store(sums_ptr + at[:, None] * E + columns, acc, mask=(row < G)[:, None] & (columns < E))
         # every thread's sums are written before this program counts itself, and the last one sees all of them
         tl.debug_barrier()
         if tl.atomic_add(count_ptr + pair, 1, sem="acq_rel") == SPLITS - 1:
-            joined_splits(sums_ptr, top_ptr, y_ptr, pair, pairs, G, ROWS, E, WIDTH_V, SPLITS)
+            HEADS: tl.constexpr = triton.next_power_of_2(G)
+            # as many loads at once as 32 registers of a thread hold
+            SOME: tl.constexpr = min(SPLITS, max(1, 4096 // (HEADS * WIDTH_V)))
+            joined_splits(sums_ptr, top_ptr, weights_ptr, y_ptr, pair, G, HEADS, E, WIDTH_V, SPLITS, SOME)
             tl.store(count_ptr + pair, 0)
 
 
@@ -207,6 +201,15 @@ def _(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -
     return query.new_empty((query.shape[0], 1, query.shape[1], values.shape[-1]))
 
 
+@torch.library.custom_op("quantkit::kept", mutates_args=())
+def kept(seen: Tensor) -> Tensor:
+    """Copy a mask: torch.compile computes anew for each layer what is no operator's output."""
+    return seen.clone(memory_format=torch.contiguous_format)
+
+
+kept.register_fake(partial(torch.empty_like, memory_format=torch.contiguous_format))
+
+
 def split_kv(
     query: Tensor,
     keys: Tensor,
@@ -224,12 +227,11 @@ def split_kv(
         splits: programs of a sequence and KV head, a power of two; 0: by the multiprocessors.
         workspace: memory for the partial sums; None for that of the present stream or graph.
     """
-    query, keys, values = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, keys, values))
+    parts = (query, keys, values, seen.view(torch.uint8))
+    query, keys, values, mask = (part if part.stride(-1) == 1 else part.contiguous() for part in parts)
     (batch, heads, _, size), (_, kv_heads, length, value_size) = query.shape, values.shape
     meta = sizes(heads // kv_heads, size, value_size)
     splits = splits or splits_of(batch * kv_heads, length, meta["BLOCK"], multiprocessors(query.device))
-    mask = seen.view(torch.uint8)
-    mask = mask if mask.stride(-1) == 1 else mask.contiguous()
     y = query.new_empty((batch, 1, heads, value_size))
     sums = counts = None
     if splits > 1:
@@ -255,13 +257,10 @@ def splits_of(pairs: int, length: int, block: int, many: int) -> int:
     """Return a power of two: about four programs a multiprocessor, at most one a block of positions.
 
     Args:
-        pairs: sequences times KV heads.
-        length: positions in the cache.
-        block: positions of a block.
-        many: multiprocessors.
+        pairs, length: sequences times KV heads, positions in the cache.
+        block, many: positions of a block, multiprocessors.
     """
-    wanted = min(_MOST_SPLITS, math.ceil(length / block), math.ceil(_PROGRAMS * many / pairs))
-    return int(triton.next_power_of_2(wanted))
+    return int(triton.next_power_of_2(min(_MOST_SPLITS, -(-length // block), -(-_PROGRAMS * many // pairs))))
 
 
 @cache

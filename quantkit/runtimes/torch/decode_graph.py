@@ -63,12 +63,20 @@ def attend_by_kernel(model: Any) -> str:
         if _BY_NAME.search(inspect.getsource(sys.modules[type(part).__module__])):
             return f"{type(part).__name__}: its code asks whether attention is {_TORCH}"
     AttentionInterface.register(ATTENTION, partial(_attention, AttentionInterface()[_TORCH]))
-    AttentionMaskInterface.register(ATTENTION, AttentionMaskInterface()[_TORCH])
+    AttentionMaskInterface.register(ATTENTION, partial(_mask, AttentionMaskInterface()[_TORCH]))
     model.set_attn_implementation(ATTENTION)
     if others := [type(part).__name__ for part in parts if part.config._attn_implementation != ATTENTION]:
         model.set_attn_implementation(_TORCH)
         return f"{others[0]}: its attention cannot be replaced"
     return ""
+
+
+def _mask(whole: Callable[..., torch.Tensor | None], q_length: int, **words: Any) -> torch.Tensor | None:
+    """Make the mask of transformers' `sdpa`, which is `whole`; that of a step once for all layers."""
+    from quantkit.kernels.attention import kept
+
+    mask = whole(q_length=q_length, **words)
+    return mask if mask is None or q_length > 1 else kept(mask)
 
 
 def _attention(
