@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int4 prefill": ("weight_only", {"kind": "int4", "group": 128, "block_m": 128}),
     "whole int4 zeros": ("weight_only", {"kind": "int4", "group": 64, "zero": True, "tiles": (16, 8, 2, 1, 8, 0)}),
     "whole int4": ("weight_only", {"kind": "int4", "group": 128, "tiles": (16, 8, 4, 1, 8, 0)}),
-    "whole int4 wide": ("weight_only", {"kind": "int4", "group": 64, "zero": True, "tiles": (32, 16, 1, 1, 8, 0)}),
+    "whole int4 wide": ("weight_only", {"kind": "int4", "group": 64, "zero": True, "tiles": (32, 16, 4, 1, 4, 0)}),
     "whole int8": ("weight_only", {"kind": "int8", "zero": True, "tiles": (16, 8, 4, 1, 8, 0)}),
     "whole nf4": ("weight_only", {"kind": "nf4", "group": 64, "nested": True, "tiles": (16, 8, 2, 1, 8, 0)}),
     "whole fp8 bf16": ("weight_only", {"kind": "fp8_e4m3", "x": "bf16", "tiles": (16, 8, 4, 1, 8, 0)}),
