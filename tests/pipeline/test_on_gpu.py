@@ -210,3 +210,25 @@ def test_a_read_of_a_device_value_is_counted() -> None:
         float(torch.zeros(2, device=fake_gpu.CUDA).sum())
         bool((torch.zeros(2, device=fake_gpu.CUDA) > 0).any())
     assert len(watch.waits) == 2
+
+
+def test_weights_that_were_looked_at_on_opening_are_read_without_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go through page-locked pieces, each on its way while the next is read."""
+    zoo.tiny("llama").to(torch.bfloat16).save_pretrained(tmp_path)  # type: ignore[operator]
+    weights = open_model(str(tmp_path)).weights
+    weights.largest(weights.entries)
+    pieces: list[int] = []
+    monkeypatch.setattr(
+        "quantkit.model.source.weights._filled", lambda _, raw, entry: pieces.append(raw.numel()) or raw
+    )
+    monkeypatch.setattr("quantkit.model.device._PIECE", 4096)
+    for opened, waits in ((weights, 0), (replace(weights, magnitudes={}), len(weights.entries))):
+        pieces.clear()
+        with fake_gpu.gpu({torch.bool: True}) as watch:
+            assert {opened.read(name, fake_gpu.CUDA).device for name in weights.entries} == {fake_gpu.CUDA}
+            launched, waited = watch.taken()
+        assert len(waited) == waits
+        assert max(pieces) <= 4096 and sum(pieces) == weights.total_bytes()
+        assert launched["model/device.py:filled"] == len(pieces)

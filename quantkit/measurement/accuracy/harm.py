@@ -210,15 +210,20 @@ def _layer(original: nn.Module, candidate: nn.Module, x: Tensor, y: Tensor) -> f
 
 
 def _scaled(weight: Tensor, like: Tensor) -> Tensor:
-    """Scale `weight` to the nearest `diag(r) weight diag(c)` of `like`, both [N, K]."""
-    import torch
+    """Scale `weight` to the nearest `diag(r) weight diag(c)` of `like`, both [N, K].
 
-    scaled = weight
+    Least squares give r = (W ∘ L) c / (W ∘ W) c² for a given c, and c likewise for a given r.
+    """
+    squares, products = weight.square(), weight * like
+    rows, columns = weight.new_ones(weight.shape[0]), weight.new_ones(weight.shape[1])
+
+    def fitted(cross: Tensor, size: Tensor, before: Tensor) -> Tensor:
+        return (cross / size).where(size > 0, before)
+
     for _ in range(_ROUNDS):
-        for dim in (1, 0):
-            size = scaled.square().sum(dim, keepdim=True)
-            scaled = scaled * torch.where(size > 0, (scaled * like).sum(dim, keepdim=True) / size, 1.0)
-    return scaled
+        rows = fitted(products @ columns, squares @ columns.square(), rows)
+        columns = fitted(rows @ products, rows.square() @ squares, columns)
+    return rows[:, None] * weight * columns
 
 
 def _outliers(x: Tensor) -> float:
