@@ -33,10 +33,10 @@ from quantkit.kernels.workspace import Workspace, present
 
 # positions that a program looks through at once for its last
 _SCAN = 512
-_MOST_SPLITS, _PROGRAMS = 32, 4
-WARPS, STAGES = 4, 3
-_LOG2_E = 1.4426950408889634
-_ON_CPU = interpreted()
+# query heads of a KV head, times D or E: what registers, and shared memory of 99 KB, hold
+_LARGEST = 4096
+_MOST_SPLITS, _PROGRAMS, WARPS, STAGES = 32, 4, 4, 3
+_LOG2_E, _ON_CPU = 1.4426950408889634, interpreted()
 
 
 @triton.jit
@@ -170,10 +170,11 @@ def fits(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> bo
     """Tell whether the kernel takes this attention: see `attend`."""
     if seen is None or seen.ndim != 4 or not (query.is_cuda or _ON_CPU):
         return False
-    batch, heads, tokens, _ = query.shape
+    batch, heads, tokens, size = query.shape
     return (
         tokens == 1
         and heads % keys.shape[1] == 0
+        and max(8, heads // keys.shape[1]) * max(size, values.shape[-1]) <= _LARGEST
         and keys.shape[:3] == values.shape[:3]
         and seen.dtype == torch.bool
         and seen.shape == (batch, 1, 1, keys.shape[2])
@@ -232,8 +233,7 @@ def split_kv(
     (batch, heads, _, size), (_, kv_heads, length, value_size) = query.shape, values.shape
     meta = sizes(heads // kv_heads, size, value_size)
     splits = splits or splits_of(batch * kv_heads, length, meta["BLOCK"], multiprocessors(query.device))
-    y = query.new_empty((batch, 1, heads, value_size))
-    sums = counts = None
+    y, sums, counts = query.new_empty((batch, 1, heads, value_size)), None, None
     if splits > 1:
         rows = batch * heads * splits
         sums, counts = (workspace or present(query.device)).of(rows * (value_size + 2), batch * kv_heads, query.device)

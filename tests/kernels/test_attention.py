@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from thorough import beside
 
 pytest.importorskip("triton")  # Linux alone has it
 from quantkit.kernels import attention
@@ -102,7 +103,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral"])
+@pytest.mark.parametrize("name", beside(["llama", "gemma3"], ["llama", "qwen3", "gemma3", "mistral"]))
 def test_steps_and_padded_batches_of_a_model_are_those_of_torch(name: str, calls: list[int]) -> None:
     """gemma3 and mistral have windows of 8 tokens, which the sequence leaves behind."""
     model, ids = zoo.tiny(name, num_hidden_layers=2).half(), torch.cat([zoo.ids()[:2, :7]] * 2, dim=1)
@@ -143,6 +144,14 @@ def test_what_the_kernel_does_not_take_is_torchs() -> None:
     falcon = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes))
     assert attend_by_kernel(falcon) == "FalconForCausalLM: its code asks whether attention is sdpa"
     assert falcon.config._attn_implementation == "sdpa"
+    query, cache, seen = torch.zeros(2, 66, 1, 64).half(), torch.zeros(2, 2, 5, 64).half(), torch.ones(2, 1, 1, 5) > 0
+    assert attention.fits(query, cache, cache, seen)
+    for others in (
+        (query, cache[:, :1], cache[:, :1], seen),
+        (query, cache, cache.repeat(1, 1, 1, 8)[..., :500], seen),
+    ):
+        assert not attention.fits(*others), "66 x 64 and 33 x 500 columns"
+    assert not attention.fits(query, cache, cache, seen[:1])
     # float32, and a mask that is not of transformers' making, go the old way
     model, ids = zoo.tiny("llama"), zoo.ids()[:1, :7]
     expected = stepped(model, ids)
