@@ -169,12 +169,12 @@ def reload(
     """Make the check `reload.transformers`: logits of the `from_pretrained` model against the expected model's.
 
     Both are loaded in the checkpoint's dtype and run in float32: some classes keep modules in float32, which
-    transformers respects for a dense model and not for a packed one. With `beside`, both are loaded in float32.
+    transformers respects for a dense model and not for a packed one.
 
     Args:
         inputs: keyword arguments of the forward; a fixed batch of ids by default.
         blocks: number of first layers to compare, to bound the memory; None is all.
-        beside: answers to keep of the model as plain transformers loads it in float32.
+        beside: answers to keep of the loaded model, if the checkpoint is in float32.
     """
     from quantkit.model.streaming import transforms
 
@@ -184,14 +184,14 @@ def reload(
         forgets = run_time.expands_at_load(folder)
         try:
             leftover = [*wanted.leftover, *(run_time.PARTS if forgets else ())]
-            model, problem = loaded(own, folder, blocks, leftover, "auto" if beside is None else "float32")
+            model, problem = loaded(own, folder, blocks, leftover)
             if problem:
                 return _judge(name, None, problem)
             inputs = inputs or batch(model.config)
             dtype = model.dtype
             values = logits(in_float32(model), inputs, cached=cached)
             classes = {path: type(module) for path, module in model.named_modules()}
-            if beside is not None:
+            if beside is not None and dtype.itemsize == 4:  # else it expands to other values than in float32
                 beside.keep(model)
             del model
         except QuantkitError:
@@ -395,11 +395,9 @@ def _cut_targets(quantization: Any, blocks: int) -> None:
             del groups[name]
 
 
-def loaded(
-    model_class: Any, folder: Path, blocks: int | None, leftover: Collection[str], dtype: str = "auto"
-) -> tuple[Any, str]:
+def loaded(model_class: Any, folder: Path, blocks: int | None, leftover: Collection[str]) -> tuple[Any, str]:
     """Load the model as plain transformers does, and describe what is wrong with its keys."""
-    options = {"config": config_of(folder, blocks), "dtype": dtype, "output_loading_info": True}
+    options = {"config": config_of(folder, blocks), "dtype": "auto", "output_loading_info": True}
     model, info = pretrained.network(model_class, folder, **options)
     info["unexpected_keys"] = {
         name
