@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from quantkit.kernels.linear import QuantLinear
 RUNTIME = load_runtime("torch")
 GROUPS = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
 BYTES = {"format": "int8", "granularity": "channel"}
+# the interpreter computes four times as long with a model of 64 features
+NARROW = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 @pytest.fixture
@@ -39,12 +41,10 @@ def compiled(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
-    def make(
-        weights: dict[str, Any], layout: str = "pack-quantized", sizes: Mapping[str, int] = {}, **scheme: Any
-    ) -> Bundle:
+    def make(weights: dict[str, Any], layout: str = "pack-quantized", wide: bool = False, **scheme: Any) -> Bundle:
         folder = tmp_path / "model"
-        sizes = {"vocab_size": len(byte_tokenizer), "num_hidden_layers": 1, **sizes}
-        zoo.tiny("llama", **sizes).save_pretrained(folder)  # type: ignore[operator]
+        sizes = {} if wide else NARROW
+        zoo.tiny("llama", vocab_size=len(byte_tokenizer), num_hidden_layers=1, **sizes).save_pretrained(folder)  # type: ignore[operator]
         byte_tokenizer.save_pretrained(folder)
         recipe: dict[str, Any] = {"schema": 1, "summary": "a test", "passes": [{"rtn": {}}]}
         recipe |= {name: scheme.pop(name) for name in ("keep", "overrides") if name in scheme}
@@ -72,7 +72,7 @@ def linears(model: Any) -> list[QuantLinear]:
 
 
 def test_every_quantized_linear_stays_packed(compiled: Callable[..., Bundle], recwarn: pytest.WarningsRecorder) -> None:
-    bundle = compiled(GROUPS)
+    bundle = compiled(GROUPS, wide=True)
     model = bundle.model(kernels=True, device="cpu")
     shapes = {layer.name.rpartition(".")[2]: layer.shape for layer in bundle.manifest.layers}
     # q, k and v are one product, and so are gate and up
@@ -153,7 +153,7 @@ def test_the_linears_with_one_input_are_those_that_read_one_tensor() -> None:
 
 
 def test_inputs_of_eight_bits_are_quantized_as_the_checkpoint_says(compiled: Callable[..., Bundle]) -> None:
-    bundle = compiled(BYTES, "int-quantized", activations={"format": "int8"})
+    bundle = compiled(BYTES, "int-quantized", wide=True, activations={"format": "int8"})
     shapes = {(layer.shape[0], layer.shape[1]) for layer in bundle.manifest.layers}
     # a table of another format says for one shape what this cannot run, and of this format for the others
     names = {shape: EXPANDED if shape == max(shapes) else INT_MM for shape in shapes}
@@ -399,9 +399,7 @@ def test_what_a_gpu_run_holds_the_kernels_against(
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks/gpu"))
     from parts import real_model
 
-    # the interpreter computes for a minute with a model of 64 features
-    narrow = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    bundle = compiled(GROUPS, sizes=narrow)
+    bundle = compiled(GROUPS)
     ids = real_model.text_ids(bundle)
     monkeypatch.setattr(real_model, "_PROMPT", 3)
     monkeypatch.setattr(real_model, "_STEPS", 1)
