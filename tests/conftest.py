@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -41,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         home = tempfile.mkdtemp(prefix="quantkit-forked-")
         config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
         config.add_cleanup(forked.Server(f"{home}/socket").close)
+        # workers begin with everything imported too
+        config.option.tx = [f"popen//python={shlex.join(forked.python())}" for _ in getattr(config.option, "tx", [])]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -72,9 +75,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _settled_heap() -> None:
-    """Freeze the heap: with many libraries a collection takes a second, and timings and compiles begin with one."""
-    gc.collect()
-    gc.freeze()
+    """Freeze the heap: with many libraries a collection takes a second, and timings and compiles begin with one.
+
+    Not where few objects have come since the last freeze: a walk takes longer than most tests.
+    """
+    _, young, old = gc.get_count()
+    if young > 5 or old:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -287,7 +287,7 @@ def _be(asked: dict[str, Any], streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update(asked["environment"])
     tempfile.tempdir = None
-    kind, program, *rest = (word for word in asked["arguments"] if word != "-P")
+    kind, program, *rest = (word for word in asked["arguments"] if word not in ("-P", "-u"))
     ahead = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     ahead[:0] = [] if "-P" in asked["arguments"] else [""] if kind == "-c" else [asked["folder"]]
     sys.path[:] = [*ahead, *(entry for entry in sys.path if entry not in before)]
