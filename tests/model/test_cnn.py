@@ -168,8 +168,8 @@ def test_the_exporter_is_quiet_and_its_logger_is_left_as_it_was(monkeypatch: pyt
     heard: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = heard.append  # type: ignore[method-assign]
-    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     logger, inner = logging.getLogger("torch.onnx"), logging.getLogger("torch.onnx._internal.exporter")
+    monkeypatch.setattr(logger, "handlers", [handler])
     before = logger.level
     with pytest.raises(ZeroDivisionError), quiet():
         inner.warning("torchvision is not installed")
