@@ -86,6 +86,15 @@ def _settled_heap() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _disk_without_waits() -> None:
+    """Wait for no disk: what a killed process has written is there, and `faults/test_power.py` plays power cuts.
+
+    What is no descriptor still fails. Forked children do the same; a fresh Python waits.
+    """
+    os.fsync = os.fstat
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _language_once() -> Iterator[None]:
     """Patch Triton's language once. Its interpreter walks through all of it at each function call.
 

@@ -248,6 +248,7 @@ def _import(modules: tuple[str, ...]) -> None:
     gc.disable()
     for module in modules:
         import_module(module)
+    os.fsync = os.fstat  # type: ignore[assignment]  # as in `conftest._disk_without_waits`
     from quantkit.runtimes import child
 
     # a program's own children begin so too

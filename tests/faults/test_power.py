@@ -121,7 +121,6 @@ def test_after_a_power_cut_the_work_is_done_again(name: str, tmp_path: Path, mon
         recorder = Recorder(folder, patched)
         work.act(folder)
     wanted, refusals = work.left(folder), set()
-    monkeypatch.setattr(os, "fsync", os.fstat)
     rng = random.Random(0)
     assert len(recorder.moments) > 2
     for moment, (durable, there) in enumerate(recorder.moments):
