@@ -228,6 +228,19 @@ def fresh_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "machine", machine)
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a cache that no other test has."""
+    monkeypatch.setenv(_CACHE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def few_scored(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Score 300 positions, in a cache of one's own."""
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Set torch to one thread, whatever the environment says: more threads would wait for one another."""

@@ -36,8 +36,7 @@ def test_a_verb_is_a_function_whatever_was_imported(name: str) -> None:
 @pytest.fixture
 def place(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     sizes = {"num_hidden_layers": 2, "intermediate_size": 128, "max_position_embeddings": 128}
-    zoo.tiny("llama", vocab_size=len(byte_tokenizer), **sizes).save_pretrained(tmp_path / "my-model")
-    byte_tokenizer.save_pretrained(tmp_path / "my-model")
+    zoo.save(tmp_path / "my-model", byte_tokenizer, "llama", vocab_size=len(byte_tokenizer), **sizes)
     prose = content.find("calibration", "prose-en").parent / "tune.txt"
     (tmp_path / "my-text.txt").write_text(prose.read_text(encoding="utf-8")[:60_000], encoding="utf-8")
     monkeypatch.chdir(tmp_path)

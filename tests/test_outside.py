@@ -92,8 +92,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_page_s_example_by_path(
     place: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    zoo.tiny("llama", vocab_size=len(byte_tokenizer), max_position_embeddings=128).save_pretrained(place / "my-model")
-    byte_tokenizer.save_pretrained(place / "my-model")
+    zoo.save(place / "my-model", byte_tokenizer, "llama", vocab_size=len(byte_tokenizer), max_position_embeddings=128)
     monkeypatch.setattr(tokens, "SCORED", 300)
     command = COMMANDS[0].removeprefix("quantkit ")
     code, _, err = said(capsys, command.replace(" --allow-code", ""))

@@ -60,8 +60,7 @@ FEW = ["calibration.samples=2", "calibration.tokens=128", "awq.grid=4"]
 def place(tmp_path: Path, merging_tokenizer: Any) -> Path:
     folder = tmp_path
     sizes = {"num_hidden_layers": 2, "intermediate_size": 128, "max_position_embeddings": 128}
-    zoo.tiny("llama", vocab_size=len(merging_tokenizer), **sizes).save_pretrained(folder / "my-model")
-    merging_tokenizer.save_pretrained(folder / "my-model")
+    zoo.save(folder / "my-model", merging_tokenizer, "llama", vocab_size=len(merging_tokenizer), **sizes)
     prose = content.find("calibration", "prose-en").parent / "tune.txt"
     shutil.copy(ROOT / "docs" / "nightly" / "nightly.yaml", folder)
     (folder / "my-text.txt").write_text(prose.read_text(encoding="utf-8")[:60_000], encoding="utf-8")

@@ -16,13 +16,9 @@ from quantkit import content
 from quantkit.errors import InputError
 from quantkit.target import Stored, Target, measured_path, read_measured, write_measured
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 SHIPPED = content.names("export")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @functools.cache
@@ -245,8 +241,8 @@ def test_the_cache_is_written_whole_or_not_at_all() -> None:
     assert [path.name for path in measured_path("cpu-x86").parent.iterdir()] == ["cpu-x86.json"]
 
 
-def test_a_cache_that_cannot_be_written_says_what_to_do(cache: Path) -> None:
-    cache.write_text("a file where the folder should be")
+def test_a_cache_that_cannot_be_written_says_what_to_do(own_cache: Path) -> None:
+    own_cache.write_text("a file where the folder should be")
     with pytest.raises(InputError, match="QUANTKIT_CACHE") as caught:
         write_measured("cpu-x86", {"figures": {}})
     assert caught.value.code == "cache-unwritable"

@@ -31,9 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
     import zoo
 
     folder = tmp_path_factory.mktemp("models") / "tiny.model"
-    zoo.tiny("llama", vocab_size=len(byte_tokenizer)).save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
-    return folder
+    return zoo.save(folder, byte_tokenizer, "llama", vocab_size=len(byte_tokenizer))
 
 
 @pytest.fixture

@@ -23,9 +23,7 @@ def ids_file(path: Path, count: int, seed: int) -> Path:
 @pytest.fixture
 def tiny(tmp_path: Path, byte_tokenizer: Any) -> Path:
     folder = tmp_path / "tiny.model"
-    zoo.tiny("llama", vocab_size=len(byte_tokenizer), num_hidden_layers=1).save_pretrained(folder)  # type: ignore[operator]
-    byte_tokenizer.save_pretrained(folder)
-    return folder
+    return zoo.save(folder, byte_tokenizer, "llama", vocab_size=len(byte_tokenizer), num_hidden_layers=1)
 
 
 def test_measure_scores_on_what_was_asked_for_or_says_what_instead(

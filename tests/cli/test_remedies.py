@@ -27,9 +27,7 @@ Command = Callable[..., Any]
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    zoo.tiny("llama", vocab_size=len(byte_tokenizer)).save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
-    return folder
+    return zoo.save(folder, byte_tokenizer, "llama", vocab_size=len(byte_tokenizer))
 
 
 def refused(quantkit: Command, *arguments: object, code: str) -> str:
@@ -61,8 +59,7 @@ def test_a_width_of_176_is_led_to_groups_and_an_export_that_fit(
     quantkit: Command, tmp_path: Path, byte_tokenizer: Any
 ) -> None:
     sizes = {"hidden_size": 176, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 4}
-    zoo.tiny("llama", vocab_size=len(byte_tokenizer), **sizes).save_pretrained(tmp_path)
-    byte_tokenizer.save_pretrained(tmp_path)
+    zoo.save(tmp_path, byte_tokenizer, "llama", vocab_size=len(byte_tokenizer), **sizes)
     asked = ["compile", tmp_path, "--recipe", "awq-int4", "--dry-run"]
     remedy = refused(quantkit, *asked, code="group-indivisible")
     assert "on_indivisible=keep" not in remedy, "it would keep every layer"
@@ -129,8 +126,7 @@ def test_the_first_remedy_for_a_scheme_is_the_last_that_is_needed(
 ) -> None:
     """The model stores bfloat16, and 128 does not divide its K, as in SmolLM2."""
     tiny, sizes = tmp_path / "tiny", {"hidden_size": 64, "intermediate_size": 192}
-    zoo.tiny("llama", vocab_size=len(byte_tokenizer), **sizes).to(torch.bfloat16).save_pretrained(tiny)
-    byte_tokenizer.save_pretrained(tiny)
+    zoo.save(tiny, byte_tokenizer, "llama", vocab_size=len(byte_tokenizer), **sizes).to(torch.bfloat16)
     changes = [word for change in asked for word in ("--set", change)]
     failed = quantkit("compile", tiny, "--recipe", "awq-int4", "--dry-run", *changes)
     assert failed.code == 2

@@ -107,8 +107,7 @@ def watched(patch: pytest.MonkeyPatch, see: Callable[[str, str], None]) -> None:
 @pytest.fixture(scope="module")
 def home(loopback: Loopback, tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Iterator[Home]:
     path = tmp_path_factory.mktemp("home")
-    zoo.tiny("llama", **CHANGES).save_pretrained(path / "model")  # type: ignore[operator]
-    byte_tokenizer.save_pretrained(path / "model")
+    zoo.save(path / "model", byte_tokenizer, "llama", **CHANGES)
     (path / "small.yaml").write_text(yaml.safe_dump(RECIPE))
     for wire in loopback.wires.values():
         wire.fresh()

@@ -42,8 +42,7 @@ def test_it_is_verified_continued_measured_and_compared_there(
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     model, bundle = tmp_path / "m", tmp_path / "b"
-    zoo.tiny("llama", vocab_size=len(merging_tokenizer)).save_pretrained(model)
-    merging_tokenizer.save_pretrained(model)
+    zoo.save(model, merging_tokenizer, "llama", vocab_size=len(merging_tokenizer))
     compile_model(Request.of(str(model), recipe=RECIPE, out=bundle, speed=False))
     runtime = load_runtime("llama_cpp")
     here = runtime.generate(Bundle.load(bundle), "the", new_tokens=4)["text"]

@@ -19,10 +19,7 @@ from quantkit.devices.probed import Probed, probe
 from quantkit.errors import InputError
 from quantkit.runtimes import load_runtime
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,7 @@ from quantkit.devices.openssh import Address, OpenSSH
 from quantkit.devices.probed import NEEDED, Probed, probe
 from quantkit.errors import InputError
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,7 @@ def tiny_home(path: Path, tokenizer: Any, formats: Mapping[str, str]) -> Iterato
         path: new.
         formats: name of a bundle -> format of its weights, in groups of 32 with zero points.
     """
-    zoo.tiny("llama", vocab_size=258, num_hidden_layers=1).save_pretrained(path / "model")  # type: ignore[operator]
-    tokenizer.save_pretrained(path / "model")
+    zoo.save(path / "model", tokenizer, "llama", vocab_size=258, num_hidden_layers=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTKIT_CACHE", str(path / "cache"))
         patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)

@@ -63,9 +63,7 @@ def layers(full: str = "default", sliding: str = "default") -> dict[str, Any]:
 @pytest.fixture
 def made(tmp_path: Path, merging_tokenizer: Any) -> Any:
     def model(kind: str, changes: dict[str, Any]) -> Path:
-        zoo.tiny(kind, vocab_size=len(merging_tokenizer), **changes).save_pretrained(tmp_path / "m")
-        merging_tokenizer.save_pretrained(tmp_path / "m")
-        return tmp_path / "m"
+        return zoo.save(tmp_path / "m", merging_tokenizer, kind, vocab_size=len(merging_tokenizer), **changes)
 
     return model
 

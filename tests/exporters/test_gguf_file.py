@@ -65,9 +65,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, merging_tokenizer: Any) ->
 
 def saved(folder: Path, tokenizer: Any, name: str = "llama", **changes: Any) -> Path:
     """A tiny model with a row of its table for every token."""
-    zoo.tiny(name, **{"vocab_size": len(tokenizer)} | changes).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return zoo.save(folder, tokenizer, name, **{"vocab_size": len(tokenizer)} | changes)
 
 
 def written(source: Path, folder: Path, how: Any, options: dict[str, Any], **more: Any) -> Exported:

@@ -69,8 +69,7 @@ def test_memory_that_ends_is_said_and_resumed(tmp_path: Path, byte_tokenizer: An
     import zoo
 
     model = tmp_path / "model"
-    zoo.tiny("llama", vocab_size=len(byte_tokenizer)).save_pretrained(model)
-    byte_tokenizer.save_pretrained(model)
+    zoo.save(model, byte_tokenizer, "llama", vocab_size=len(byte_tokenizer))
     recipe = tmp_path / "small.yaml"
     recipe.write_text(
         "schema: 1\nsummary: small\ncalibration: {set: prose-en, samples: 4, tokens: 32}\n"

@@ -37,8 +37,7 @@ def alarm() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", [target.name for target in TARGETS])
 @pytest.mark.usefixtures("alarm")
-def test_a_mutant_is_read_or_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+def test_a_mutant_is_read_or_refused(name: str, tmp_path: Path, own_cache: Path) -> None:
     target = BY_NAME[name]
     file = target.seed(tmp_path)
     honest = file.read_bytes()

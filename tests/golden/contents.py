@@ -100,14 +100,12 @@ def _smollm2(folder: Path) -> None:
 
 def _encoder(folder: Path) -> None:
     tokenizer = tokenizer_of_bytes("<s> $A </s>")
-    zoo.tiny("bert", vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    zoo.save(folder, tokenizer, "bert", vocab_size=len(tokenizer), max_position_embeddings=128)
 
 
 def _decoder(folder: Path) -> None:
     tokenizer = tokenizer_of_bytes("<s> $A")
-    zoo.tiny("llama", vocab_size=len(tokenizer), num_hidden_layers=2).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    zoo.save(folder, tokenizer, "llama", vocab_size=len(tokenizer), num_hidden_layers=2)
 
 
 def _mixture(folder: Path) -> None:

@@ -443,8 +443,7 @@ def _house(folder: Path, tokenizer: Any, files: Mapping[str, str]) -> Path:
         (package.parent / content).symlink_to(PACKAGE.parent / content)
     for name, text in files.items():
         (package / name).write_text(text, encoding="utf-8")
-    zoo.tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    zoo.save(folder / "model", tokenizer, "llama", vocab_size=len(tokenizer), max_position_embeddings=128)
     return package
 
 

@@ -32,17 +32,14 @@ from quantkit.pipeline.measure import measure_bundle
 from quantkit.runtimes.onnxruntime.session import OnnxModel
 from quantkit.runtimes.openvino.session import OpenvinoModel
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 WIDTH, WEIGHTED = 64, "weightedmean"
 LEFT = ["a cat", "the dog sat on the mat, and so on", "mice", "what is it"]
 RIGHT = ["cats", "a dog", "a mouse and another", "it is"]
 SMALL = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 128, "initializer_range": 0.2}
 IDENTITY = "torch.nn.modules.linear.Identity"
 OWN = "sentence_transformers.models."
-
-
-@pytest.fixture(autouse=True)
-def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
 
 def model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

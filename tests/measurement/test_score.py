@@ -110,10 +110,7 @@ def test_scores_are_those_of_plain_models_in_float64(
     assert found.kl.mean() > 1e-4
 
 
-def test_an_encoder_has_a_cosine_with_its_interval_and_its_least(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+def test_an_encoder_has_a_cosine_with_its_interval_and_its_least(tmp_path: Path, own_cache: Path) -> None:
     for name, seed in (("a", 0), ("b", 1)):
         zoo.tiny("bert", seed).save_pretrained(tmp_path / name)  # type: ignore[operator]
     sides = [stream(tmp_path / name) for name in ("a", "b")]

@@ -141,8 +141,7 @@ def hostile(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", lambda *said: "y")
     folder = tmp_path / "bundle" / "model"
-    zoo.tiny("llama").save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
+    zoo.save(folder, byte_tokenizer, "llama")
     (folder / "odd.py").write_text(HOSTILE_CODE.format(ran=str(tmp_path / "ran")), encoding="utf-8")
     for name, changed in (
         ("config.json", {"model_type": "odd-llama", "auto_map": {"AutoConfig": "odd.OddConfig"}}),

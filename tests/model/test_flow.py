@@ -24,6 +24,8 @@ from quantkit.model.streaming.calls import Calls, Shelf, held
 from quantkit.model.streaming.live import LiveCalls
 from quantkit.model.streaming.stream import Answers, LoadedModel, StreamedModel
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 # class -> whether its forward has to run itself
 CLASSES = {
     "LlamaForCausalLM": False,
@@ -212,12 +214,6 @@ def test_other_trouble_is_not(error: Exception) -> None:
     assert not is_out_of_memory(error)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def is_in_file(tensor: Tensor) -> bool:
     return tensor.untyped_storage().filename is not None
 
@@ -256,7 +252,7 @@ def through(loaded: LoadedModel, calls: Calls) -> Tensor:
 
 
 def test_what_chunks_are_given_lies_in_files_but_for_what_all_of_them_share(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = PerLayer().eval(), torch.arange(80).remainder(31).reshape(5, 16)
     loaded = LoadedModel(model)
@@ -270,7 +266,7 @@ def test_what_chunks_are_given_lies_in_files_but_for_what_all_of_them_share(
     assert all(is_in_file(given.args[0]) for chunk in calls._given for given in chunk)
     with torch.no_grad():
         assert torch.allclose(expected, model(ids)[0], atol=1e-5)
-    assert not list(cache.glob("*")), "files have no name"
+    assert not list(own_cache.glob("*")), "files have no name"
 
 
 def test_of_a_few_chunks_nothing_is_written() -> None:
@@ -286,7 +282,7 @@ def t5() -> nn.Module:
 
 
 def test_what_forwards_that_stand_still_hold_lies_in_files(
-    t5: nn.Module, cache: Path, monkeypatch: pytest.MonkeyPatch
+    t5: nn.Module, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, ids = LoadedModel(t5), zoo.ids(3, 24)
     expected = through(loaded, loaded.begin(ids, 1))
@@ -309,7 +305,7 @@ def test_what_forwards_that_stand_still_hold_lies_in_files(
     with torch.no_grad():
         own = t5(input_ids=ids[1:2])[0][0]
     assert torch.allclose(calls.finish(1)[0][0], own, atol=1e-5)
-    assert not list(cache.glob("*"))
+    assert not list(own_cache.glob("*"))
 
 
 def test_views_stay_views_and_what_somebody_else_sees_too_stays_where_it_is() -> None:

@@ -142,8 +142,7 @@ def test_a_model_comes_back_from_gguf(name: str, tmp_path: Path) -> None:
     assert source.kind == "decoder" and source.dtype == "float32"
 
 
-def test_a_file_is_opened_as_it_is_and_says_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+def test_a_file_is_opened_as_it_is_and_says_what_it_was(tmp_path: Path, own_cache: Path) -> None:
     model = model_of("llama")
     write_gguf(tmp_path / "mine.gguf", model, blocks=gguf.GGMLQuantizationType.Q8_0)
     source = open_model(str(tmp_path / "mine.gguf"))

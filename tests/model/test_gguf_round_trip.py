@@ -37,11 +37,6 @@ IDS = torch.arange(3, 63).reshape(2, 30)
 GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 16}
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-
-
 def saved(folder: Path, model: Any, tokenizer: Any) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -136,8 +136,7 @@ def test_tensors_in_another_order_are_refused(change: str, tiny: cnn.Cnn, tmp_pa
     assert caught.value.code == ("weights-shape" if change == "wider" else "weights-names") and caught.value.remedy
 
 
-def test_a_folder_is_copied_and_nothing_else_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+def test_a_folder_is_copied_and_nothing_else_of_it(tmp_path: Path, own_cache: Path) -> None:
     source = tmp_path / "package"
     (source / "1_Pooling").mkdir(parents=True)
     for name in (*packaged._COPIED, "code.py", "data_config.json"):
@@ -193,8 +192,7 @@ def sha_of(content: bytes) -> str:
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+def index(own_cache: Path) -> Index:
     return Index()
 
 

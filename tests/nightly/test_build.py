@@ -88,8 +88,7 @@ def sides(found: list[Any]) -> Counter[str]:
 def made(tmp_path_factory: pytest.TempPathFactory, bare_tokenizer: Any) -> Any:
     """A first night of real work, in a home of which each test takes a copy."""
     path = tmp_path_factory.mktemp("home")
-    zoo.tiny("llama", **CHANGES).save_pretrained(path / "tiny")  # type: ignore[operator]
-    bare_tokenizer.save_pretrained(path / "tiny")
+    zoo.save(path / "tiny", bare_tokenizer, "llama", **CHANGES)
     (path / "small.yaml").write_text(yaml.safe_dump(RECIPE))
     home = Home(path)
     home.write()
@@ -310,8 +309,7 @@ def test_the_floors_whose_code_decides_no_number_are_there() -> None:
 @pytest.mark.skipif(not machine.has("llama_cpp"), reason="llama-cpp-python compiles for minutes")
 def test_a_file_for_llama_cpp_is_timed_and_scored_there(tmp_path: Path, merging_tokenizer: Any) -> None:
     home = Home(tmp_path)
-    zoo.tiny("llama", vocab_size=len(merging_tokenizer), num_hidden_layers=1).save_pretrained(tmp_path / "tiny")  # type: ignore[operator]
-    merging_tokenizer.save_pretrained(tmp_path / "tiny")
+    zoo.save(tmp_path / "tiny", merging_tokenizer, "llama", vocab_size=len(merging_tokenizer), num_hidden_layers=1)
     weights = {"weights": {"format": "q4_0"}}
     (tmp_path / "file.yaml").write_text(yaml.safe_dump({**RECIPE, "scheme": weights, "export": [{"gguf": {}}]}))
     home.write(recipes=["./file.yaml"], runtimes=["llama_cpp"], batches=[1], budget={"rounds": 1, "blocks": 2})

@@ -52,8 +52,7 @@ def recipe(*exports: str, passes: tuple[str, ...] = ("rtn",), **changes: Any) ->
 def made(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Made:
     home = tmp_path_factory.mktemp("made")
     model = home / "llama.tiny"
-    zoo.tiny("llama", **CHANGES).save_pretrained(model)  # type: ignore[operator]
-    byte_tokenizer.save_pretrained(model)
+    zoo.save(model, byte_tokenizer, "llama", **CHANGES)
     found = Made(model, home / "packed", home / "both", home / "floating")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTKIT_CACHE", str(home / "cache"))

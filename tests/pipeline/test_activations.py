@@ -27,15 +27,11 @@ INT8 = {"format": "int8", "granularity": "channel", "scale": "float32"}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
     folder = tmp_path_factory.mktemp("source") / "llama.tiny"
-    zoo.tiny("llama", vocab_size=258, num_hidden_layers=2, max_position_embeddings=640).save_pretrained(folder)  # type: ignore[operator]
-    byte_tokenizer.save_pretrained(folder)
-    return folder
+    return zoo.save(folder, byte_tokenizer, "llama", vocab_size=258, num_hidden_layers=2, max_position_embeddings=640)
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+def _quick(monkeypatch: pytest.MonkeyPatch, few_scored: None) -> None:
     monkeypatch.setattr("quantkit.measurement.accuracy.score.SAMPLES", 2)
 
 
@@ -200,8 +196,7 @@ def test_an_interrupted_compile_keeps_the_scales(model: Path, tmp_path: Path, mo
 def test_an_encoder_s_recipe_ends_in_integer_kernels(tmp_path: Path, byte_tokenizer: Any) -> None:
     """The shipped recipe, from a model to a verdict's rows; what it cannot hold is refused before any work."""
     folder, changes = tmp_path / "bert", {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    zoo.tiny("bert", **changes).save_pretrained(folder)  # type: ignore[operator]
-    byte_tokenizer.save_pretrained(folder)
+    zoo.save(folder, byte_tokenizer, "bert", **changes)
     few = ["calibration.samples=2", "calibration.tokens=32", "gates={}"]
     request = Request.of(str(folder), recipe="int8-encoder", out=tmp_path / "out", changes=few, speed=False)
     result = compile_model(request)
@@ -223,8 +218,7 @@ def test_an_encoder_s_recipe_ends_in_integer_kernels(tmp_path: Path, byte_tokeni
 def test_an_encoder_s_network_for_tensorrt_holds_moved_channels(tmp_path: Path, byte_tokenizer: Any) -> None:
     """Sub and Mul stand before each pair, and the network is what the moved model computes."""
     folder, changes = tmp_path / "bert", {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    zoo.tiny("bert", **changes).save_pretrained(folder)  # type: ignore[operator]
-    byte_tokenizer.save_pretrained(folder)
+    zoo.save(folder, byte_tokenizer, "bert", **changes)
     few = ["calibration.samples=2", "calibration.tokens=32", "gates={}", "export=[{tensorrt: {engine: false}}]"]
     asked = {"recipe": "int8-tensorrt", "target": "rtx-4090", "changes": few, "speed": False}
     result = compile_model(Request.of(str(folder), out=tmp_path / "out", **asked))

@@ -24,8 +24,7 @@ OPTIONS = {"dialect": "onnxruntime", "accuracy_level": 4, "merge": True}
 
 
 @pytest.fixture
-def source(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Source]:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+def source(made: Made, own_cache: Path) -> Iterator[Source]:
     yield open_model(str(made.model))
 
 

@@ -51,12 +51,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: transformers.
     return save(tmp_path_factory.mktemp("models") / "llama.tiny", bos_tokenizer)
 
 
-@pytest.fixture(autouse=True)
-def few_scored_positions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-
-
+pytestmark = pytest.mark.usefixtures("few_scored")
 # a card whose runtimes compute in what these recipes store: on a CPU torch expands a checkpoint, which is a decision
 CARD = "l4"
 
@@ -125,8 +120,7 @@ def test_a_bfloat16_source_gets_bfloat16_scales_and_says_so(
     tmp_path: Path, bos_tokenizer: transformers.PreTrainedTokenizerBase
 ) -> None:
     folder = tmp_path / "bf.16"
-    zoo.tiny("llama", vocab_size=len(bos_tokenizer)).to(torch.bfloat16).save_pretrained(folder)
-    bos_tokenizer.save_pretrained(folder)
+    zoo.save(folder, bos_tokenizer, "llama", vocab_size=len(bos_tokenizer)).to(torch.bfloat16)
     bundle = run(folder, recipe("gptq"), tmp_path / "out")
     assert [decision.code for decision in bundle.manifest.decisions].count("scale-dtype") == 1
     assert {layer.scheme["scale"] for layer in bundle.manifest.layers} == {"bfloat16"}

@@ -29,6 +29,8 @@ from quantkit.pipeline.compile import opened
 from quantkit.planning.compiling import USABLE, CompileSpec, fit
 from quantkit.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 GIB = 2**30
 FEW = ["calibration.samples=3", "calibration.tokens=48", "scheme.weights.group=32", "export=[{checkpoint: {}}]"]
 
@@ -36,14 +38,7 @@ FEW = ["calibration.samples=3", "calibration.tokens=48", "scheme.weights.group=3
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
     folder = tmp_path_factory.mktemp("models") / "llama"
-    zoo.tiny("llama", vocab_size=len(byte_tokenizer), num_hidden_layers=4).save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    return zoo.save(folder, byte_tokenizer, "llama", vocab_size=len(byte_tokenizer), num_hidden_layers=4)
 
 
 def sizes(**changes: Any) -> CompileSpec:

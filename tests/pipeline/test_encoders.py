@@ -15,6 +15,8 @@ from quantkit.errors import InputError
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.measure import measure_bundle
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 CHANGES = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 64}
 FEW = ["calibration.samples=2", "calibration.tokens=32"]
 SCORED = ["accuracy.recall_at_1", "accuracy.recall_at_5", "accuracy.recall_at_10", "accuracy.cosine"]
@@ -23,9 +25,7 @@ SCORED = ["accuracy.recall_at_1", "accuracy.recall_at_5", "accuracy.recall_at_10
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
     folder = tmp_path_factory.mktemp("source") / "bert"
-    zoo.tiny("bert", **CHANGES).save_pretrained(folder)  # type: ignore[operator]
-    byte_tokenizer.save_pretrained(folder)
-    return folder
+    return zoo.save(folder, byte_tokenizer, "bert", **CHANGES)
 
 
 @pytest.fixture
@@ -33,11 +33,6 @@ def pairs(tmp_path: Path) -> Path:
     path = tmp_path / "pairs.tsv"
     path.write_text("".join(f"n{n}\tsaid {n * n} by\tby {n * n} said\n" for n in range(140)))
     return path
-
-
-@pytest.fixture(autouse=True)
-def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
 
 def test_int8_on_a_cpu_is_a_graph_of_integers_scored_on_pairs(encoder: Path, pairs: Path, tmp_path: Path) -> None:

@@ -21,18 +21,14 @@ from quantkit.model.source.open import saved_in_memory
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.request import place
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 
 def compiled(module: Any, examples: Any, folder: Path, **held: Any) -> quantkit.Bundle:
     np.savez(folder / "set.npz", **held)
     return quantkit.compile(
         module, "int8", example_inputs=examples, calibration=folder / "set.npz", out=folder / "out", speed=False
     )
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def test_a_module_of_several_inputs_becomes_a_bundle(tmp_path: Path) -> None:
@@ -82,14 +78,14 @@ def test_a_module_that_fixes_its_batch_is_fed_just_that(tmp_path: Path) -> None:
         (torch.nn.Linear(4, 3).double(), torch.randn(2, 4, dtype=torch.float64), "onnx-dtype"),
     ],
 )
-def test_what_cannot_be_exported(module: Any, examples: Any, code: str, tmp_path: Path, cache: Path) -> None:
+def test_what_cannot_be_exported(module: Any, examples: Any, code: str, tmp_path: Path, own_cache: Path) -> None:
     with pytest.raises(InputError) as caught:
         compiled(module, examples, tmp_path, x=np.random.default_rng(0).standard_normal((40, 5)))
     line = caught.value.line()
     assert caught.value.code == code, line
     assert "\n" not in line
     assert not (tmp_path / "out").exists()
-    assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".onnx"]
+    assert not [path for path in own_cache.rglob("*") if path.is_file() and path.suffix != ".onnx"]
 
 
 def language_model(dtype: torch.dtype, tokenizer: Any) -> Any:

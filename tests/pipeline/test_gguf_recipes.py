@@ -30,8 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, merging_tokenizer: Any) -> 
     def made(name: str) -> Path:
         if not (place / name).exists():
             changes = {"vocab_size": len(merging_tokenizer), "num_hidden_layers": 2}
-            zoo.tiny(name, **changes).save_pretrained(place / name)
-            merging_tokenizer.save_pretrained(place / name)
+            zoo.save(place / name, merging_tokenizer, name, **changes)
         return place / name
 
     return made

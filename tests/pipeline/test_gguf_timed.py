@@ -158,9 +158,7 @@ RECIPE = Recipe.from_dict(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, merging_tokenizer: Any) -> Path:
     folder = tmp_path_factory.mktemp("gguf") / "m"
-    zoo.tiny("llama", vocab_size=len(merging_tokenizer)).save_pretrained(folder)
-    merging_tokenizer.save_pretrained(folder)
-    return folder
+    return zoo.save(folder, merging_tokenizer, "llama", vocab_size=len(merging_tokenizer))
 
 
 @pytest.fixture

@@ -86,10 +86,7 @@ def test_it_is_scored_again_on_a_named_set(made: Path, bundle: Path) -> None:
         ({"baseline": "tiny.onnx", "calibration": "fashion-mnist"}, "calibration-shape"),
     ],
 )
-def test_what_is_missing_is_said(
-    made: Path, bundle: Path, asked: dict[str, str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+def test_what_is_missing_is_said(made: Path, bundle: Path, asked: dict[str, str], code: str, own_cache: Path) -> None:
     given = {name: value if value == "fashion-mnist" else str(made / value) for name, value in asked.items()}
     with pytest.raises(InputError) as caught:
         quantkit.measure(bundle, speed=False, **given)  # type: ignore[arg-type]

@@ -171,8 +171,7 @@ def test_a_head_is_solved_on_what_the_quantized_blocks_put_out(
     """Its codes are GPTQ's for the inputs that plain transformers gives the head of the reloaded checkpoint."""
     monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
     model = tmp_path / "model"
-    zoo.tiny("llama", vocab_size=len(byte_tokenizer)).save_pretrained(model)  # type: ignore[operator]
-    byte_tokenizer.save_pretrained(model)
+    zoo.save(model, byte_tokenizer, "llama", vocab_size=len(byte_tokenizer))
     weights = {"format": "int4", "granularity": "group", "group": 32, "symmetric": False}
     settings = {"shrink": 0.2, "correction": 0.0, "sweeps": 1}
     recipe = Recipe.from_dict(

@@ -23,9 +23,7 @@ from quantkit.bundle import Bundle
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: transformers.PreTrainedTokenizerBase) -> Path:
     folder = tmp_path_factory.mktemp("models") / "llama"
-    zoo.tiny("llama", vocab_size=len(byte_tokenizer), num_hidden_layers=12).save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
-    return folder
+    return zoo.save(folder, byte_tokenizer, "llama", vocab_size=len(byte_tokenizer), num_hidden_layers=12)
 
 
 def committed(partial: Path) -> int:

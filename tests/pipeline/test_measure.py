@@ -292,8 +292,7 @@ def test_a_damaged_bundle_is_refused_whichever_side_it_is_on(name: str, made: Ma
     assert name in refused("hash-mismatch", Bundle.load(made.both), str(bundle.path), plan=PLAN)
 
 
-def test_a_baseline_that_lacks_what_is_needed(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+def test_a_baseline_that_lacks_what_is_needed(made: Made, tmp_path: Path, own_cache: Path) -> None:
     both = Bundle.load(made.both)
     assert "llama.tiny" in refused("baseline-needed", both, plan=PLAN)
     refused("baseline-needed", both, runtime="torch")
@@ -312,8 +311,7 @@ def test_a_baseline_that_does_something_else(made: Made, tmp_path: Path, byte_to
         ("llama", {"vocab_size": 300}, "baseline-vocabulary"),
     ):
         folder = tmp_path / f"{name}.other"
-        zoo.tiny(name, num_hidden_layers=1, **changes).save_pretrained(folder)  # type: ignore[operator]
-        byte_tokenizer.save_pretrained(folder)
+        zoo.save(folder, byte_tokenizer, name, num_hidden_layers=1, **changes)
         refused(code, Bundle.load(made.both), str(folder), plan=PLAN)
 
 

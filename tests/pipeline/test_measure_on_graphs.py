@@ -89,8 +89,7 @@ def test_a_network_s_runtime_is_refused_before_anything_is_carried(network: Path
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
     folder = tmp_path_factory.mktemp("encoder")
-    zoo.tiny("bert", **CHANGES).save_pretrained(folder / "bert")  # type: ignore[operator]
-    byte_tokenizer.save_pretrained(folder / "bert")
+    zoo.save(folder / "bert", byte_tokenizer, "bert", **CHANGES)
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import forked
 import pytest
@@ -11,12 +10,9 @@ import pytest
 from quantkit.errors import InputError
 from quantkit.pipeline.plan import PlanQuestion, plan
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 LABELS = ("bf16", "fp8", "awq-int4")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
 
 def test_formats_and_recipes_side_by_side() -> None:

@@ -36,16 +36,13 @@ NARROW = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, 
 
 
 @pytest.fixture
-def compiled(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bundle]:
+def compiled(tmp_path: Path, byte_tokenizer: Any, few_scored: None) -> Callable[..., Bundle]:
     """A bundle of a tiny Llama, whose weights are rounded as the scheme says."""
-    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
 
     def make(weights: dict[str, Any], layout: str = "pack-quantized", wide: bool = False, **scheme: Any) -> Bundle:
         folder = tmp_path / "model"
         sizes = {} if wide else NARROW
-        zoo.tiny("llama", vocab_size=len(byte_tokenizer), num_hidden_layers=1, **sizes).save_pretrained(folder)  # type: ignore[operator]
-        byte_tokenizer.save_pretrained(folder)
+        zoo.save(folder, byte_tokenizer, "llama", vocab_size=len(byte_tokenizer), num_hidden_layers=1, **sizes)
         recipe: dict[str, Any] = {"schema": 1, "summary": "a test", "passes": [{"rtn": {}}]}
         recipe |= {name: scheme.pop(name) for name in ("keep", "overrides") if name in scheme}
         recipe["scheme"] = {"weights": weights, **scheme}

@@ -20,8 +20,7 @@ RUNTIME = load_runtime("torch")
 def bundle(folder: Path, name: str, tokenizer: Any, kind: Any = "decoder", checkpoint: bool = True) -> Bundle:
     folder.mkdir()
     if checkpoint:
-        zoo.tiny(name, vocab_size=len(tokenizer)).save_pretrained(folder / "model")  # type: ignore[operator]
-        tokenizer.save_pretrained(folder / "model")
+        zoo.save(folder / "model", tokenizer, name, vocab_size=len(tokenizer))
     return small_onnx.bundle(folder, kind)
 
 

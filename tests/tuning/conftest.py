@@ -42,9 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+def quick(monkeypatch: pytest.MonkeyPatch, few_scored: None) -> None:
     monkeypatch.setattr("quantkit.tuning.search.CHECKED", 300)
 
 

@@ -98,8 +98,7 @@ def test_nothing_is_left_where_a_budget_cannot_be_met(model: Path, tmp_path: Pat
 
 def test_models_without_a_next_word_are_refused(tmp_path: Path, byte_tokenizer: Any) -> None:
     folder = tmp_path / "bert.tiny"
-    zoo.tiny("bert", vocab_size=len(byte_tokenizer)).save_pretrained(folder)  # type: ignore[operator]
-    byte_tokenizer.save_pretrained(folder)
+    zoo.save(folder, byte_tokenizer, "bert", vocab_size=len(byte_tokenizer))
     with pytest.raises(InputError, match="model-kind"):
         search(folder, tmp_path / "out", "bits=5")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +51,13 @@ def tiny(name: str, seed: int = 0, **changes: object) -> nn.Module:
     model_class, config_class, settings = {**ARCHITECTURES, **OTHERS}[name]
     config = getattr(transformers, config_class)(**{**settings, **changes})
     return filled(getattr(transformers, model_class), config, seed)
+
+
+def save(folder: Path, tokenizer: Any, name: str, **changes: object) -> Path:
+    """Write a tiny model and its tokenizer into a folder, and return the folder."""
+    tiny(name, **changes).save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def filled(model_class: Any, config: Any, seed: int = 0) -> nn.Module:
