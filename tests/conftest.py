@@ -1,7 +1,5 @@
 """Fixtures for the tests of several packages."""
 
-from __future__ import annotations
-
 import atexit
 import copy
 import functools

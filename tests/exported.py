@@ -1,7 +1,5 @@
 """Export a tiny model as a checkpoint, with every linear rounded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Tensors have the shapes, dtypes and devices of a GPU, but no values. A tensor on
 value, for which a GPU would have to be waited for, is counted and gets a planted value.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections import Counter

@@ -7,8 +7,6 @@
 A server has one thread. A signal to the client reaches the program; the program's process group ends with the client.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

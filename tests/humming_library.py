@@ -1,7 +1,5 @@
 """Stand-in for humming-kernels (0.1.19), which needs a GPU: its interface, with compressed-tensors' mathematics."""
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any

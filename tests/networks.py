@@ -1,7 +1,5 @@
 """Make a tiny network as a graph: a stem, a depthwise and a pointwise convolution, a residual, a classifier."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans with known figures: bounds of real sizes on a real target, and the forecasts that a test asks for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

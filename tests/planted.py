@@ -1,7 +1,5 @@
 """A manifest and rows with known figures, for code that reads or shows them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from quantkit.bundle import Manifest

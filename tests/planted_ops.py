@@ -1,7 +1,5 @@
 """A bench with planted times, on a clock that only steps move, and the rows that follow."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

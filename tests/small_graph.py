@@ -1,7 +1,5 @@
 """Build tiny ONNX graphs node by node."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models of `zoo` as ONNX, for the tests of the exporter and the runtime."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

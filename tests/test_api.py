@@ -1,7 +1,5 @@
 """The page of the Python API: every example runs as it stands, and every name is on it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

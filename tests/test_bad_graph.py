@@ -1,7 +1,5 @@
 """Bad graphs and bad samples, as a user meets them: one clear line, exit code 2, and nothing left on disk."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Bad input, as a user meets it: one JSON object, one clear line, the right exit code, and nothing left on disk."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """The tables against other toolkits say what the records say, and the score behind them is a plain KL."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """Content: names against paths, YAML that reads numbers as numbers and refuses a key given twice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Errors: one line each, whole through a pickle, with the exit codes of the contract."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

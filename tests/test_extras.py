@@ -1,7 +1,5 @@
 """Every extra installs alone, in an environment of its own, and does what it is for (`make extras`)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A forked program behaves as one of its own: streams, arguments, folder, variables, path, signals, exit codes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The tables and the picture against llama-quantize say what the records say."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

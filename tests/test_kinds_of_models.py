@@ -1,7 +1,5 @@
 """One word for each kind of model; what was written before is still read."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest

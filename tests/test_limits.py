@@ -1,7 +1,5 @@
 """A file from outside takes no more memory, time or disk than the limits say; each is refused by name."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -3,8 +3,6 @@
 A package is a folder of modules with a `dist-info` beside it, which is all that an installer leaves.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The contract of every file that a folder of passes, formats, exporters or runtimes holds: parametrised over all."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a caller in Python gives and gets: a wrong type is one line; a bundle is a table, a chart, a notebook's cell."""
 
-from __future__ import annotations
-
 import html.parser
 import sys
 import types

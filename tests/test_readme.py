@@ -7,8 +7,6 @@ are planted, and `doctor` looks once where it would 15 times. Everything else is
 that holds a small model and a text under the names the README uses.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json

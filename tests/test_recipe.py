@@ -1,7 +1,5 @@
 """Recipes: what ships loads, what is misspelt is named, what is changed is changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`--set`: one thing is changed, and what there is not is named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Schemes: the format says what it has, and what holds where nothing is written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

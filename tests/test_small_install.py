@@ -1,7 +1,5 @@
 """The small install: a bundle's ONNX runs where torch, transformers, scipy and onnx are not there."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Targets: what ships is valid and sourced; what is wrong is one clear line; measured figures come from the cache."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

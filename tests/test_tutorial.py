@@ -1,7 +1,5 @@
 """The blocks of docs/tutorial.md, run in their order; timing alone is left out, since no test is a place for it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

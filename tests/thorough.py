@@ -1,7 +1,5 @@
 """Split a test's parameters: `make test` runs some, `make test-all` adds the rest; see docs/decisions/suite.md."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The session's fixture `_traces_once` shares them; `fresh_traces` has a test trace for itself.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

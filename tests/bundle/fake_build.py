@@ -4,8 +4,6 @@ python fake_build.py OUT [SECONDS_A_STEP]      builds, resuming if need be
 python fake_build.py OUT --kill-at-every-call N  child n is killed at its n-th change to the disk; N steps together
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

@@ -1,7 +1,5 @@
 """The crash-safe build folder: killed anywhere, full disk, two at once, resumed with something else."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """The bundle's document: what it holds, what it refuses, what verification finds."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

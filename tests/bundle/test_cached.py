@@ -1,7 +1,5 @@
 """The cache gives what was put there, or nothing."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

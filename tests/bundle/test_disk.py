@@ -1,7 +1,5 @@
 """Files are written whole or not at all, and one process at a time holds a lock."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

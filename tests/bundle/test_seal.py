@@ -1,7 +1,5 @@
 """Who edits what a bundle says of itself is found out: by its seal, an announced hash, or a signature."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

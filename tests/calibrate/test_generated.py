@@ -1,7 +1,5 @@
 """Text that a model writes itself, held against transformers' own probabilities."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

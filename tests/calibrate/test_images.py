@@ -1,7 +1,5 @@
 """Sets of images: drawn, preprocessed, and whatever does not fit the model refused in one line."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Importance matrices: what is summed, what is written, and files of other models."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every input of a graph is fed: arrays by the inputs' names, each as its input takes it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

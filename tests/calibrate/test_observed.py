@@ -1,7 +1,5 @@
 """Ranges from a stream: against plain definitions, torch's observer and ONNX Runtime's calibrators."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections import Counter

@@ -1,7 +1,5 @@
 """Sets of pairs: read line by line, drawn, without a text that stands on a side twice."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Statistics of quantized inputs, fixed scales found on the way, and the cache: paused and replayed alike."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

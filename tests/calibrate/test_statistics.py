@@ -1,7 +1,5 @@
 """Staged statistics: the sums, the order of visits, pausing against replaying, and what a visit changes."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

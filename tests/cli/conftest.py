@@ -1,7 +1,5 @@
 """The command line in this process, and where packages are missing; a bundle with planted figures."""
 
-from __future__ import annotations
-
 import functools
 import json
 import subprocess

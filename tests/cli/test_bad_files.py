@@ -1,7 +1,5 @@
 """Plain bad input: each is one clear line, and none of it a mistake of ours."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`quantkit compare`: exit codes, the envelope, and one line for what is wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compile, on a tiny random model: what it says, and what of the request arrives."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Doctor: a target's figures, without measuring where they are stated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

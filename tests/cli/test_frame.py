@@ -1,7 +1,5 @@
 """What all commands share: help, every way out, and stdout that holds the answer and nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """List: every kind, every summary."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

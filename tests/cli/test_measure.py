@@ -1,7 +1,5 @@
 """Measure again: what was asked for is what scores, or it is said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`quantkit nightly`: a group of commands, and what each of them says."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """An error's remedy is carried out as it is printed, and leads on."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shlex

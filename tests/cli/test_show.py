@@ -1,7 +1,5 @@
 """Show: whatever is listed, a user's own files, a bundle."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

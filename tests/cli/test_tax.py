@@ -1,7 +1,5 @@
 """`quantkit tax` on the command line; times are planted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Verify: what changed is named, and what could not be loaded is said."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable

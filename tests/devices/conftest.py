@@ -1,7 +1,5 @@
 """Devices for tests: this machine by `sh -c`, and by a real sshd where there is one."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import zipfile

@@ -4,8 +4,6 @@ The wheel is built and unpacked once a run; a device links to it, and to the byt
 One constant differs: a ceiling is measured twice, not seven times, which takes seconds of all cores at each job.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -6,8 +6,6 @@
 Both run as this user, with keys and configuration of their own; nothing of the system's sshd or of `~/.ssh` is used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

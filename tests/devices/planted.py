@@ -1,7 +1,5 @@
 """Devices that answer what is planted, or work in this process: see `quantkit.devices.link.Link`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence

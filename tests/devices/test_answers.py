@@ -1,7 +1,5 @@
 """What a device answers is data: what cannot be is refused, in one line."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from typing import Any

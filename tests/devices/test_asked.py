@@ -3,8 +3,6 @@
 And the commands of docs/devices.md as they stand; what takes minutes is only asked for.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`quantkit device`: over a real sshd."""
 
-from __future__ import annotations
-
 import json
 from datetime import date
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A bundle measured on two devices over a real sshd, by the commands and the runner that a user has."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """An engine built on a device comes back into the bundle: built by TensorRT-RTX, without a GPU; a file's way back."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,8 +1,6 @@
 """Steps on quantkit's own kernels, timed on a device's GPU: Triton's interpreter stands in for it, and a script for its
 driver."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

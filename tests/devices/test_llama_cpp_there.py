@@ -1,7 +1,5 @@
 """A file for llama.cpp on a device that has llama.cpp, from a machine that has not: over a real sshd."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Addresses, the user's devices, and what a device says of itself."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

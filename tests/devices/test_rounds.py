@@ -1,7 +1,5 @@
 """Two bundles timed in turns on a device that answers what is planted."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a runtime needs on a device: carried as wheels, or found there, or refused in one line before anything is."""
 
-from __future__ import annotations
-
 import sys
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The link over a real sshd on the loopback address, cut wherever it may be."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

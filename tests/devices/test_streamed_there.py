@@ -1,7 +1,5 @@
 """A checkpoint measured in a device's own torch, and an engine on its GPU: what here would be found, found there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

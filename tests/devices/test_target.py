@@ -1,7 +1,5 @@
 """A device as a target: what was measured there stands in a file that `--target` reads."""
 
-from __future__ import annotations
-
 from datetime import date
 from pathlib import Path
 

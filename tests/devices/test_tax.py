@@ -1,7 +1,5 @@
 """Linears timed on a device: products are made here and run there by a Python that has neither torch nor onnx."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What travels to be installed: quantkit's own wheel, and wheels for the device's platform and Python."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A tiny decoder and bundles of its checkpoint, compiled without calibrating: what runs on a device is the question."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

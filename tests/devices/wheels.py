@@ -1,7 +1,5 @@
 """A wheelhouse of what is installed here: wheels for a device that is this machine, without a network."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import sys

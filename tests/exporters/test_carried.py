@@ -1,7 +1,5 @@
 """What goes along with a model whatever becomes of its weights, and what never does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from quantkit.exporters.carried import carried

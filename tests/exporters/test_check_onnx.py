@@ -1,7 +1,5 @@
 """The reload check of `onnx/`: every fault that is planted is found, and nothing else is."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

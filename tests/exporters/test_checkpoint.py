@@ -1,7 +1,5 @@
 """The checkpoint: what is written, and what transformers and compressed-tensors make of it."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

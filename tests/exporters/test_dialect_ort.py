@@ -1,7 +1,5 @@
 """The dialect of ONNX Runtime on graphs made by hand: packing against a plain oracle, fusions against plain numpy."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Products of a graph whose inputs are quantized as it runs, in ONNX Runtime, against plain arithmetic."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

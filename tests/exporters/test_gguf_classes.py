@@ -1,7 +1,5 @@
 """What llama.cpp computes of a file is what transformers computes of the model; all else is refused before work."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

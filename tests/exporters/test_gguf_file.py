@@ -1,7 +1,5 @@
 """A GGUF file: its blocks against the `gguf` package, the whole against transformers' own reader, and its refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Graphs with a table in codes, a head of more bits for some rows, and two ways to multiply, timed to choose one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Float graphs in 16 bits: the types that ONNX asks for, the same ends, and numbers that stay close."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnx_ir as ir

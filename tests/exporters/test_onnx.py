@@ -1,7 +1,5 @@
 """The ONNX export, run in ONNX Runtime and held against transformers' own forward; and what stands in the file."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

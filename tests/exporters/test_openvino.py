@@ -1,7 +1,5 @@
 """The OpenVINO export: read again by OpenVINO, held against transformers' own forward, its codes bit by bit."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

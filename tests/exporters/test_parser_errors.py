@@ -1,7 +1,5 @@
 """What TensorRT-RTX's parser says of networks that it does not take, and what is made of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the checks of a written checkpoint catch, and on how much of the model they run."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Single products in ONNX Runtime: right before they are timed, each against our own reading of the stored weight."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

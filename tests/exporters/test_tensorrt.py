@@ -1,7 +1,5 @@
 """Networks for TensorRT against transformers' own numbers, and engines that TensorRT-RTX builds without a GPU."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

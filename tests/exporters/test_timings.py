@@ -3,8 +3,6 @@
 The library is a fake one (`fake_build/tensorrt.py`); what is killed, and what meets, is a process of its own.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tracing: what becomes a placeholder, which blocks count as alike, and models that look like others but are not."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections import Counter

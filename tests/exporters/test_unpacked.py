@@ -3,8 +3,6 @@
 The rules of compressed-tensors and transformers are called; those of vLLM stand in `reference/plain_vllm.py`.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """vLLM's own checks of a checkpoint's config, on what we write; see `reference/plain_vllm.py` for its version."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The reader is `reference/plain_vllm_weights.py`, which names the commits that it follows.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

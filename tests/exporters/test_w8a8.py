@@ -1,7 +1,5 @@
 """8-bit weights with 8-bit inputs: each product against plain arithmetic, and what ONNX Runtime makes of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@
 In a process that has imported little, so that forking it is cheap.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Every fault of every work: afterwards the work is done again, and leaves what it always leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ there after a power cut: all unsynced names there and their data not, none there
 on from each of them and ends as if nothing had happened.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import stat

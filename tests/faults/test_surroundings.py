@@ -1,7 +1,5 @@
 """What is around the work changes: its reader leaves, the clock goes backwards, the memory ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

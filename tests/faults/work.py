@@ -1,7 +1,5 @@
 """Work that writes, small enough to fail at each of its calls: prepared, done, and known by what it leaves."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

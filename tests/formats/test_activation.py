@@ -1,7 +1,5 @@
 """Quantized activations, bit for bit as compressed-tensors computes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The types of GGUF against the `gguf` package: bytes, values, bits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

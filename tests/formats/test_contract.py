@@ -3,8 +3,6 @@
 Blocks of GGUF are rounded as ggml rounds them, not to the nearest: `test_blocks.py` has what is nearest there.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Floats as codes: small ones against ml_dtypes, whole ones against a cast, bit for bit, with ties and extremes."""
 
-from __future__ import annotations
-
 import struct
 
 import ml_dtypes

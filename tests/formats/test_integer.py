@@ -1,7 +1,5 @@
 """Integer formats of any width: against exact arithmetic, over awkward shapes, and the properties they promise."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

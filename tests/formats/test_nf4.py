@@ -1,7 +1,5 @@
 """NF4 against bitsandbytes: codes, scales, doubled scales and values, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Formats of scaled elements: FP8, microscaling's shared powers of two, and NVFP4 as compressed-tensors defines it."""
 
-from __future__ import annotations
-
 import math
 
 import ml_dtypes

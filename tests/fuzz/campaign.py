@@ -14,8 +14,6 @@ A worker is a process of its own with those limits. It says which mutant it is a
 kills it is known, and kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

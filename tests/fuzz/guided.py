@@ -3,8 +3,6 @@
 python -m fuzz.guided NAME SECONDS     a worker, which answers as `campaign.work` does
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

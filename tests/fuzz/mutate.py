@@ -1,7 +1,5 @@
 """Mutants of a file: of its bytes, of the tree that its JSON or YAML is, of numbers that a binary format stores."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """One target a reader: an honest file, how it is mutated, and what reads it."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

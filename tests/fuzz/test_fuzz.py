@@ -1,7 +1,5 @@
 """A few mutants of every target, and those that once were not clean."""
 
-from __future__ import annotations
-
 import random
 import signal
 from collections.abc import Iterator

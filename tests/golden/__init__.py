@@ -6,8 +6,6 @@ Everything stands in `goldens.json`. Write it anew with
     QUANTKIT_GOLDEN=record pytest tests       shapes of JSON: those that the run shows are added
 """
 
-from __future__ import annotations
-
 import json
 import os
 from functools import cache

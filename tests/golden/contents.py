@@ -4,8 +4,6 @@ SmolLM2 is cut to two blocks, calibration to two short sequences, and nothing is
 on the processor and on libraries, so a content is known for a machine, by what a manifest says of it.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

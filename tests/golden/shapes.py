@@ -5,8 +5,6 @@ with a question mark is not always there, and `*` stands for keys that are data.
 makes is compared.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """What does not change while the code does; `golden/__init__.py` says how each part is written anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The words of the command line, read off its parser, and the codes of errors, read off the sources."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Products that ONNX Runtime would fuse before it quantizes, weights in other forms, and names that are taken."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

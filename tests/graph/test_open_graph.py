@@ -1,7 +1,5 @@
 """What is no float graph is refused in one line; what is comes with its inputs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

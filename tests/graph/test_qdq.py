@@ -1,7 +1,5 @@
 """Products as matrices, where pairs go, and a graph with pairs against its float self, in ONNX Runtime."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

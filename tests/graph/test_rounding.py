@@ -1,7 +1,5 @@
 """Learned rounding of one convolution, against autograd through the convolution itself."""
 
-from __future__ import annotations
-
 import onnx_ir as ir
 import pytest
 import torch

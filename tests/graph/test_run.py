@@ -1,7 +1,5 @@
 """A graph run piece by piece gives what it gives in one go, and holds no more than is still to be read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

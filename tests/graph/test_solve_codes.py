@@ -1,7 +1,5 @@
 """Codes of products that compute in floats: by rounding, and by second order on what comes to them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from small_graph import Small

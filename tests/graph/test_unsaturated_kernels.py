@@ -1,7 +1,5 @@
 """Signed codes with bounded neighbours give what unsigned ones give in ONNX Runtime's kernels, whatever comes in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

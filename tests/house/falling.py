@@ -6,8 +6,6 @@
 What grows is raised by hand, in a commit that says why.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

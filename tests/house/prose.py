@@ -4,8 +4,6 @@ A sentence stands between two full stops of a paragraph or a list item. Tables, 
 Colons and semicolons end no sentence.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache

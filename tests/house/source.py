@@ -1,7 +1,5 @@
 """The package as syntax trees, parsed once; what the rules of the house are tested on."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """What may only fall; see `falling.py` for what is counted, and how the limits are written."""
 
-from __future__ import annotations
-
 import pytest
 
 from house import falling

@@ -3,8 +3,6 @@
 A plug-in that is used for what it is, not for what it declares, is imported: who renames it finds `Gptq.name`.
 """
 
-from __future__ import annotations
-
 import ast
 
 from house.source import files, nodes, words

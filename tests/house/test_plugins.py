@@ -1,7 +1,5 @@
 """Plug-ins are typed: a Protocol says what each kind can do, and nobody asks a plug-in at run time."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Documents name files and headings that exist, and the counts of their English see what they should."""
 
-from __future__ import annotations
-
 from house import prose
 
 

@@ -3,8 +3,6 @@
 Read off the text literals of the package, docstrings left out; what a sentence fills in (`{name}`) is not known here.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rooms: who may look into which, and that no two modules need each other."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """One way to do what every room needs: processes, atomic writes, randomness by resampling."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

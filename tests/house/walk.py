@@ -1,7 +1,5 @@
 """A tiny compile, watched: which package calls into which, and what is entered before `pipeline/compile.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

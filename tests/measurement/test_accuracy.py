@@ -1,7 +1,5 @@
 """Positions of a text under two models, and two candidates of one original against each other."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a device is at, from a planted /sys and a planted driver; nothing where there is nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

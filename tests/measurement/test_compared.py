@@ -1,7 +1,5 @@
 """The verdict on two versions: a pure function of what was decided."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

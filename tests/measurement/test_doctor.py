@@ -1,7 +1,5 @@
 """The doctor: plausible ceilings as rows, figures that reach the target, none measured on another machine."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -5,8 +5,6 @@ that `measurement/engine_layers.py` names and of NVIDIA's own reader of them (tr
 visualizer).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

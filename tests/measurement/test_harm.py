@@ -1,7 +1,5 @@
 """Where a model is hurt: held against whole models of transformers, and against errors put there on purpose."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

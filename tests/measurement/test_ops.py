@@ -1,7 +1,5 @@
 """Single products: the plumbing on a clock that only steps move, the formulas by hand, the real thing small."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

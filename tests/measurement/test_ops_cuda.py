@@ -1,7 +1,5 @@
 """The GPU's bench, dry: tiny products in Triton's interpreter; what is right there is timed, and by which way."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import humming_library

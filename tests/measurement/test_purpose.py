@@ -1,7 +1,5 @@
 """What a text model is for is what is scored: held against plain transformers on padded batches, with their masks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The original's states are kept, and a cache that is damaged or cannot be written costs time, not the result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The timing's own process: what it is asked, what it answers, and how its end is told."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

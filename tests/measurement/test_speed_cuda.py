@@ -1,7 +1,5 @@
 """What a GPU's ceilings say of themselves: the samples that were taken, planted here, and nothing besides."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

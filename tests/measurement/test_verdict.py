@@ -1,7 +1,5 @@
 """Verdicts on measured rows, and prompts beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Aliases: a model in a package, converted once, whole or not at all."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

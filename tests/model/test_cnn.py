@@ -1,7 +1,5 @@
 """Networks from a description: shapes, TensorFlow's padding, where inputs are added, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

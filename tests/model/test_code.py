@@ -1,7 +1,5 @@
 """A model's own code: it runs where the user trusts it, goes along with the model, and is trusted by its content."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tensors that loading joins or cuts: as plain `from_pretrained` has them, read late, and left alone when reloaded."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Experts as linears: equal to transformers' merged ones, found by structure, with the names that the files have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What passes decided, on disk and back, one tensor at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which way hidden states flow: held against the model's own forward, on classes whose blocks depend on each other."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import weakref

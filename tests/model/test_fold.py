@@ -1,7 +1,5 @@
 """Folds: found as every architecture has them, exact when applied, and rejected when they are wrong."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

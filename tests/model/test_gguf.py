@@ -1,7 +1,5 @@
 """GGUF to a Hugging Face folder: a tiny Llama there and back, its tokenizer, and the block formats by hand."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Files of every architecture that opens, ours and as llama.cpp's converter writes them: logits and ids come back."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tokenizers from GGUF metadata: against transformers' own classes, and SentencePiece's rule followed slowly."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from typing import Any

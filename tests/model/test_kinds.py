@@ -1,7 +1,5 @@
 """What kind of model a class is: by what goes into it, whatever it inherits a claim to."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """`modules.json`: what it names is part of the model, and leads nowhere else."""
 
-from __future__ import annotations
-
 import json
 from fnmatch import fnmatch
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Opening models: what is found, what is assigned, what is refused and how."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

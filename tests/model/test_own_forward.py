@@ -1,7 +1,5 @@
 """The stream is held against plain transformers; what departs is named."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a package's file becomes: a network taken from another's tensors, a folder copied."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The residual stream: what reads it and writes to it is found, turned exactly, and a wrong turn is seen."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

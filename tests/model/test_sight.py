@@ -1,7 +1,5 @@
 """What cannot work is refused by its name and its config.json alone: torch is not imported for it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

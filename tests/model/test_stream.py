@@ -1,7 +1,5 @@
 """Streaming: a model run block by block equals the model, over every architecture, from disk and in memory."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The structure of a block: which linears share an input, in which order they run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """What kernels of half precision leave of a right model, by a model whose every product is rounded as theirs are."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

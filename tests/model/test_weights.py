@@ -1,7 +1,5 @@
 """Hostile and honest safetensors files, made by hand."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What a job's process does in tests: commits each cell after a while, or meets what its recipe is called after."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

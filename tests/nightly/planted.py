@@ -1,7 +1,5 @@
 """Rows of nights with planted effects."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Real builds of a tiny decoder: compiled once, measured against the night before, and every trouble a baseline has."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`nightly.yaml`: which cells it makes, and every way of getting it wrong."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From planted rows to decisions: what is found, what is not, and what is said where there is nothing to go by."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

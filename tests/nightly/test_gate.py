@@ -1,7 +1,5 @@
 """Which nights pass, and what is said of those that do not: to people, and in the files that CI reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A build's process: what it commits, what it says, and every way in which it can end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Two real raylets on this machine, one of which is killed in mid-run."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

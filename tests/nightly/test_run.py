@@ -1,7 +1,5 @@
 """Nights of builds that only pretend: from beginning to decisions, killed, resumed, and two at once."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The store: what goes in comes out, once; what is damaged, locked, newer or older; questions in SQL; rows."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

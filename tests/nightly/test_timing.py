@@ -1,7 +1,5 @@
 """How a cell is timed, here and on a device: who is visited when, what is kept, what becomes of a lost side."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """The workflows in the docs: valid by their schemas, in the right order, every command one that there is."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Runs one pass over a module's blocks and hands back what it did to each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

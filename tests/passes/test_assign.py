@@ -1,7 +1,5 @@
 """What the assigning passes choose for one product of a graph, against the format and the solvers alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnx_ir as ir

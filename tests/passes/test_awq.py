@@ -1,7 +1,5 @@
 """AWQ in a block: exact before rounding, better after it, and a reason wherever it does nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import zoo

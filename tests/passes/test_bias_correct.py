@@ -1,7 +1,5 @@
 """Bias correction: means of outputs are those before rounding, in running order; what has no bias is left alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

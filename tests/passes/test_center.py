@@ -1,7 +1,5 @@
 """Channels centered and evened out: nothing changes before rounding, one fixed scale loses less after it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Norms folded into the linears behind them: exact, and left alone where they cannot be."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import zoo

@@ -1,7 +1,5 @@
 """Linears stored as one: the same numbers, and only where somebody gains."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import zoo

@@ -1,7 +1,5 @@
 """GPTQ in a block: better outputs than rounding, one factor a shared input, nothing done in silence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import zoo

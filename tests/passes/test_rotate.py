@@ -1,7 +1,5 @@
 """Rotation of whole models: no output changes before rounding, and where that cannot be had it says why."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Learned rounding through the pipeline: blocks put out less wrong, held-out sequences decide, gptq may come before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

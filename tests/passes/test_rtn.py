@@ -1,7 +1,5 @@
 """Rounding to nearest, through the pipeline: codes are the format's own, or better."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

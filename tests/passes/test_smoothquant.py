@@ -1,7 +1,5 @@
 """SmoothQuant in a block: exact before rounding, better after it where activations are rounded too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

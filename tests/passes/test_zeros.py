@@ -1,7 +1,5 @@
 """Groups, rows and whole matrices of zeros, in every format and through every pass that assigns codes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

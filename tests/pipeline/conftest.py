@@ -1,7 +1,5 @@
 """Tiny bundles with an ONNX graph, compiled once; a test that changes one takes a copy."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 python in_child.py MODEL OUT REPORT …      REPORT gets {"peak": bytes}, what that compile had resident at most
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Timings that nobody measured: what `measure.speed.run` would give for a job, with a speed-up that is chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

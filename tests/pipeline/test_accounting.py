@@ -1,7 +1,5 @@
 """Every tensor of the source is accounted for, and what stays in floats unasked is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

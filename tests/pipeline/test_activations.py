@@ -1,7 +1,5 @@
 """Recipes with quantized activations or a quantized cache, from a model to a bundle that plain transformers loads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The whole way on tiny random models: every architecture, resume, determinism, strictness, scope `model`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

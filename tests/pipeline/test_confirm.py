@@ -3,8 +3,6 @@
 What was exported is scored by the runtime that reads it, or it is said why not.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

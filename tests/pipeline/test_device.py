@@ -1,7 +1,5 @@
 """Where a compile computes: chosen before work begins, and the same content with what runs beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sentence encoders from a model to a verdict's rows: pairs calibrate and score, and a CPU multiplies in integers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One more engine for a bundle that has its network: real builds by TensorRT-RTX, no GPU."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

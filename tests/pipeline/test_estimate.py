@@ -5,8 +5,6 @@ What a stage took: its own share of the clock, and none of the next one's.
 What a plan says of a bundle's weights is what the bundle holds: real compiles, read back by their manifest.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`quantkit.compile(module)`: a torch module by way of its graph, a model of transformers by way of a folder."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

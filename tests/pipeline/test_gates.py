@@ -3,8 +3,6 @@
 A check that failed ends the work.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

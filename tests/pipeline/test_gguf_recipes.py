@@ -1,7 +1,5 @@
 """The shipped recipes of GGUF files, compiled whole: a head of its own, and one that is tied to the embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

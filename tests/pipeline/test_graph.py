@@ -1,7 +1,5 @@
 """`quantkit compile model.onnx`: a tiny network all the way to a verified bundle, and what is refused."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

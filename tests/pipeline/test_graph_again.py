@@ -1,7 +1,5 @@
 """A bundle of a graph, finished: verified, measured again, shown, and what is asked of it that it cannot be."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """The few products that are kept in floats: the fragile one is found, no more are kept, and the page shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Graphs for a GPU target: networks for TensorRT, and engines that are built without a GPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

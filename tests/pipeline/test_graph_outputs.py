@@ -3,8 +3,6 @@
 What a graph's answers are worth on crops of few photographs: as much as so many photographs, not as many crops.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A graph's file against its pairs as they are written: what a network's own roundings carry far is no fault of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The quantized head: rounded as `rtn` rounds, piece by piece, and never at the expense of a tied embedding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a bundle was calibrated and scored on begins as prompts do, and it says so: held against plain transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An engine looked into, and what a bundle keeps of it; the engine is `fake_tensorrt`'s."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """SIGKILL, for real, in two different stages; a resume ends with the content of the undisturbed run."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

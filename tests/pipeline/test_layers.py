@@ -1,7 +1,5 @@
 """Which layer is stored how: overrides, exceptions, what does not divide, what a dtype can hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers of a Q/DQ network beside the float one's, by Polygraphy in ONNX Runtime; an engine as one runner more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Networks and encoders measured on a device: what runs there, and the same figures as this machine finds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

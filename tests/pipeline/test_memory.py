@@ -1,7 +1,5 @@
 """Memory is one block: twice the layers, and the peak of a whole compile grows by less than one of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

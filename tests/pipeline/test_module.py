@@ -1,7 +1,5 @@
 """`quantkit.Pipeline`: the passes of a recipe on a module in memory, whatever kind of module that is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import zoo

@@ -1,7 +1,5 @@
 """A plan from a config alone: what fits, what is refused, what is said to be assumed."""
 
-from __future__ import annotations
-
 import json
 
 import forked

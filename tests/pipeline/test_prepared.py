@@ -1,7 +1,5 @@
 """What is wrong is found while everything is opened, before the first block is worked on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a compile would fail with is found on one block, without reading or doing the rest."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import namedtuple

@@ -1,7 +1,5 @@
 """What is asked of a compile, refused as a whole before anything heavy is imported."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

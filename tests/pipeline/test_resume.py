@@ -1,7 +1,5 @@
 """A resume of a graph: another bundle is never given back, an interrupt says what to do, a full disk is told before."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

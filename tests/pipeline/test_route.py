@@ -1,7 +1,5 @@
 """Quantized mixtures of experts: each expert against one quantized by hand, rare experts, and what can be loaded."""
 
-from __future__ import annotations
-
 import shlex
 from itertools import pairwise
 from pathlib import Path

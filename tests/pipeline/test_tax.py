@@ -1,7 +1,5 @@
 """`quantkit tax`: what is asked is checked whole, what is found is judged; times are planted."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What calibrates and what scores: apart, long enough, and said where it is otherwise than asked."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A finished bundle, loaded again: what its graph does to the process that opens it is a check that fails."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loop over blocks: the next block sees the quantized ones, resuming is the same, folds are searched once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The decisions that need names and shapes alone; what a compile makes of them is in `pipeline/test_layers.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

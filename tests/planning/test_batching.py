@@ -1,7 +1,5 @@
 """The event-by-event simulation against the plain one, against closed forms, and its laws of conservation."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

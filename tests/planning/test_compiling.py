@@ -1,7 +1,5 @@
 """What a compile takes, against counts by hand, and what has to hold of any prediction."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Sizes read off configs: held against the models that transformers builds of them, and what cannot be read."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

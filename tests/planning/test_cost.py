@@ -1,7 +1,5 @@
 """Money and energy: by hand, and that each break-even is where both cost the same."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """What measurements teach of products and of whole steps, how far to trust it, and where they say nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Bound and efficiency make a forecast; what is not known is said."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loads against queues whose answers are known, Little's law, and what is said where there is no answer."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What the machine says of itself: limits read from a made-up /proc and /sys, names from made-up flags."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

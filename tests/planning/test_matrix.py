@@ -1,7 +1,5 @@
 """The matrix is all targets' cells, whatever shows it; the page in docs/ is made from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a model takes while it runs: against tables derived by hand, and figures that others report."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Mixtures of types against what `llama-quantize` wrote, tensor by tensor."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import chain, repeat

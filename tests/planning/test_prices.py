@@ -1,7 +1,5 @@
 """The price list: what ships is dated and sourced, what is wrong is one line, what is old is warned of."""
 
-from __future__ import annotations
-
 import datetime
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The order of recipes follows what fits, what is native, the loss and the time; losses are those of the records."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The choice follows the times, and bits where times do not tell."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

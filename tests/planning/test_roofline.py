@@ -1,7 +1,5 @@
 """Bounds against figures reckoned by hand and published ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from quantkit.model.sizes.architecture import Architecture, Attention, BlockShapes, Matrix

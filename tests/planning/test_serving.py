@@ -1,7 +1,5 @@
 """What a runtime reads of a linear, and what it multiplies in."""
 
-from __future__ import annotations
-
 import pytest
 
 from quantkit.formats import stored_bits

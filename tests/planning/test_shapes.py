@@ -1,7 +1,5 @@
 """Shapes of linears: typed, shipped, from configs, from stored tensors."""
 
-from __future__ import annotations
-
 import pytest
 
 from quantkit.errors import InputError

@@ -3,8 +3,6 @@
 ONNX graphs of real compiles are in `pipeline/test_stored.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every shipped recipe on every shipped target is taken, taken with a warning, or refused with what is taken."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from functools import cache

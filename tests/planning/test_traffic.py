@@ -1,7 +1,5 @@
 """Traffic: what is said is taken, what is not is assumed and listed, what cannot be is one line."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPTQ as the paper writes it, in float64, one column at a time: slow, plain, obviously right."""
 
-from __future__ import annotations
-
 import torch
 
 

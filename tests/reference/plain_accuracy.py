@@ -1,7 +1,5 @@
 """The formulas of `quantkit.measurement.accuracy.positions`, one position at a time, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

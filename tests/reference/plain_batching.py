@@ -1,7 +1,5 @@
 """Continuous batching step by step and request by request, as it is told: the oracle of `plan.batching`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """One block of GGUF by trying: each scale of a fine grid, both signs, the offset in steps. Slow, obviously right."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

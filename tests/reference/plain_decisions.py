@@ -1,7 +1,5 @@
 """What the decisions on a night rest on, slow and obviously right."""
 
-from __future__ import annotations
-
 from itertools import chain, combinations, pairwise
 from statistics import median
 

@@ -1,7 +1,5 @@
 """Uniform integer formats one number at a time, in Python's own float64 and integers: slow, obviously right."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 

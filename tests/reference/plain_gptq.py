@@ -6,8 +6,6 @@ codes: ten in the first with two bits of the eleventh, and so on. `weights = sca
 [in, out]. `utils/model.py`, `convert_gptq_v1_to_v2_format_module`: a version 1 zero point is one less than meant.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """HQQ as its paper writes it, one group at a time in float64, with a zero point that is a whole number."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Labelled accuracy as one would write it on paper: one item at a time, sorting instead of counting."""
 
-from __future__ import annotations
-
 import math
 
 

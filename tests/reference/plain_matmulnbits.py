@@ -4,8 +4,6 @@ B is [N, blocks, block·bits/8] bytes, each block's codes least significant bits
 [N, ceil(blocks·bits/8)] packed alike, 2^(bits-1) where there are none. w[n, k] = (code - zero) * scale.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ranges of activations from all values at once, by the definition: sorted, averaged in turn, counted bin by bin."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

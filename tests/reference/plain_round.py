@@ -1,7 +1,5 @@
 """Learned rounding with autograd through a plain quantizer: rounding and storing passed straight through."""
 
-from __future__ import annotations
-
 import torch
 
 from quantkit.formats import QuantTensor, load_format

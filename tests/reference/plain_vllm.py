@@ -22,8 +22,6 @@ vLLM itself needs a GPU build; only decisions that depend on config and shapes a
 (dtype, shape) by the names that its loader looks for.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

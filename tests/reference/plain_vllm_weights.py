@@ -31,8 +31,6 @@ Not here: DeepGEMM's rounding of block scales to powers of two (Blackwell), and 
 Everything is computed in float32, where kernels have 16 bits.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

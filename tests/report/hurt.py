@@ -1,7 +1,5 @@
 """Harm with known figures, for the page."""
 
-from __future__ import annotations
-
 from quantkit.measurement.accuracy.harm import BlockHarm, Harm, InputHarm, LayerHarm, Position
 
 

@@ -1,7 +1,5 @@
 """Bundles of a classifier and of an encoder, with figures that are known."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import planted

@@ -1,7 +1,5 @@
 """A bundle with figures of this machine and of two devices: a slow one, and one that gains more than this one."""
 
-from __future__ import annotations
-
 from quantkit.bundle import Manifest, Verdict
 from quantkit.measurement.rows import Device, Row
 from quantkit.report.bundle.speed import DeviceRows

@@ -1,7 +1,5 @@
 """Trees as a reader gets them: a bundle's page, its figures, and what a terminal of some width shows."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

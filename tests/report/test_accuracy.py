@@ -1,7 +1,5 @@
 """Labelled accuracy where people read it: on the page, on the card, on the screen; no share without its interval."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The report in a real browser: on a telephone, with what is folded opened, and in the dark."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The model card: complete, the same for the same bundle, safe with names that others chose; what to type."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import types

@@ -1,7 +1,5 @@
 """The report's figures: valid in plotly's own schema, with axes that hold their values and text that stays text."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

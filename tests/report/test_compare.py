@@ -1,7 +1,5 @@
 """What a comparison says, on one screen and as one offline file; nothing of a model's text acts."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

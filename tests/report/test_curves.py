@@ -1,7 +1,5 @@
 """Times as curves: rows of latency, a tab for each device, the page and the screen of a tax."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What an engine does, and what was kept high in mixed precision, on the page and on screen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import planted

@@ -1,7 +1,5 @@
 """The page and the screen of a search."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """The report page: complete, offline, safe with what others wrote."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

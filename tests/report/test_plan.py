@@ -1,7 +1,5 @@
 """A plan on a screen, as JSON and as a page: every figure is the outlook's, a bound is no forecast, text stays text."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Money, energy and waiting: what is shown is the bill at the bound and at the forecast, each marked as what it is."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from dataclasses import replace

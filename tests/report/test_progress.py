@@ -1,7 +1,5 @@
 """How far a command is, never running backwards; numbers as people read them."""
 
-from __future__ import annotations
-
 import doctest
 import io
 import random

@@ -1,7 +1,5 @@
 """The ten lines that end a compile: what a newcomer reads of a bundle, at 80 columns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import planted

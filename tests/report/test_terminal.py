@@ -1,7 +1,5 @@
 """What is printed holds the figures it was given, fits the width, and takes nobody's text for markup."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bundles that were timed, with figures that are known; `planted` has the plain one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import planted

@@ -3,8 +3,6 @@
 llama.cpp rounds the inputs of its products to 8 bits, so the file of floats says first how near logits can be.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

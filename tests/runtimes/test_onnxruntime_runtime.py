@@ -1,7 +1,5 @@
 """The ONNX Runtime side: generation, sampling, padding, what it says it used, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The runtime `openvino`: text, steps that can be timed, files that do not load."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

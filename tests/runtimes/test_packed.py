@@ -1,7 +1,5 @@
 """A bundle on quantkit's own kernels (in Triton's interpreter) computes what plain transformers does with it."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

@@ -1,7 +1,5 @@
 """The runtime with quantkit's own products: other people's graphs, computed otherwise, give what they gave."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from pathlib import Path

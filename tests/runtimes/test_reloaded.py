@@ -1,7 +1,5 @@
 """A checkpoint read block by block gives the numbers that plain transformers gets out of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plumbing of `benchmarks/gpu/tensorrt.py` on the CPU, with `fake_tensorrt`'s engines; its figures mean nothing."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,8 +1,6 @@
 """Engines: which are loaded, what is refused before anything runs, and prompts and steps through one, against
 transformers. The library is a fake whose engines ONNX Runtime runs (`fake_tensorrt`)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """A checkpoint token by token in torch: what the whole sequence gives, and the text that `generate` makes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

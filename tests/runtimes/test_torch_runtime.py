@@ -1,7 +1,5 @@
 """The torch runtime: loads what a compile left, continues a prompt, and refuses what it cannot do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

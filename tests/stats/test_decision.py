@@ -1,7 +1,5 @@
 """Decisions on all cells of a night, and the adjustment behind them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import json
 from math import expm1, log, log1p, nan

@@ -1,7 +1,5 @@
 """Flipped answers and means that rose, as evidence."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Shares of items that are right: intervals and tests against scipy, simulation and the sources."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

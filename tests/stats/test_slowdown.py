@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from math import expm1, log1p
 from statistics import median
 

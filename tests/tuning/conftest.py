@@ -1,7 +1,5 @@
 """A tiny decoder and a compile of it, prepared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

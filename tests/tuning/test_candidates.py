@@ -1,7 +1,5 @@
 """Which schemes a unit may have, and why others may not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Points, budgets and what cannot be reached, on tables made by hand."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

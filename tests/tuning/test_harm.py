@@ -1,7 +1,5 @@
 """Streamed harms against a whole model in which one unit was replaced by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

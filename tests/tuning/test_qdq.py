@@ -1,7 +1,5 @@
 """The search for where inputs are quantized: by a planted timer, and over real networks with `fake_tensorrt`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

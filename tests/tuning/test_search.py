@@ -1,7 +1,5 @@
 """A whole search on a tiny model: what is written, what is kept, what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An assignment becomes a recipe that says the same, in as few overrides as read well."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

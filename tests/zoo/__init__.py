@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, from transformers' own config classes. For plumbing, never for quality."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ A cell is one step of one recipe on a tiny Llama that is stored in one dtype. It
 a destination does not hold every format. `benchmarks/zoo.py --dtypes` records all of them.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What the shrinking cannot know: sizes that must agree, and kinds of layers that a default hides. Data alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _BOTH = ["sliding_attention", "full_attention"]

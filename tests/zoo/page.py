@@ -1,7 +1,5 @@
 """docs/models.md, from the record of a campaign."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ as data. Weights are random with a spread at which every part of a block changes
 initializations make a block nearly the identity, and errors in it invisible.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Whole compiles of a few tiny models: their manifests against what plain transformers makes of source and bundle."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A model of each dtype, from its compile to a text; all recipes and destinations: `benchmarks/zoo.py --dtypes`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

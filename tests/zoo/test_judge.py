@@ -1,7 +1,5 @@
 """The judge finds what is planted, and tiny models show every part of themselves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

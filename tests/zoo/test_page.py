@@ -1,7 +1,5 @@
 """docs/models.md says what the newest campaign found."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `benchmarks/zoo.py` runs all classes, and whole compiles of them.
 """
 
-from __future__ import annotations
-
 import pytest
 from thorough import beside
 

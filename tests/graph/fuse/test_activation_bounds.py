@@ -1,7 +1,5 @@
 """A clip goes exactly where no code changes by it, for every range; ONNX Runtime agrees."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What constants alone decide is computed once; weights do not blow up."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

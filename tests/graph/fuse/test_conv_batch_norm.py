@@ -1,7 +1,5 @@
 """The outputs stay what they are, in ONNX Runtime; what may not be folded is left, with a reason."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Channels are measured in other units and the outputs stay; ReLU6 is only passed where it never binds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

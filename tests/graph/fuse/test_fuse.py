@@ -1,7 +1,5 @@
 """What every fusion goes through: the proof, and being undone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every way to write a GELU becomes one node; what is almost one stays."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Every way to write a layer norm becomes one node, and ONNX Runtime then takes the skip connection in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A product of matrices takes its bias in; others keep it beside them."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

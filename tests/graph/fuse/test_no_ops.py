@@ -1,7 +1,5 @@
 """What does nothing goes; outputs keep their names; what cannot go says why."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

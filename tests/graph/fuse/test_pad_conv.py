@@ -1,7 +1,5 @@
 """Zeros go into the convolution, uneven ones too; everything else stays a Pad."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What every layout keeps to: what is written is read back, and plain transformers makes of it what was meant."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

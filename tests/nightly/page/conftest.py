@@ -1,7 +1,5 @@
 """Three nights of five cells: fine, slower, failed, not reached, and one with a hostile name; written out of order."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from html.parser import HTMLParser

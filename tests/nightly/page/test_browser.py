@@ -3,8 +3,6 @@
 Debian's or any other Chromium, driven by Playwright, which brings no browser of its own.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil

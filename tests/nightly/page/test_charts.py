@@ -1,7 +1,5 @@
 """The drawings of the site."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """What a store holds, for its site: answers of all cells on all nights, and what a cell's page tells beyond them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The site as files: what is on it, what it may do, what is written again."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Grids of GGUF's blocks: against trying everything, and never worse than what only spans the weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from reference import plain_blocks

@@ -1,7 +1,5 @@
 """Solvers on a device: kernels in Triton's interpreter against the CPU and float64, and few launches on a fake GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

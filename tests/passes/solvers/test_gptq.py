@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from reference.gptq_oracle import aimed, cost, wanted

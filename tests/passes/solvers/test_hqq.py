@@ -1,7 +1,5 @@
 """HQQ's grids: as good as the plain alternation finds, never worse than min-max under the norm, storable."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from reference import plain_hqq

@@ -1,7 +1,5 @@
 """Orthogonal matrices: Hadamard of every order that is claimed, products applied in factors, means kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Learned rounding: starts where it is told to, goes where autograd would, ends on what can be stored."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from reference import plain_round

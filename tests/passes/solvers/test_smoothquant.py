@@ -1,7 +1,5 @@
 """SmoothQuant's scales, against one channel at a time, and its search against the error written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

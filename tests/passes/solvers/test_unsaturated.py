@@ -1,7 +1,5 @@
 """Codes whose neighbours never add up beyond 16 bits: no sum saturates, and it costs less than a bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pydantic import ValidationError
