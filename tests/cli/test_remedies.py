@@ -124,7 +124,8 @@ def test_the_first_remedy_for_a_scheme_is_the_last_that_is_needed(
 ) -> None:
     """The model stores bfloat16, and 128 does not divide its K, as in SmolLM2."""
     tiny, sizes = tmp_path / "tiny", {"hidden_size": 64, "intermediate_size": 192}
-    zoo.save(tiny, byte_tokenizer, "llama", vocab_size=len(byte_tokenizer), **sizes).to(torch.bfloat16)
+    zoo.tiny("llama", vocab_size=len(byte_tokenizer), **sizes).to(torch.bfloat16).save_pretrained(tiny)
+    byte_tokenizer.save_pretrained(tiny)
     changes = [word for change in asked for word in ("--set", change)]
     failed = quantkit("compile", tiny, "--recipe", "awq-int4", "--dry-run", *changes)
     assert failed.code == 2

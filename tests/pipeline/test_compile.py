@@ -118,7 +118,8 @@ def test_a_bfloat16_source_gets_bfloat16_scales_and_says_so(
     tmp_path: Path, bos_tokenizer: transformers.PreTrainedTokenizerBase
 ) -> None:
     folder = tmp_path / "bf.16"
-    zoo.save(folder, bos_tokenizer, "llama", vocab_size=len(bos_tokenizer)).to(torch.bfloat16)
+    zoo.tiny("llama", vocab_size=len(bos_tokenizer)).to(torch.bfloat16).save_pretrained(folder)
+    bos_tokenizer.save_pretrained(folder)
     bundle = run(folder, recipe("gptq"), tmp_path / "out")
     assert [decision.code for decision in bundle.manifest.decisions].count("scale-dtype") == 1
     assert {layer.scheme["scale"] for layer in bundle.manifest.layers} == {"bfloat16"}
