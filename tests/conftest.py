@@ -77,8 +77,8 @@ def _settled_heap() -> None:
 
     Not where few objects have come since the last freeze: a walk takes longer than most tests.
     """
-    _, young, old = gc.get_count()
-    if young > 5 or old:
+    new, young, old = gc.get_count()
+    if new > 5000 or young > 5 or old:  # after the collection of tests all are new
         gc.collect()
         gc.freeze()
 

@@ -245,7 +245,7 @@ def test_a_layer_is_in_the_packing_that_its_table_names(
     from quantkit.measurement.timing.cuda import _cost, linears_seconds
 
     humming_library.install(monkeypatch)
-    bundle = compiled(GROUPS)
+    bundle = compiled(GROUPS, wide=True)
     joined = joined_layers(bundle.model_folder, bundle.manifest.layers)
     sizes = {layer.name.rpartition(".")[2]: (layer.shape[0], layer.shape[1]) for layer in joined}
     kept = sizes["o_proj"]
