@@ -3,12 +3,14 @@
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from fuzz.campaign import classed, late
 from fuzz.targets import BY_NAME, TARGETS
+from quantkit.errors import QuantkitError
 
 # mutants of which a campaign said something: target -> their numbers
 FOUND: dict[str, tuple[int, ...]] = {
@@ -39,7 +41,8 @@ def test_a_mutant_is_read_or_refused(name: str, tmp_path: Path, own_cache: Path)
     target = BY_NAME[name]
     file = target.seed(tmp_path)
     honest = file.read_bytes()
-    target.read(tmp_path)  # what is imported by that is not timed
+    with suppress(QuantkitError):  # an answer may be an error
+        target.read(tmp_path)  # what is imported by that is not timed
     assert classed(target, tmp_path) == ("clean", ""), "the honest file is read"
     for number in (*FOUND.get(name, ()), *range(OF_SLOW if target.slow else MUTANTS)):
         file.write_bytes(target.mutate(honest, random.Random(f"{name} {number}")))
