@@ -71,6 +71,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _LONG.index(item.path.name) if item.path.name in _LONG else len(_LONG))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_runtimes_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hide runtimes that the user has added: a compile would load its checkpoint in them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _settled_heap() -> None:
     """Freeze the heap: with many libraries a collection takes a second, and timings and compiles begin with one.

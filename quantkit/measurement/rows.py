@@ -36,7 +36,7 @@ NAMES = (
     *(f"size.{x}" for x in ("bytes", "bytes_read", "bits_per_weight")),
     *(f"latency.{x}" for x in ("prefill", "decode_step", "op")),
     # the same against another runtime, which `settings.baseline_runtime` names
-    *(f"across.{x}" for x in ("prefill", "decode_step")),
+    *(f"across.{x}" for x in ("prefill", "decode_step", "kl", "top1_agreement")),
     *(f"throughput.{x}" for x in ("prefill", "decode")),
     *(f"bandwidth.{x}" for x in ("effective", "saved")),
     "memory.peak",

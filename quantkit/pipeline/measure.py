@@ -31,6 +31,7 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of, read_rows, size_rows
 from quantkit.measurement.timing.schedule import LARGEST, TimingPlan
 from quantkit.passes import decision
+from quantkit.pipeline import served
 from quantkit.pipeline.baseline import float_export, float_format
 from quantkit.pipeline.engines import look
 from quantkit.pipeline.graphs.bundles import (
@@ -47,6 +48,7 @@ from quantkit.pipeline.verdict import RUNTIME, export_of, format_of, keep, optio
 from quantkit.recipe import Recipe
 from quantkit.report.bundle import usage
 from quantkit.runtimes import load_runtime
+from quantkit.runtimes.generate import demand_decoder
 from quantkit.runtimes.onnxruntime import RUNTIME as ONNXRUNTIME
 
 if TYPE_CHECKING:
@@ -160,7 +162,10 @@ def measure(
     progress = progress or Progress()
     rows: list[Row] = []
     items: Items | None = None
-    if accuracy and (original.stream is not None or original.graph is not None):
+    if accuracy and load_runtime(runtime).own is not None:
+        rows, items = served.score(bundle, original.stream, original.tokens, original.subject, runtime, progress)
+        rows = [*sizes(bundle, original, folder_of(export_of(runtime))), *rows]
+    elif accuracy and (original.stream is not None or original.graph is not None):
         tell = scored or (lambda done: progress.at("score", done))
         judge = _score_graph if original.graph is not None else _score
         rows, items = judge(bundle, original, runtime, candidate, weighed, tell)
@@ -351,6 +356,9 @@ def measure_bundle(
     runtime = runtime or default_runtime(bundle)
     runner = load_runtime(runtime)
     network = is_network(bundle) and runtime == RUNTIME
+    is_apart = runner.own is not None
+    if is_apart:
+        demand_decoder(bundle)
     if not network:
         runner.folder(bundle)
     if not runner.engines:  # loading one says more
@@ -366,7 +374,16 @@ def measure_bundle(
         from quantkit.measurement.timing.speed import demand
 
         demand({runtime})
-    original = original_of(bundle, baseline, runner.floats if timed else None, calibration, decisions)
+    try:
+        original = original_of(bundle, baseline, runner.floats if timed else None, calibration, decisions)
+    except InputError as problem:
+        if not is_apart or problem.code != "baseline-needed":
+            raise
+        progress.note(f"compared with torch alone: {problem.value}; {problem.remedy}")
+        text = served.text_of(bundle, calibration, decisions)
+        original = MeasuredAgainst(bundle.manifest.model.source.sha256, tokens=text)
+    if speed and is_apart:
+        progress.note(f"speed in {runtime} is that of its server under load; it was not measured")
     on_gpu: Any = None
     if speed and original.graph is None:
         if engine is None:
@@ -377,7 +394,7 @@ def measure_bundle(
         original.floats_in_torch()
     default = quick("network") if original.graph is not None else TimingPlan(batches=batches_of(bundle))
     chosen = (plan or default) if timed or on_gpu else None
-    stages = {"score": 60.0} if original.bytes is not None else {}
+    stages = {"score": 60.0} if original.bytes is not None or is_apart else {}
     progress.plan({**stages, "speed": 60.0 + chosen.seconds} if chosen else stages)
     how: dict[str, Any] = {"engine": None if timed else on_gpu, "progress": progress}
     rows, items = measure(bundle, original, runtime, **how)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit import content
 from quantkit.bundle import Bundle, Check
 from quantkit.errors import InputError, MissingDependency, QuantkitError, install
 from quantkit.exporters import load_exporter
@@ -17,6 +16,8 @@ from quantkit.measurement.accuracy import layerwise
 from quantkit.measurement.accuracy.layerwise import LayerError
 from quantkit.measurement.timing import speed
 from quantkit.pipeline.graphs.bundles import holds_graph, reload_graph
+from quantkit.pipeline.served import check as served_check
+from quantkit.pipeline.served import shipped_ids
 from quantkit.runtimes import child, load_runtime, of_one_file
 from quantkit.runtimes.tensorrt import library as tensorrt_library
 from quantkit.runtimes.tensorrt.file import FOLDER, NETWORK
@@ -132,12 +133,9 @@ def fed(network: Path, inputs: Path | None = None) -> tuple[dict[str, Array], li
 
 
 def _tokens(folder: Path, count: int) -> tuple[Array, list[str]]:
-    from quantkit.runtimes.text import Tokenizer
-
     if not (folder / "tokenizer.json").is_file():
         return np.arange(count)[None], ["fed with the first tokens of the vocabulary: the bundle has no tokenizer"]
-    text = (content.folder("calibration") / "prose-en" / "tune.txt").read_text(encoding="utf-8")
-    return np.array([Tokenizer(folder).encode(text[: 16 * count])[:count]]), []
+    return np.array([shipped_ids(folder, count)]), []
 
 
 def _of_file(path: Path, entries: Mapping[str, tuple[list[int | None], Any]]) -> dict[str, Array]:
@@ -155,8 +153,8 @@ def _of_file(path: Path, entries: Mapping[str, tuple[list[int | None], Any]]) ->
     return values
 
 
-def reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
-    """Run each export's own checks; what could not be run is a note."""
+def reload(bundle: Bundle, *, served: bool = True) -> tuple[list[Check], list[str]]:
+    """Run each export's own checks; what could not be run is a note. `served`: also in vLLM, where it is installed."""
     checks = loaded(bundle)
     if not all(check.ok for check in checks):
         return checks, []
@@ -178,6 +176,9 @@ def reload(bundle: Bundle) -> tuple[list[Check], list[str]]:
             missing = problem.where if isinstance(problem, MissingDependency) else problem.name
             why = f"{missing} is not installed" if missing else str(problem)
             notes.append(f"{name} not loaded: {why} {needs}")
+    if served and bundle.manifest.model.kind == "decoder" and (bundle.model_folder / "config.json").is_file():
+        there, why = served_check(bundle.model_folder)
+        checks, notes = [*checks, *there], [*notes, *([why] if why else [])]
     return checks, notes
 
 

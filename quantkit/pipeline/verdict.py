@@ -42,7 +42,17 @@ if TYPE_CHECKING:
 RUNTIME = "onnxruntime"
 HARM, REPORT = "harm.json", "report.html"
 # about the machine that they were measured on
-_TIMINGS = ("latency.", "across.", "throughput.", "bandwidth.", "tax.", "memory.", "ceiling.", "energy.")
+_TIMINGS = (
+    "latency.",
+    "across.prefill",
+    "across.decode_step",
+    "throughput.",
+    "bandwidth.",
+    "tax.",
+    "memory.",
+    "ceiling.",
+    "energy.",
+)
 
 
 def format_of(layers: Iterable[LayerEntry]) -> str:
@@ -312,7 +322,7 @@ def options_of(bundle: Bundle, exporter: str) -> dict[str, Any]:
 def _kind(row: Row, against: str) -> tuple[Any, ...]:
     """Tell rows of one kind, which replace each other; those against another baseline, in another runtime, or timed on
     another machine stand beside each other. A row without baseline is one against `against`."""
-    told = ("export", "kv_cache", "output", "surer_than", "way", "baseline_runtime")
+    told = ("export", "kv_cache", "output", "surer_than", "way", "baseline_runtime", "floor")
     export = tuple(row.settings.get(key) for key in told)
     baseline = row.baseline.subject if row.baseline else against
     device = row.device.id if row.device and is_timing(row) else None

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.bundle import Bundle
+    from quantkit.runtimes.child import Report
     from quantkit.runtimes.generate import Scores, TextTokens
 
 
@@ -185,6 +186,10 @@ class Runtime(Protocol):
 
     def opens(self, folder: Path, threads: int | None = None) -> Session:
         """Open the model in its folder for timing. Raises InputError if the runtime is not timed."""
+        raise self._not_timed(folder)
+
+    def opens_apart(self, folder: Path, progress: Report | None = None) -> Any:
+        """Open a folder in the runtime's own Python, to score it. Raises InputError if it has none."""
         raise self._not_timed(folder)
 
     def opens_graph(self, file: Path, threads: int | None = None) -> Graph:

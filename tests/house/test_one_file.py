@@ -300,7 +300,7 @@ class Toy:
     """See the module."""
 
     name = floats = "toy"
-    engines, packages, installed, imports = False, (), ("torch",), ("torch",)
+    engines, packages, installed, imports, own = False, (), ("torch",), ("torch",), None
     extra, order, graph = "compile", 7, ""
 
     def why_not_here(self, folder=None):

@@ -1,13 +1,11 @@
 """Runtime `vllm`: its Python is added, probed, refused and forgotten; what vLLM computes arrives here whole.
 
-A stand-in has the interface that `runtimes/vllm/inside.py` uses, over plain transformers. The real one runs where
-`quantkit runtime add vllm` has been done.
+A stand-in takes its place; the real one runs where `quantkit runtime add vllm` has been done.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 import small_onnx
 import torch
 import zoo
-from safetensors.torch import load_file
+from standin_vllm import python, stood_in
 
 from quantkit import cli, machine
 from quantkit.bundle import Bundle
@@ -26,58 +24,6 @@ from quantkit.runtimes.vllm import OWN, VllmModel
 
 RUNTIME = load_runtime("vllm")
 REAL = apart.find("vllm")
-# logits of a token are those of the head on its embedding
-STAND_IN = """
-import types, torch
-from safetensors.torch import load_file
-
-class SamplingParams(types.SimpleNamespace):
-    pass
-
-class LogitsProcessor(torch.nn.Module):
-    def forward(self, head, hidden):
-        return hidden @ head.T
-
-class LLM:
-    def __init__(self, model, dtype, **settings):
-        tensors = {name: one.to(getattr(torch, dtype)) for name, one in load_file(model + "/model.safetensors").items()}
-        if "lm_head.weight" not in tensors:
-            raise ValueError("Model architectures ['GPT2LMHeadModel'] are not supported for now.\\nSee the docs")
-        self.table, self.head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
-        self.core = torch.nn.Module()
-        self.core.logits_processor = LogitsProcessor()
-        config = types.SimpleNamespace(dtype=self.table.dtype, quantization=None)
-        cache = types.SimpleNamespace(cache_dtype="auto", num_gpu_blocks=7, block_size=16)
-        self.llm_engine = types.SimpleNamespace(
-            vllm_config=types.SimpleNamespace(model_config=config, cache_config=cache))
-
-    def apply_model(self, work):
-        return [work(self.core)]
-
-    def generate(self, prompts, params, use_tqdm):
-        ids, new = list(prompts[0]["prompt_token_ids"]), []
-        for _ in range(params.max_tokens):
-            last = self.table[[(ids + new)[-1]]]
-            new.append(int(self.core.logits_processor(self.head, last).argmax()))
-        self.core.logits_processor(self.head, self.table[ids[:-1]])
-        output = types.SimpleNamespace(token_ids=new)
-        return [types.SimpleNamespace(outputs=[output])]
-"""
-
-
-def python(place: Path, version: str, source: str = STAND_IN) -> Path:
-    """Write a Python in which vLLM of some version is installed."""
-    packages = place / "packages"
-    (packages / "vllm").mkdir(parents=True)
-    (packages / "vllm" / "__init__.py").write_text(source)
-    if version:
-        (packages / f"vllm-{version}.dist-info").mkdir()
-        (packages / f"vllm-{version}.dist-info" / "METADATA").write_text(f"Name: vllm\nVersion: {version}\n")
-    other = place / "python"
-    lines = f"#!{sys.executable}\nimport runpy, sys\nsys.path.insert(0, {str(packages)!r})\n"
-    other.write_text(f"{lines}runpy.run_path(sys.argv[-1], run_name='__main__')\n")
-    other.chmod(0o755)
-    return other
 
 
 @pytest.fixture(autouse=True)
@@ -93,22 +39,16 @@ def bundle(tmp_path: Path, byte_tokenizer: Any, request: pytest.FixtureRequest) 
     return small_onnx.bundle(tmp_path / "b")
 
 
-def stood_in(bundle: Bundle, ids: torch.Tensor) -> torch.Tensor:
-    tensors = load_file(bundle.path / "model" / "model.safetensors")
-    table, head = (tensors[name].bfloat16() for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    return (table[ids] @ head.T).float()
-
-
 def test_logits_of_a_prompt_come_from_the_other_python(bundle: Bundle, tmp_path: Path) -> None:
     apart.add(OWN, python(tmp_path / "p", "0.32.0"))
     ids = torch.randint(0, 250, (2, 9), generator=torch.Generator().manual_seed(0))
     model = RUNTIME.open(bundle.path)
     scores = model.scores(ids)
     rows = torch.stack([torch.cat([scores(row, slice(0, 3)), scores(row, slice(3, 8))]) for row in range(2)])
-    assert torch.allclose(rows, stood_in(bundle, ids)[:, :8], atol=2**-6)
+    assert torch.allclose(rows, stood_in(bundle.path / "model", ids)[:, :8], atol=2**-6)
     about = {"dtype": "bfloat16", "quantization": "none", "kv_blocks": 7, "block_size": 16}
     assert {name: model.settings[name] for name in about} == about
-    assert model.settings["python"]["vllm"] == "0.32.0"
+    assert model.versions["vllm"] == "0.32.0"
 
 
 def test_a_prompt_is_continued_by_the_most_likely_tokens(bundle: Bundle, tmp_path: Path) -> None:
@@ -116,7 +56,7 @@ def test_a_prompt_is_continued_by_the_most_likely_tokens(bundle: Bundle, tmp_pat
     answer = RUNTIME.generate(bundle, "The state", new_tokens=4)
     ids = RUNTIME.tokenizer(bundle).encode("The state")
     for _ in range(answer["tokens"]):
-        ids.append(int(stood_in(bundle, torch.tensor([ids]))[0, -1].argmax()))
+        ids.append(int(stood_in(bundle.path / "model", torch.tensor([ids]))[0, -1].argmax()))
     assert answer["text"] == RUNTIME.tokenizer(bundle).decode(ids[-answer["tokens"] :])
     assert answer["seconds"] > 0
 

@@ -37,6 +37,9 @@ def verify(
         typer.Option(metavar="FILE|IDENTITY", help="Public key (SSH, PEM), allowed_signers or Sigstore identity."),
     ] = None,
     issuer: Annotated[str | None, typer.Option(metavar="URL", help="Issuer of the Sigstore identity.")] = None,
+    vllm: Annotated[
+        bool, typer.Option("--vllm/--no-vllm", help="Run the checkpoint in vLLM too, where it was added.")
+    ] = True,
     trust_remote_code: TrustRemoteCode = False,
     on: On = None,
     wheelhouse: Wheelhouse = None,
@@ -75,7 +78,7 @@ def verify(
         else:
             checks = opened.verify()
             whole = all(check.ok for check in checks)
-            reloaded, notes = reload(opened) if whole else ([], ["not loaded: files differ"])
+            reloaded, notes = reload(opened, served=vllm) if whole else ([], ["not loaded: files differ"])
             checks = [*checks, *reloaded]
     failed = next((check for check in checks if not check.ok), None)
     error = None

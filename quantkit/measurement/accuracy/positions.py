@@ -171,9 +171,9 @@ def common(one: Items, other: Items) -> tuple[Items, Items]:
 
 
 def standard_error(row: Row) -> float | None:
-    """Return the standard error behind an `accuracy.kl` row's interval: its half width over Student's t."""
+    """Return the standard error behind the interval of a row of KL: its half width over Student's t."""
     sequences = (row.shape or {}).get("sequences", 0)
-    if row.ci95 is None or row.name != "accuracy.kl" or not sequences:
+    if row.ci95 is None or row.name not in ("accuracy.kl", "across.kl") or not sequences:
         return None
     clusters = sequences
     if sequences < FEWEST:

@@ -4,6 +4,12 @@
 its errors. Long sequences are scored twice, with the cache as it is stored and with a float one, and the mean KL
 divergence is given over the positions up to 512, 1,024, ... of each: `accuracy.kl` rows with `shape.context` and
 `settings.kv_cache`.
+
+**In an engine with kernels and types of its own** (`apart_rows`): three comparisons, baseline | candidate.
+
+    accuracy.*                     the float model in the engine | the checkpoint in it
+    across.kl, .top1_agreement     the checkpoint in torch, float32 | itself in the engine
+    the same, with settings.floor  the float model in torch, float32 | itself in the engine: the noise floor
 """
 
 from __future__ import annotations
@@ -23,10 +29,14 @@ from quantkit.measurement.accuracy.purpose import kept_at, result_rows
 from quantkit.measurement.rows import Device, Row
 
 if TYPE_CHECKING:
-    from torch import nn
+    from pathlib import Path
+
+    from torch import Tensor, nn
 
     from quantkit.model.streaming.stream import Answers, StreamedModel
     from quantkit.runtimes import Scored
+    from quantkit.runtimes.child import Report
+    from quantkit.runtimes.generate import Scores
     from quantkit.scheme import CacheScheme
 
 # logits of one model that are in memory at one time
@@ -82,16 +92,25 @@ def score(
     tell(0.3)
     after = candidate.scores(tokens.ids, at_once)
     tell(0.6)
+    return compared(before, after, tokens.ids, at_a_time(original), lambda done: tell(0.6 + 0.4 * done))
+
+
+def at_a_time(model: StreamedModel) -> int:
+    """Count the positions for one comparison of logits; final norm and head need one position alone."""
+    return max(1, (_LOGITS if model.device.type == "cpu" else _ON_GPU) // vocabulary(model.skeleton))
+
+
+def compared(
+    before: Scores, after: Scores, ids: Tensor, few: int, progress: Callable[[float], None] | None = None
+) -> Items:
+    """Compare two models' logits of ids [n, T], `few` positions at a time."""
     accuracy = Accuracy()
-    # final norm and head look at one position at a time, so a few at a time is enough
-    few = max(1, (_LOGITS if original.device.type == "cpu" else _ON_GPU) // vocabulary(original.skeleton))
-    for index in range(tokens.ids.shape[0]):
-        ids = tokens.ids[index : index + 1]
-        for start in range(0, ids.shape[1] - 1, few):
-            part = slice(start, min(start + few, ids.shape[1] - 1))
-            logits = before(index, part), after(index, part)
-            accuracy.add_positions(index, ids[0, part.start + 1 : part.stop + 1], *logits)
-        tell(0.6 + 0.4 * (index + 1) / tokens.ids.shape[0])
+    for index, row in enumerate(ids):
+        for start in range(0, len(row) - 1, few):
+            part = slice(start, min(start + few, len(row) - 1))
+            accuracy.add_positions(index, row[part.start + 1 : part.stop + 1], before(index, part), after(index, part))
+        if progress is not None:
+            progress((index + 1) / len(ids))
     return accuracy.items()
 
 
@@ -142,6 +161,63 @@ def rows(
     from quantkit.measurement.accuracy.purpose import TextResults
 
     return result_rows(original, candidate, tokens, TextResults(original, tokens), about, progress), None
+
+
+# shares of the whole that have passed before the checkpoint, the float model and their comparisons are done
+_PARTS = (0.0, 0.4, 0.75, 1.0)
+
+
+def apart_rows(
+    opens: Callable[[Path, Report], Any],
+    checkpoint: StreamedModel,
+    original: StreamedModel | None,
+    tokens: TokenSet,
+    *,
+    subject: str,
+    baseline: str,
+    runtime: str,
+    progress: Report,
+) -> tuple[list[Row], Items | None]:
+    """Return the rows of a checkpoint in another engine, and its items; see the module.
+
+    Two models are opened one after the other, the checkpoint first: what the engine refuses costs no wait. Without the
+    original there are only the rows against itself in torch.
+
+    Args:
+        opens: function that opens a folder in the engine: `Scored`, with the `versions` of its packages.
+        checkpoint, original: the same folders in torch.
+    """
+    ids, few = tokens.ids, at_a_time(checkpoint)
+
+    def told(part: int, of: str) -> Report:
+        begin, end = _PARTS[part : part + 2]
+        return lambda share, words: progress(begin + (end - begin) * share, f"{of}: {words}")
+
+    def about(engine: Any, of: str, against: str, told: Mapping[str, Any]) -> About:
+        versions = {**machine.versions(), **engine.versions}
+        device = Device.model_validate(dict(engine.where))
+        return About(of, against, runtime, data_of(tokens), device, versions, {**engine.settings, **told})
+
+    def beside(items: Items, engine: Any, of: str, told: Mapping[str, Any]) -> list[Row]:
+        scored = items.rows(about(engine, of, of, {"baseline_runtime": "torch", **told}))
+        named = {row.name: row for row in scored}
+        return [
+            Row.model_validate({**named[f"accuracy.{name}"].as_dict(), "name": f"across.{name}"})
+            for name in ("kl", "top1_agreement")
+        ]
+
+    engine = opens(checkpoint.source.path, told(0, "the bundle"))
+    scores = engine.scores(ids)
+    own = beside(compared(checkpoint.scores(ids), scores, ids, few), engine, subject, {})
+    if original is None:
+        return own, None
+    floats = opens(original.source.path, told(1, "the float model"))
+    before = floats.scores(ids)
+    progress(_PARTS[2], "comparing")
+    items = compared(before, scores, ids, few)
+    floor = compared(original_answers(original, tokens), before, ids, few)
+    against = about(engine, subject, baseline, {"baseline_runtime": runtime})
+    return [*items.rows(against), *own, *beside(floor, floats, baseline, {"floor": True})], items
 
 
 # tokens a sequence, where the model has as many positions, and how many sequences

@@ -278,5 +278,28 @@ class RoundedProducts(Transform):
         rounding(block, [name.removeprefix(prefix) for name in self.linears if name.startswith(prefix)])
 
 
+@dataclass(frozen=True)
+class HalfBlocks(Transform):
+    """Transform that runs the blocks in a dtype of 16 bits, as a server does; what lies outside stays in float32."""
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def block(self, index: int, block: nn.Module) -> None:
+        """Attach the hooks."""
+        block.to(self.dtype)
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs: (_cast(args, self.dtype), _cast(kwargs, self.dtype)), with_kwargs=True
+        )
+        block.register_forward_hook(lambda _, args, result: _cast(result, torch.float32))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    if isinstance(value, tuple | list):
+        return type(value)(_cast(item, dtype) for item in value)
+    return {key: _cast(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
+
+
 def _rounded(values: Tensor) -> Tensor:
     return values.to(torch.bfloat16).to(values.dtype)

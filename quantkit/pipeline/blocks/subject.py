@@ -32,6 +32,7 @@ from quantkit.pipeline.blocks.score import AFTER, BEFORE, KL, OUTPUT, answering,
 from quantkit.pipeline.gates import demand
 from quantkit.pipeline.measure import quick_times
 from quantkit.pipeline.request import runs_here
+from quantkit.pipeline.served import check as served_check
 from quantkit.pipeline.subject import Subject
 from quantkit.planning import efficiency
 from quantkit.planning.assigned import takes_head
@@ -171,6 +172,11 @@ class TransformerSubject(Subject):
                 folder, place = self.build.bundle / exporter.place, self.build.temporary(AFTER)
                 how["beside"] = answering(prepared.unchanged(), prepared.scoring.ids, place, folder)
             checks += exporter.check(self.build.bundle, self._decided, step.settings, **how)
+        if self._is_served():
+            self.progress.at("check", 0.0, "loading the checkpoint in vLLM")
+            served, why = served_check(self.build.bundle / "model")
+            checks += served
+            self.decisions += [decision("check", NOTE, "model/", why)] if why else []
         self.progress.at("check", 1.0)
         demand(checks, "the export is not what was decided on; nothing was delivered. Please report it")
         self.checks += checks
@@ -180,6 +186,11 @@ class TransformerSubject(Subject):
                 "were compared, and no logits"
             )
             self.decisions.append(decision("check", UNRUN, "model/", reason))
+
+    def _is_served(self) -> bool:
+        """Tell whether vLLM is meant to run the checkpoint of a decoder."""
+        tensors = any(load_exporter(step.name).stores == "tensors" for step in self.request.recipe.export)
+        return tensors and self.prepared.source.kind == "decoder" and "vllm" in self.request.target.runtimes
 
     def compile_engines(self) -> None:
         """See `Subject`."""

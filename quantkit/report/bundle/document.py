@@ -188,7 +188,7 @@ def _curve(curve: curves.Series) -> list[Part]:
 
 
 def _accuracy(manifest: Manifest, rows: Sequence[Row], notes: Sequence[str]) -> list[Part]:
-    scored = [row for row in rows if row.name.startswith("accuracy.")]
+    scored = [row for row in rows if row.name.startswith(figures.SCORES)]
     if not scored:
         return []
     about = figures.scored(rows)

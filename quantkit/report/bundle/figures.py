@@ -26,13 +26,15 @@ _GATE = "gate."
 # shares of right answers; their differences to the original are paired
 RECALL = {f"accuracy.recall_at_{k}": f"recall at {k}" for k in (1, 5, 10)}
 SHARES = {"accuracy.top1": "top-1 accuracy", "accuracy.top5": "top-5 accuracy", **RECALL}
+# beginnings of the names of rows about accuracy
+SCORES = ("accuracy.", "across.kl", "across.top1_agreement")
 # line of a table: label, original's figure ("" if it is about both sides), this model's figure, remark
 Figures = tuple[str, str, str, str]
 
 
 def tables(rows: Sequence[Row], *, layers: int = 0, dtype: str = "") -> list[tuple[str, list[Figures]]]:
     """Return (export, its lines); sizes and memory come first, with an empty export: they describe the whole bundle."""
-    by_export = by(rows, lambda row: variant(row) if row.name.startswith("accuracy.") else "")
+    by_export = by(rows, lambda row: variant(row) if row.name.startswith(SCORES) else "")
     by_name = [(name, _lines(group, layers, dtype)) for name, group in by_export.items()]
     return [(name, group) for name, group in sorted(by_name, key=lambda pair: pair[0] != "") if group]
 
@@ -95,7 +97,16 @@ def _kl(row: Row, value: float) -> Figures:
     except MissingDependency:  # the interval is in the row; only the error behind it needs scipy
         error = None
     sure = words.between(row.ci95, words.short) if error is None else f"± {words.figure(error, 2)}"
-    return "KL divergence", "", words.short(value), f"{sure} nats".strip()
+    return f"KL divergence{_across(row)}", "", words.short(value), f"{sure} nats".strip()
+
+
+def _across(row: Row) -> str:
+    """Name the other runtime of a row that compares a model with itself."""
+    if not row.name.startswith("across."):
+        return ""
+    return (
+        f"{' of the original' if row.settings.get('floor') else ''} from itself in {row.settings['baseline_runtime']}"
+    )
 
 
 def _right(row: Row, value: float) -> Figures:
@@ -152,6 +163,8 @@ _MAKERS: dict[str, Callable[[Row, float], Figures]] = {
     "accuracy.kl": _kl,
     "accuracy.top1_agreement": _alone(agreement),
     "accuracy.next_word": _next_word,
+    "across.kl": _kl,
+    "across.top1_agreement": _alone(lambda row: f"same most likely word{_across(row)}", words.percent),
     "accuracy.cosine": _cosine,
     "accuracy.relative_error": _alone("error relative to the original", lambda value: words.percent(value, 2)),
     "accuracy.same": same,

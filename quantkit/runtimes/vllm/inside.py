@@ -3,7 +3,8 @@
 It reads one job, a line of JSON, and answers in the lines of `runtimes.child`. Jobs, by `do`:
 
     versions    {}                                          row {package: version}
-    logits      {model, ids [n][T], folder, settings}       row {"model": ...}, then a row for each sequence
+    logits      {model, ids [n][T], folder, settings}       row {"model": ...}, then a row for each sequence; with
+                `linears` also their products, in `linears.safetensors` and row {"merged": {name: parts}}
     tokens      {model, ids [T], new_tokens, sample, seed, stop, settings}    row {"ids", "seconds", "model"}
 
 Logits come from a hook on vLLM's own `LogitsProcessor` while it computes the log-probabilities of a prompt: whole rows,
@@ -114,6 +115,11 @@ def logits(job: Job, say: Any) -> None:
     if not all(llm.apply_model(watch)):
         raise JobRefused("vllm-failed", type(llm).__name__, "a model with one LogitsProcessor")
     say("row", {"model": about(llm)})
+    if job.get("linears"):
+        dtype = llm.llm_engine.vllm_config.model_config.dtype
+        merged, products = llm.apply_model(lambda model: _linears(model, dtype))[0]
+        save_file(products, f"{job['folder']}/linears.safetensors")
+        say("row", {"merged": merged})
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
     for number, sequence in enumerate(ids):
         seen.clear()
@@ -123,6 +129,28 @@ def logits(job: Job, say: Any) -> None:
         save_file({"logits": rows[-1].contiguous()}, f"{job['folder']}/{number}.safetensors")
         say("row", {"sequence": number})
         say("at", f"{number + 1} of {len(ids)} sequences", (number + 1) / len(ids))
+
+
+def _linears(model: Any, dtype: Any) -> tuple[dict[str, list[str]], Job]:
+    """Multiply every linear with 16 vectors of one size and random signs, which 8 bits hold exactly.
+
+    Returns (merged linear -> linears of the checkpoint, {name.x: [16, K], name.y: [16, N]}).
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    products: Job = {}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None or not (hasattr(module, "input_size") and hasattr(module, "output_size")):
+            continue
+        x = torch.randint(0, 2, (16, module.input_size), generator=generator).mul(2).sub(1).to(dtype)
+        scale = getattr(module, "input_scale", None)
+        if scale is not None and scale.numel():  # a fixed one: far from its ends
+            x = x * (32 * scale.max().to(dtype).cpu())
+        y = method.apply(module, x.to(next(module.parameters()).device))
+        products |= {f"{name}.x": x.contiguous(), f"{name}.y": y.detach().cpu().contiguous()}
+    return {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}, products
 
 
 def tokens(job: Job, say: Any) -> None:
