@@ -112,10 +112,13 @@ def _ask(path: str, arguments: list[str]) -> int:
     data = json.dumps(asked).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
+        # a signal that came earlier would stand in the middle of the request
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
         for number in _FORWARDED:
             signal.signal(number, lambda number, _: server.send(bytes([_FORWARDED[signal.Signals(number)]])))
         socket.send_fds(server, [len(data).to_bytes(8, "big")], streams)
         server.sendall(data)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         for number in range(2):  # closed when the program closes them
             os.close(number)
         answer = server.recv(8)
@@ -210,10 +213,13 @@ def _serve(listener: socket.socket, modules: tuple[str, ...], second: socket.soc
 def _request(listener: socket.socket) -> tuple[socket.socket, dict[str, Any], list[int]]:
     client = listener.accept()[0]
     length, streams, *_ = socket.recv_fds(client, 8, 3)
-    data = b""
-    while len(data) < int.from_bytes(length, "big"):
-        data += client.recv(1 << 20)
-    return client, json.loads(data), streams
+    left, parts = int.from_bytes(length, "big"), list[bytes]()
+    while left and (part := client.recv(left)):
+        parts.append(part)
+        left -= len(part)
+    if left:  # the client was killed meanwhile: it gets a program that ends at once
+        return client, {}, streams
+    return client, json.loads(b"".join(parts)), streams
 
 
 def _signal(child: int, numbers: bytes) -> None:
@@ -266,6 +272,8 @@ def _be(asked: dict[str, Any], streams: list[int]) -> None:
     import types
 
     os.setsid()
+    if not asked:
+        os._exit(1)
     for number, received in zip(asked["streams"], streams, strict=True):
         os.dup2(received, number)
         os.close(received)
