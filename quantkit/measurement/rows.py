@@ -39,6 +39,9 @@ NAMES = (
     *(f"across.{x}" for x in ("prefill", "decode_step", "kl", "top1_agreement")),
     *(f"throughput.{x}" for x in ("prefill", "decode")),
     *(f"bandwidth.{x}" for x in ("effective", "saved")),
+    # of a server, in `measurement.load`
+    *(f"load.{x}" for x in ("ttft", "tpot", "itl", "e2el", "requests", "tokens", "goodput")),
+    *(f"load.{x}" for x in ("in_flight", "kv_blocks", "memory")),
     "memory.peak",
     "energy.token",
     *(f"ceiling.{x}" for x in ("read", "copy", "compute", "launch")),

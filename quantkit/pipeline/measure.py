@@ -447,7 +447,7 @@ def original_of(
         graph = open_graph(file)
         demand_inputs(bundle, graph)
         return MeasuredAgainst(graph.sha256, graph=graph, samples=scoring(bundle, graph.inputs, calibration, alias))
-    opened = _opened(bundle, baseline, timed)
+    opened = opened_original(bundle, baseline, timed)
     if opened.stream is None:
         if not timed:
             raise MissingDependency("torch", extra="compile", purpose="measuring accuracy")
@@ -462,7 +462,7 @@ def original_of(
     return replace(opened, tokens=text)
 
 
-def _opened(bundle: Bundle, baseline: str | None, timed: str | None) -> MeasuredAgainst:
+def opened_original(bundle: Bundle, baseline: str | None, timed: str | None) -> MeasuredAgainst:
     """Open the original of a transformer, without its scoring tokens."""
     source, has_torch = bundle.manifest.model.source, machine.has("torch")
     if baseline is not None and (Path(baseline).expanduser() / MANIFEST).is_file():

@@ -20,6 +20,7 @@ from quantkit.errors import InputError, QuantkitError
 from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.accuracy.harm import Harm
 from quantkit.measurement.engine_layers import FALLBACK, NAME, stored
+from quantkit.measurement.load import outcome
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.timing.schedule import LARGEST
 from quantkit.measurement.verdict import MeasuredFormat, sentence, speed_up, verdict, with_prompts
@@ -52,6 +53,7 @@ _TIMINGS = (
     "memory.",
     "ceiling.",
     "energy.",
+    "load.",
 )
 
 
@@ -82,7 +84,7 @@ def of_original(rows: Sequence[Row], source: str, on: str | None = None) -> list
         return row.on == on and (base is None or base.subject == source or across)
 
     own = list(filter(is_own, rows))
-    last = {row.runtime: row.device for row in own if row.name.startswith("latency.")}
+    last = {row.runtime: row.device for row in own if row.name.startswith(("latency.", "load."))}
     # ceilings are of no runtime, and belong to whichever was timed there
     counts = {runtime: [device] for runtime, device in last.items()}
     anywhere = list(last.values())
@@ -134,6 +136,8 @@ def decide(
     for other in others if runtime == RUNTIME else ():
         beside += faster(by_runtime[other], own, other)
     beside += across(rows)
+    loaded = outcome([row for row in rows if row.name.startswith("load.")])
+    beside += [f"under load in vLLM: {loaded.text}"] if loaded else []
     judged = judged.model_copy(update={"because": [*judged.because, *beside]})
     if not steps or failed:
         return judged
@@ -326,6 +330,8 @@ def _kind(row: Row, against: str) -> tuple[Any, ...]:
     export = tuple(row.settings.get(key) for key in told)
     baseline = row.baseline.subject if row.baseline else against
     device = row.device.id if row.device and is_timing(row) else None
+    if row.name.startswith("load."):  # one load stands whole: its rates share a limit and a state of the machine
+        return row.on, "load", baseline, row.runtime, device
     # of another number of sequences it is the same figure, better or worse known
     shape = tuple(sorted(item for item in (row.shape or {}).items() if item[0] != "sequences"))
     return row.on, row.name, baseline, row.runtime, export, device, row.batch, shape

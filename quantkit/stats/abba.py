@@ -94,7 +94,7 @@ def compare(
         raise ValueError("a comparison needs two blocks and times above zero")
     generator = np.random.default_rng(seed)
     groups = resampled_groups(subject.shape[0], rounds)
-    tail = _tail(len(groups))
+    tail = tail_of(len(groups))
     point, draws, (p50, p99) = _resampled(subject, baseline, groups, resamples, generator)
     spread = max(aa_spread(side, generator) for side in (subject, baseline))
     flags = {
@@ -181,7 +181,7 @@ def _resampled(
         return result
 
     drawn = draws(ratios, len(groups), resamples, 200, generator)
-    tail = _tail(len(groups))
+    tail = tail_of(len(groups))
     low, high = np.quantile(drawn, [tail, 1 - tail], axis=-1)
     point = [_quantiles(baseline)[q] / _quantiles(subject)[q] for q in ("p50", "p99")]
     intervals = [(float(min(low[i], point[i])), float(max(high[i], point[i]))) for i in (0, 1)]
@@ -201,7 +201,7 @@ def resampled_groups(blocks: int, rounds: Sequence[int] = ()) -> Array:
     return np.arange(blocks - blocks // size * size, blocks).reshape(-1, size)
 
 
-def _tail(groups: int) -> float:
+def tail_of(groups: int) -> float:
     """Return the share of draws to leave on each side, so that the interval of so few groups covers 95 %."""
     return float(special().ndtr(-student(0.95, groups - 1) * (groups / (groups - 1)) ** 0.5))
 

@@ -40,8 +40,11 @@ def calls(module: str) -> list[tuple[int, str]]:
     [
         (
             {"subprocess.Popen", "multiprocessing.get_context", "multiprocessing.Process"},
-            # the system's OpenSSH; and what starts a job on a device, where there is nothing of ours
-            {"quantkit.runtimes.child", "quantkit.devices.openssh", "quantkit.devices.sent.work"},
+            # the system's OpenSSH; and what starts a job, or a server, where there is nothing of ours
+            {
+                *("quantkit.runtimes.child", "quantkit.devices.openssh", "quantkit.devices.sent.work"),
+                "quantkit.runtimes.vllm.inside",
+            },
             "a process of its own is started by runtimes/child.py, which limits, cleans up and explains",
         ),
         (

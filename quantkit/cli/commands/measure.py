@@ -13,7 +13,10 @@ from quantkit.cli.options import BundlePath, Json, On, Runtime, Wheelhouse, batc
 from quantkit.errors import Inconclusive, InputError, QuantkitError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from quantkit.bundle import Bundle, Manifest
+    from quantkit.measurement.load import ServerLoad
     from quantkit.measurement.rows import Row
 
 
@@ -40,11 +43,27 @@ def measure(
     resume: Annotated[
         bool, typer.Option("--resume", help="With --on: measure only the shapes that the bundle lacks.")
     ] = False,
+    load: Annotated[
+        str | None, typer.Option(metavar="rate=R,R,…", help="Requests a second: load vLLM's server at these rates.")
+    ] = None,
+    prompt: Annotated[int, typer.Option(min=1, metavar="N", help="With --load: tokens of a prompt.")] = 256,
+    output: Annotated[int, typer.Option(min=2, metavar="N", help="With --load: tokens of an answer.")] = 128,
+    slo: Annotated[
+        str | None, typer.Option(metavar="NAME=TIME,…", help="With --load: limits, ttft=500ms,tpot=50ms,e2el=2s.")
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=4, metavar="N", help="With --load: requests at a rate; default: those of 30 s, 30 or more."),
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="With --load: load the server that runs there, and keep nothing.")
+    ] = None,
     as_json: Json = False,
 ) -> Answer:
-    """Score, weigh and time a bundle again, here or on a device."""
+    """Score, weigh and time a bundle again, here or on a device; or load it in a server."""
     from quantkit.bundle import Decision
     from quantkit.measurement.engine_layers import stored
+    from quantkit.measurement.load import ServerLoad
     from quantkit.passes import NOTE
     from quantkit.pipeline.gates import failed_gate
     from quantkit.pipeline.graphs.bundles import holds_graph
@@ -54,6 +73,16 @@ def measure(
     from quantkit.report.kit.tree import Part
     from quantkit.runtimes import load_runtime
 
+    if load is not None:
+        asked = {"--calibration": calibration, "--batch": batch, "--seconds": seconds, "--quick": quick, "--on": on}
+        wrong = [name for name, value in {**asked, "--no-speed": not speed, "--resume": resume}.items() if value]
+        if wrong or runtime not in (None, "vllm"):
+            value = wrong[0] if wrong else f"--runtime {runtime}"
+            raise InputError("usage", "--load", value, "a load is measured in vLLM's server here, and alone")
+        of = ServerLoad.parse(load, slo, prompt=prompt, output=output, requests=requests or 0)
+        return _loaded(bundle, of, baseline, endpoint)
+    if slo or requests or endpoint:
+        raise InputError("usage", "--load", "no --load", "--slo, --requests and --endpoint belong to a load")
     demand_device(on, wheelhouse)
     if resume and on is None:
         raise InputError("usage", "--resume", "no --on", "a measurement here is never resumed")
@@ -127,6 +156,35 @@ def measure(
             shown += engine.brief(engine_layers)
     taken = [decision.as_dict() for decision in decisions]
     return Answer(result, shown, taken, notes, error)
+
+
+def _loaded(path: Path, load: ServerLoad, baseline: str | None, endpoint: str | None) -> Answer:
+    """Load a bundle beside its original, or an endpoint."""
+    from quantkit.measurement.load import outcome
+    from quantkit.pipeline.load import load_bundle, load_endpoint
+    from quantkit.report.bundle import load as report
+
+    opened = quantkit.load(path)
+    with showing() as progress:
+        progress.begin(f"loading {endpoint or path}")
+        if endpoint is None:
+            rows = load_bundle(opened, load, baseline, progress)
+        else:
+            rows = load_endpoint(opened, load, endpoint, progress)
+    opened, judged = quantkit.load(path), outcome(rows)
+    error = None
+    if judged is not None and judged.better is None:
+        rule = "one interval lies above the other"
+        error = Inconclusive("inconclusive", str(path), judged.text, rule, judged.remedy)
+    verdict = opened.manifest.verdict
+    result = {
+        "bundle": str(opened.path),
+        "content_sha256": opened.manifest.content_sha256,
+        "verdict": verdict.model_dump(mode="json") if verdict else None,
+        "load": judged.text if judged else None,
+        "measurements": [row.as_dict() for row in rows],
+    }
+    return Answer(result, report.parts(opened.manifest, rows), error=error)
 
 
 def on_device(bundle: Bundle, rows: Sequence[Row]) -> Manifest:

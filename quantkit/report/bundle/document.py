@@ -22,6 +22,7 @@ from quantkit.model.source.alias import ALIASES
 from quantkit.report.bundle import accuracy as accuracies
 from quantkit.report.bundle import curves, engine, figures, speed, usage
 from quantkit.report.bundle import harm as harms
+from quantkit.report.bundle import load as loads
 from quantkit.report.bundle.speed import DeviceRows
 from quantkit.report.bundle.summary import closing
 from quantkit.report.kit import markdown, tree, words
@@ -60,6 +61,7 @@ def document(
         ("stored", "How the numbers are stored", On.CARD, _stored(manifest)),
         ("costs", "What it costs", _BRIEF, _costs(manifest, rows, notes)),
         ("speed", "Speed", On.ALL, _speed(manifest, rows)),
+        ("load", "Under load", On.ALL, loads.parts(manifest, rows)),
         ("accuracy", "Accuracy", On.PAGE, _accuracy(manifest, rows, notes)),
         ("harm", "Where the harm is", On.PAGE, harms.parts(manifest, harm)),
         ("engine", "What the engine does", On.PAGE, list(engine.sections(engines))),

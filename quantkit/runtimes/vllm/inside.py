@@ -6,20 +6,35 @@ It reads one job, a line of JSON, and answers in the lines of `runtimes.child`. 
     logits      {model, ids [n][T], folder, settings}       row {"model": ...}, then a row for each sequence; with
                 `linears` also their products, in `linears.safetensors` and row {"merged": {name: parts}}
     tokens      {model, ids [T], new_tokens, sample, seed, stop, settings}    row {"ids", "seconds", "model"}
+    load        {visits [{side, command, url}], rates [{rate, requests}], prompt, output, tokenizer, ready, idle}
+                                                            a row for each visit and rate, then one for the visit
 
 Logits come from a hook on vLLM's own `LogitsProcessor` while it computes the log-probabilities of a prompt: whole rows,
 as the server's sampler reads them, in the model's dtype. A dictionary of Python objects for every token of the
 vocabulary, which the public answer would be, takes hours.
+
+A load starts the command of each visit, an OpenAI server, in this process group, and sends it requests with vLLM's own
+generator (`vllm bench serve`). A visit without a command loads a server that already runs.
 """
 
+import argparse
+import asyncio
 import json
 import os
+import re
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
-from typing import Any
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 Job = dict[str, Any]
 PACKAGES = ("vllm", "torch", "transformers", "compressed-tensors", "triton")
@@ -171,6 +186,167 @@ def tokens(job: Job, say: Any) -> None:
     say("row", {"ids": list(answer.outputs[0].token_ids), "seconds": seconds, "model": about(llm)})
 
 
+# seconds between two looks at a server that starts, and at its memory
+LOOK = 0.5
+# lists of vLLM's result that hold a value for each request
+LISTS = ("ttfts", "itls", "latencies", "output_lens", "start_times")
+
+
+def load(job: Job, say: Any) -> None:
+    """Load servers one after another, each at all rates; the first requests of a visit warm it up."""
+    visits, rates = job["visits"], job["rates"]
+    seen: Counter[str] = Counter()
+    steps, step = len(visits) * (len(rates) + 1), 0
+    for visit in visits:
+        side, url = visit["side"], visit["url"]
+        turn = seen[side]
+        seen[side] += 1
+        job["model"] = visit["where"]
+        say("at", f"{side}: starting its server" if visit["command"] else f"{side}: warming up", step / steps)
+        with tempfile.TemporaryFile() as log, served(visit["command"], url, log, job["ready"]) as server:
+            begin = time.monotonic()
+            sent(job, url, {"rate": "inf", "requests": WARM}, 0, server, log)
+            step += 1
+            for number, one in enumerate(rates):
+                say("at", f"{side}: {one['requests']} requests at {one['rate']:g} a second", step / steps)
+                # the same prompts and arrivals for both sides; others at each rate, so that no prefix is known already
+                result = sent(job, url, one, 1 + turn * len(rates) + number, server, log)
+                row = {name: result[name] for name in LISTS} | {"in_flight": result["max_concurrent_requests"]}
+                row |= {"failed": [bool(text) for text in result["errors"]], "duration": result["duration"]}
+                say("row", {"side": side, "turn": turn, "rate": one["rate"], **row})
+                step += 1
+            peak = {} if server is None else {"peak_bytes": server.peak}
+            say("row", {"side": side, "turn": turn, "seconds": time.monotonic() - begin, **cache(url), **peak})
+
+
+# requests that warm a server up, all at once
+WARM = 4
+
+
+class ServerProcess:
+    """A process that runs, with the largest resident size of its tree."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process, self.peak = process, 0
+        self.over = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def tree(self) -> list[Any]:
+        """List the process and those that it started."""
+        import psutil
+
+        with suppress(psutil.Error):
+            own = psutil.Process(self.process.pid)
+            return [own, *own.children(recursive=True)]
+        return []
+
+    def _watch(self) -> None:
+        import psutil
+
+        while not self.over.wait(LOOK):
+            total = 0
+            for process in self.tree():
+                with suppress(psutil.Error):
+                    total += process.memory_info().rss
+            self.peak = max(self.peak, total)
+
+
+@contextmanager
+def served(command: list[str] | None, url: str, log: BinaryIO, ready: float) -> Iterator[ServerProcess | None]:
+    """Start a server and wait until it is ready; end it and its processes afterwards."""
+    if command is None:
+        yield None
+        return
+    place = urlsplit(url)
+    with suppress(OSError), socket.create_connection((place.hostname, place.port), timeout=1):
+        raise JobRefused("server-failed", f"port {place.port} is taken", "the server has a port of its own")
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)  # noqa: S603 (of the job)
+    server = ServerProcess(process)
+    try:
+        end = time.monotonic() + ready
+        while page(f"{url}/health") is None:
+            demand_alive(server, log)
+            if time.monotonic() > end:
+                raise JobRefused(
+                    "server-failed", f"not ready after {ready:g} s: {last_error(log)}", "the server starts"
+                )
+            time.sleep(LOOK)
+        yield server
+    finally:
+        server.over.set()
+        started = server.tree()
+        server.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            server.process.wait(20)
+        for process in started:
+            with suppress(Exception):
+                process.kill()
+        server.process.wait()
+
+
+def demand_alive(server: ServerProcess | None, log: BinaryIO) -> None:
+    """Refuse an ended server, with the last error of its log."""
+    if server is not None and (code := server.process.poll()) is not None:
+        raise JobRefused("server-failed", last_error(log) or "no message", f"the server runs; it ended with {code}")
+
+
+def last_error(log: BinaryIO) -> str:
+    """Return the last line of a log that states an error, without what vLLM puts before it; else the last line."""
+    log.seek(0)
+    lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    stated = [match[0] for line in lines if (match := re.search(r"(?:\w*Error|Exception|Value error)[:,] .*", line))]
+    told = [line for line in stated if "Engine core initialization failed" not in line] or lines or [""]
+    return told[-1].removeprefix("Value error, ").partition(" [type=")[0][:300]
+
+
+def page(url: str) -> str | None:
+    """Fetch a page of a server; None if it does not answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 (the server's address)
+            return str(answer.read().decode(errors="replace"))
+    except (OSError, ValueError):
+        return None
+
+
+def cache(url: str) -> Job:
+    """Read the blocks of the KV cache and their size; nothing from a server that does not state them."""
+    stated = re.findall(r"vllm:cache_config_info{(.*)}", page(f"{url}/metrics") or "")
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', stated[0] if stated else ""))
+    names = {"kv_blocks": "num_gpu_blocks", "block_size": "block_size"}
+    return {name: int(labels[key]) for name, key in names.items() if labels.get(key, "").isdecimal()}
+
+
+def sent(job: Job, url: str, one: Job, seed: int, server: ServerProcess | None, log: BinaryIO) -> Job:
+    """Send requests with vLLM's generator and return its result."""
+    from vllm.benchmarks.serve import add_cli_args, main_async
+
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    lengths = ["--random-input-len", str(job["prompt"]), "--random-output-len", str(job["output"])]
+    words = ["--backend", "openai", "--base-url", url, "--tokenizer", job["tokenizer"], "--dataset-name", "random"]
+    words += ["--num-prompts", str(one["requests"]), "--request-rate", str(one["rate"]), "--seed", str(seed), *lengths]
+    words += ["--ignore-eos", "--temperature", "0", "--ready-check-timeout-sec", "0", "--disable-tqdm"]
+    arguments = parser.parse_args([*words, "--save-detailed"])
+    arriving = 0.0 if one["rate"] == "inf" else one["requests"] / one["rate"]
+    limit = 10 * arriving + job["idle"]
+    try:
+        result: Job = asyncio.run(asyncio.wait_for(main_async(arguments), limit))
+    except TimeoutError:
+        raise JobRefused("load-failed", f"requests not answered after {limit:g} s", "the server answers") from None
+    except Exception:
+        demand_alive(server, log)
+        raise
+    demand_alive(server, log)
+    if all(result["errors"]):
+        raise JobRefused("load-failed", _reason(result["errors"][0]), "the server answers completions")
+    return result
+
+
+def _reason(text: str) -> str:
+    """Return the last line of a request's error: its exception."""
+    return ([line.strip() for line in text.splitlines() if line.strip()] or ["no answer"])[-1][:300]
+
+
 def say(kind: str, what: Any, share: float = 0.0) -> None:
     """Write a line of the protocol."""
     text = f"{share} {what}" if kind == "at" else json.dumps(what)
@@ -198,7 +374,7 @@ def main() -> None:
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        {"versions": versions, "logits": logits, "tokens": tokens}[job["do"]](job, say)
+        {"versions": versions, "logits": logits, "tokens": tokens, "load": load}[job["do"]](job, say)
     except JobRefused as problem:
         code, value, rule = problem.args
         say("error", {"code": code, "where": job.get("model", "vllm"), "value": value, "rule": rule, "exit": 2})
