@@ -87,6 +87,7 @@ class FakeBench:
     products: int = 1
     fits: Any = always
     kernel: str = "fake"
+    side: type[FakeSide] = FakeSide
 
     def quantizer(self, variant: str) -> str:
         return "quantize" if variant.startswith("int8") else ""
@@ -102,7 +103,7 @@ class FakeBench:
         found: dict[str, Any] = {}
         for name in variants:
             own = cost(linear, *bits.get(name, (4.5, "int8", "int4")))
-            side = FakeSide(self.world, own, self.times[name], self.products, self.fits, kernel=self.kernel)
+            side = self.side(self.world, own, self.times[name], self.products, self.fits, kernel=self.kernel)
             found[name] = self.absent.get(name) or side
         return found
 

@@ -194,7 +194,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: flo
         seen: [B, 1, 1, S], True for positions that count.
         scale: factor of the scores.
     """
-    return split_kv(query, keys, values, seen, scale)
+    with torch.cuda.device_of(query):
+        return split_kv(query, keys, values, seen, scale)
 
 
 @attend.register_fake

@@ -70,8 +70,10 @@ class HummingLinear(OpaqueLinear):
             # the library would leave missing parameters uninitialized
             if missing := {name for name, _ in layer.named_parameters()} - set(stored):
                 raise ValueError(f"not stored: {', '.join(sorted(missing))}")
-            layer.load_from_tensors({name: part.to(device) for name, part in stored.items()})
-            layer.transform()
+            here = {name: part.to(device) for name, part in stored.items()}
+            with torch.cuda.device_of(next(iter(here.values()))):
+                layer.load_from_tensors(here)
+                layer.transform()
         except ImportError as error:
             absent = f"no kernel of ours, and humming is not installed; {install('humming')}"
             raise _refused(str(error), absent) from None

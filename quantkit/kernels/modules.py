@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from quantkit.errors import InputError
 from quantkit.kernels.layout import ROWS, PackedWeight
 
 _LAYERS: WeakValueDictionary[int, OpaqueLinear] = WeakValueDictionary()
@@ -68,7 +69,14 @@ class OpaqueLinear(torch.nn.Module):
 @torch.library.custom_op("quantkit::linear", mutates_args=())
 def linear(x: Tensor, number: int, rows: int) -> Tensor:
     """Return the product of the layer of this number, which has so many rows: y [..., N] of x [..., K]."""
-    return _LAYERS[number].multiply(x.reshape(-1, x.shape[-1]).contiguous()).reshape(*x.shape[:-1], rows)
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        rule, remedy = "kernels multiply in float16 or bfloat16", "give the model inputs of its own dtype"
+        raise InputError("kernel-dtype", "the input of a packed linear", str(x.dtype), rule, remedy)
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], rows))
+    # Triton launches on the present device, whichever x is on
+    with torch.cuda.device_of(x):
+        return _LAYERS[number].multiply(x.reshape(-1, x.shape[-1]).contiguous()).reshape(*x.shape[:-1], rows)
 
 
 @linear.register_fake

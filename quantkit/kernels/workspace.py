@@ -5,8 +5,10 @@ last program to add them (`matmul.finish`). Counters are zero before and after a
 after the other share them without a reset. Two products that run at once must not: each would count the other's
 programs, take its sums before they are written, and leave counters that no later product can use. So
 
-- **every stream has its own workspace** (`present`): products on one stream never overlap in their sums, since each
-  waits for the end of the one before;
+- **a device's default stream has a workspace** (`present`): products on one stream never overlap in their sums, since
+  each waits for the end of the one before. On any other stream a product has one for itself alone: torch.compile with
+  `reduce-overhead`, which transformers asks for with a static cache, first runs on a stream of its own, in memory that
+  it takes back, and ends with an error where a part of it is held;
 - **every captured CUDA graph has its own** (`one_graph`), in the graph's memory and zeroed by the graph itself: a
   replay runs on any stream, beside any other graph, and a replay that was cut short spoils nothing after it;
 - a product captured outside of `one_graph`, by somebody else's code, zeroes counters for itself alone: right, but one
@@ -63,8 +65,8 @@ class Workspace:
         return held
 
 
-# (device, handle of the stream) -> its workspace
-_STREAMS: dict[tuple[str, int], Workspace] = {}
+# device -> workspace of its default stream
+_DEFAULT: dict[str, Workspace] = {}
 _GRAPH: ContextVar[Workspace | None] = ContextVar("workspace of a graph", default=None)
 
 
@@ -83,14 +85,13 @@ def one_graph() -> Iterator[Workspace]:
 
 
 def present(device: torch.device) -> Workspace:
-    """Return the workspace of the graph that is captured, else of the present stream."""
+    """Return the workspace of the graph that is captured, else of the default stream, else a new one."""
     import torch
 
     own = _GRAPH.get()
     if own is not None:
         return own
-    if device.type != "cuda":
-        return _STREAMS.setdefault((str(device), 0), Workspace())
-    if torch.cuda.is_current_stream_capturing():
+    # 0 is the default stream, which is never captured
+    if device.type == "cuda" and torch.cuda.current_stream(device).cuda_stream:
         return Workspace()
-    return _STREAMS.setdefault((str(device), torch.cuda.current_stream(device).cuda_stream), Workspace())
+    return _DEFAULT.setdefault(str(device), Workspace())

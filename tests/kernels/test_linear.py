@@ -27,6 +27,13 @@ def table(*choices: tuple[int, str, Any]) -> Table:
     return Table({(N, K): tuple(Choice(batch, name, config, 1e-6, 1) for batch, name, config in choices)})
 
 
+def test_no_rows_have_no_product_and_other_types_are_refused() -> None:
+    layer = QuantLinear(pack(quantized(N, K, **SCHEME)))
+    assert layer(torch.zeros(2, 0, K, dtype=torch.float16)).shape == (2, 0, N)
+    with pytest.raises(InputError, match=r"kernel-dtype.*float32"):
+        layer(torch.zeros(1, K))
+
+
 def test_each_number_of_rows_goes_to_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = quantized(N, K, **SCHEME)
     chosen = table((2, OURS, TILES.as_dict()), (8, EXPANDED, None))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planted_ops import DOWN, FP32, INT8, LAUNCH, READ, SETTING, TWO, UP, FakeBench, falling, sweep
+from planted_ops import DOWN, FP32, INT8, LAUNCH, READ, SETTING, TWO, UP, FakeBench, FakeSide, World, falling, sweep
 
 from quantkit.errors import InputError
 from quantkit.measurement.operators import products as ops
@@ -60,6 +60,24 @@ def test_a_batch_that_would_take_too_long_is_skipped_before_it_is_run() -> None:
     timed = sweep(slow, (64, 4096), seconds=20.0)
     assert {each.skipped for each in timed if each.M == 64} == {""}
     assert {each.skipped for each in timed if each.M == 4096} == {"too-slow"}
+
+
+def test_steps_that_take_longer_than_they_tell_end_with_their_time() -> None:
+    """A step on a GPU is two replays of a graph of many products, and tells the seconds of one."""
+    world, told = World(), {"float32": lambda M: 1e-3, "int4": falling}
+
+    class Graphs(FakeSide):
+        def step(self, M: int) -> Any:
+            def one() -> float:
+                world.now += 0.01
+                return float(self.seconds(M))
+
+            return one
+
+    timed = sweep(told, (1, 8), seconds=0.1, world=world, side=Graphs)
+    # two rounds of two blocks, of two visits of three steps, and two steps before; all eight would take four times that
+    assert world.now == pytest.approx(2 * 2 * (12 + 2) * 2 * 0.01, rel=0.05)
+    assert {each.times.n for each in timed} == {16}
 
 
 def test_without_a_baseline_nothing_is_compared() -> None:

@@ -81,7 +81,7 @@ def test_a_copy_is_a_kernel_that_copies_all() -> None:
 class Card:
     """A GPU's graphs and clock: every call takes its seconds, a kernel behind its like the fewer of two."""
 
-    TAKES: ClassVar = {"ours": (5.0, 3.0), "theirs": (5.0, 5.0), "plain": (2.0, 2.0)}
+    TAKES: ClassVar = {"ours": (5e-6, 3e-6), "theirs": (5e-6, 5e-6), "plain": (2e-6, 2e-6), "long": (4e-4, 4e-4)}
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -123,13 +123,15 @@ def test_kernels_that_hide_their_start_behind_themselves_are_timed_behind_a_plai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     card = Card(monkeypatch)
-    assert [card.side(name)() for name in ("ours", "theirs")] == [5.0, 5.0]
+    assert [card.side(name)() for name in ("ours", "theirs")] == pytest.approx([5e-6, 5e-6])
     eager = present(torch.device("cpu"))
-    # each graph with a workspace of its own, and the call before it in the stream's
-    assert len(card.owners - {eager}) == 2
+    # each graph with a workspace of its own, that of one call too; and the call before them in the stream's
+    assert len(card.owners - {eager}) == 4
     alone = card.side("ours", spaced=False)
-    assert 3.0 < alone() < 3.1
-    assert card.side("theirs", spaced=False)() == 5.0
+    assert 3e-6 < alone() < 3.1e-6
+    assert card.side("theirs", spaced=False)() == pytest.approx(5e-6)
+    # all copies in turn, and no more of a long product than a millisecond
+    assert (card.side("long")(), len(card.graph)) == (pytest.approx(4e-4), 4)
 
 
 def test_of_one_block_nothing_can_be_drawn_again() -> None:

@@ -281,7 +281,9 @@ def test_what_cannot_be_is_refused(compiled: Callable[..., Bundle], monkeypatch:
         bundle.model(kernels=True, device="cpu")
 
 
-def test_steps_of_decoding_are_those_of_the_whole_sequence() -> None:
+@pytest.mark.parametrize("at_once", [1 << 15, 4])
+def test_steps_of_decoding_are_those_of_the_whole_sequence(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr("quantkit.runtimes.torch.decode_graph._AT_ONCE", at_once)
     model, ids = zoo.tiny("llama"), zoo.ids()
     with torch.no_grad():
         expected = model(input_ids=ids).logits

@@ -40,8 +40,9 @@ LINES = {
 }
 # processes that compile; of a machine with more cores one is left for whoever waits
 _COMPILERS = 15
-# of the tax that the command itself measures; by humming, of int4 its own packing of the same weights
-_FORMATS = ("int4.g64.zeros", "int4.g128", "int4.g64.zeros.torch", "fp8_e4m3", "int8", "nf4.g64.double")
+# of the tax that the command itself measures, by page; a command that is lost tells nothing, so each has few formats.
+# By humming, of int4 its own packing of the same weights
+_INT4, _OTHERS = ("int4.g64.zeros", "int4.g128", "int4.g64.zeros.torch"), ("fp8_e4m3", "int8", "nf4.g64.double")
 _FOREIGN = ("int4.g64.zeros.humming", "int4.g128.humming", "nvfp4", "mxfp4")
 _BATCHES = "1:2048"
 # seconds for the settings of a step's products where no sweep chose them
@@ -295,7 +296,8 @@ def tax(job: dict[str, Any], caller: child.Caller) -> None:
     shapes = [word for rows, columns in (*WHOLE_MODEL, HEAD) for word in ("--shape", f"{columns}x{rows}")]
     # humming compiles a kernel for each shape and range of M, which must not cost the other formats their time
     rows: list[dict[str, Any]] = []
-    asked = {"tax.html": _FORMATS} | ({"humming.html": _FOREIGN} if machine.has("humming") else {})
+    asked = {"tax.html": _INT4} | ({"humming.html": _FOREIGN} if machine.has("humming") else {})
+    asked["others.html"] = _OTHERS
     for number, (name, formats) in enumerate(asked.items()):
         page, left = Path(job["results"]) / name, max(deadline - time.monotonic(), 2.0) / (len(asked) - number)
         words = ["tax", "--device", "cuda", "--format", ",".join(formats), "--batch", _BATCHES, "--html", str(page)]
@@ -303,7 +305,7 @@ def tax(job: dict[str, Any], caller: child.Caller) -> None:
         row = answered([*words, *shapes, "--seconds", f"{left / 2:.0f}"], time.monotonic() + left)
         give("commands", row)
         rows += row.get("rows", ())
-        if formats is _FORMATS:
+        if formats is _INT4:
             # 3: intervals are too wide for an advice, and the page says so
             holds = row["exit"] in (0, 3) and page.is_file()
             said = f"exit {row['exit']}, {len(row.get('rows', ()))} rows, {page.name}"
@@ -346,10 +348,10 @@ def steps(job: dict[str, Any], caller: child.Caller) -> None:
         fuse="aot_eager" if job["dry"] else "inductor",
     ):
         work.give(section, data)
-        if section == "rows" and (data["batch"], data["shape"]["context"]) == cells[0]:
-            best[data["settings"]["variant"]] = data["value"]  # the fused step comes last
-            fused = data["settings"]["fuse"]
-    if not job["dry"] and part.FIRST in best and fused and job["layers"] == part.LLAMA["num_hidden_layers"]:
+        # of a side without time for a fused step, the one apart says nothing of it
+        if section == "rows" and (data["batch"], data["shape"]["context"]) == cells[0] and data["settings"]["fuse"]:
+            best[data["settings"]["variant"]] = data["value"]
+    if not job["dry"] and part.FIRST in best and job["layers"] == part.LLAMA["num_hidden_layers"]:
         said = ", ".join(f"{side} {1e3 * value:.2f} ms" for side, value in best.items())
         work.settles("steps", best[part.FIRST] <= part.MEANT, f"batch 1, context 512, fused: {said}")
     work.ended()

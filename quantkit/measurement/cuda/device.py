@@ -20,6 +20,7 @@ Ceilings: highest rates of the device, measured in the same run.
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,8 @@ _ASKED = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.
 DRIFT = 0.1
 # all copies of a weight together, as a multiple of the last-level cache
 ROTATION = 3
+# seconds of a graph beyond which more operations add nothing
+_LONG = 1e-3
 _RESAMPLES = 1000
 
 
@@ -149,7 +152,8 @@ class Implementation:
         steps: one call for each copy of the weight.
         resident_bytes: bytes of one copy.
         settings: settings of its rows.
-        least: fewest operations in a graph; they keep the graph's launch a small part of its time.
+        least: fewest operations in a graph of less than a millisecond; they keep the graph's launch a small part of
+            its time.
         spaced: True for a plain kernel behind each operation, whose time is subtracted; False times operations that
             follow directly on each other.
     """
@@ -169,7 +173,8 @@ class Implementation:
         number = torch.zeros(1, device="cuda")
         plain: list[Callable[[], object]] = [partial(number.add_, 1)] if self.spaced else []
         torch.cuda.synchronize()
-        steps = [*self.steps] * -(-self.least // len(self.steps))
+        one = max(_replayed(self.steps[:1])(), 1e-6)
+        steps = [*self.steps] * -(-min(self.least, math.ceil(_LONG / one)) // len(self.steps))
         both = _replayed([call for step in steps for call in (step, *plain)])
         alone = _replayed(plain * len(steps)) if plain else lambda: 0.0
         return lambda: (both() - alone()) / len(steps)

@@ -38,6 +38,9 @@ from quantkit.stats.abba import Comparison
 
 # largest number of blocks of four visits for each cell and round; the least is one, or two with short steps
 _BLOCKS = 60
+# rounds of a cell that are taken in any case; later ones are left out once its time is up: a step on a GPU is many
+# products, so that it takes far more time than it tells
+_ROUNDS = 2
 # a side this many times slower than the baseline is timed with the baseline alone, in part of the time: beside the
 # others it would leave them few visits, and a ratio so far from 1 needs little precision
 _SLOW, _SHARE = 4.0, 0.15
@@ -245,7 +248,8 @@ def take(
         for turn in range(plan.rounds):
             for place, cell in enumerate(cells):
                 progress((turn * len(cells) + place) / (plan.rounds * len(cells)), f"{linear.label}, batch {cell.M}")
-                cell.round(speeds, seconds, plan.rounds, generator, clock)
+                if turn < _ROUNDS or cell.spent < seconds:
+                    cell.round(speeds, seconds, plan.rounds, generator, clock)
     results = []
     for cell in cells:
         progress(1.0, f"{linear.label}, batch {cell.M}: weights in the cache")
@@ -267,6 +271,7 @@ class _Cell:
 
     Attributes:
         visit: length of a visit; None before the first round.
+        spent: seconds of all rounds so far.
         taken: times of each side, with the baseline's from the same palindromes.
     """
 
@@ -274,6 +279,7 @@ class _Cell:
     sides: Mapping[str, Runnable]
     baseline: str
     visit: Visit | None = None
+    spent: float = 0.0
     slow: set[str] = field(default_factory=set)
     taken: dict[str, list[Timing]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -287,7 +293,8 @@ class _Cell:
         clock: Clock,
     ) -> None:
         """Time one round; `speeds` holds each side's last (M, seconds of a product)."""
-        end, baseline = clock() + share / rounds, self.baseline
+        begin, baseline = clock(), self.baseline
+        end = begin + share / rounds
         steps: dict[str, Step] = {}
         seconds: dict[str, float] = {}
         for name, side in self.sides.items():
@@ -327,6 +334,7 @@ class _Cell:
             for name in names:
                 if name != baseline or names is together:
                     self.taken.setdefault(name, []).append(timing.of(name, baseline))
+        self.spent += clock() - begin
 
     def variant(self, linear: LinearShape, name: str, parts: tuple[str, str]) -> TimedVariant:
         """Return the times of one variant; `parts` holds the names of its quantizer and its twin."""

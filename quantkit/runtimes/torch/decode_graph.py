@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
 
+# tokens of all prompts that are read at once: a long prompt of many sequences takes more memory than its cache
+_AT_ONCE = 32768
 # largest number of compiled variants, times the batches of a process
 _LAYERS = 4096
 # names in transformers of attention by the kernel, and of the one it stands for
@@ -122,7 +124,11 @@ class DecodeGraph:
     @property
     def graphed(self) -> bool:
         """True if a step is one CUDA graph."""
-        return self.ids.is_cuda and not any(layer.is_sliding for layer in self.cache.layers)
+        return self.ids.is_cuda and not self._sliding
+
+    @property
+    def _sliding(self) -> bool:
+        return any(layer.is_sliding for layer in self.cache.layers)
 
     def prefill(self, ids: torch.Tensor) -> torch.Tensor:
         """Read prompts of equal length, [B, T], into an empty cache; returns the logits [B, V] after them.
@@ -133,7 +139,8 @@ class DecodeGraph:
         self._demand(ids.shape[1])
         self.cache.reset()
         self.taken = ids.shape[1]
-        return self._forward(ids, self.model)
+        parts = ids.split(self.taken if self._sliding else max(1, _AT_ONCE // len(ids)), dim=1)
+        return [self._forward(part, self.model) for part in parts][-1]
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         """Feed one more token of every sequence, ids [B]; returns logits [B, V], which the next step overwrites.
@@ -146,11 +153,12 @@ class DecodeGraph:
         self.ids.copy_(ids[:, None])
         if not self.graphed:
             return self._decode()
-        if self._graph is None:
-            lengths = [layer.cumulative_length.clone() for layer in self.cache.layers]
-            self._graph = captured(self._note, lambda: self._restore(lengths))
-        assert self._logits is not None
-        self._graph.replay()
+        with torch.cuda.device_of(self.ids):
+            if self._graph is None:
+                lengths = [layer.cumulative_length.clone() for layer in self.cache.layers]
+                self._graph = captured(self._note, lambda: self._restore(lengths))
+            assert self._logits is not None
+            self._graph.replay()
         return self._logits
 
     def rewind(self, tokens: int) -> None:
