@@ -12,22 +12,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _FLAGS = ("ignore-eos", "disable-tqdm", "save-detailed")
-_VALUES = ("backend", "base-url", "tokenizer", "dataset-name", "num-prompts", "request-rate", "seed", "temperature")
+_VALUES = ("backend", "base-url", "model", "tokenizer", "dataset-name", "num-prompts", "request-rate", "seed")
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    for name in (*_VALUES, "random-input-len", "random-output-len", "ready-check-timeout-sec"):
+    for name in (*_VALUES, "random-input-len", "random-output-len", "temperature", "ready-check-timeout-sec"):
         parser.add_argument(f"--{name}", required=True)
     for name in _FLAGS:
         parser.add_argument(f"--{name}", action="store_true", required=True)
 
 
-def _one(url: str, tokens: int, done: dict[str, Any]) -> None:
+def _one(url: str, model: str, tokens: int, done: dict[str, Any]) -> None:
     place, begin = urlsplit(url), time.perf_counter()
+    asked = {"model": model, "prompt": "a", "max_tokens": tokens, "stream": True}
     done |= {"start_times": begin, "ttfts": 0.0, "itls": [], "output_lens": 0, "errors": "", "latencies": 0.0}
     try:
         link = http.client.HTTPConnection(str(place.hostname), place.port, timeout=60)
-        link.request("POST", "/v1/completions", json.dumps({"prompt": "a", "max_tokens": tokens, "stream": True}))
+        link.request("POST", "/v1/completions", json.dumps(asked))
         answer, last = link.getresponse(), begin
         if answer.status != 200:
             raise OSError(answer.read().decode())
@@ -50,7 +51,8 @@ async def main_async(options: argparse.Namespace) -> dict[str, Any]:
     begin, threads = time.perf_counter(), []
     for one in done:
         time.sleep(drawn.expovariate(rate) if rate < float("inf") else 0.0)
-        threads.append(threading.Thread(target=_one, args=(options.base_url, int(options.random_output_len), one)))
+        asked = (options.base_url, options.model, int(options.random_output_len), one)
+        threads.append(threading.Thread(target=_one, args=asked))
         threads[-1].start()
     for thread in threads:
         thread.join()

@@ -24,12 +24,13 @@ class Handler(BaseHTTPRequestHandler):
     refuses = False
 
     def do_GET(self) -> None:
-        pages = {"/health": "", "/v1/models": json.dumps({"data": [{"id": "m", "root": "m"}]})}
+        pages = {"/health": "", "/v1/models": json.dumps({"data": [{"id": "m"}]})}
         pages["/metrics"] = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="40",engine="0"} 1.0\n'
         self.answer(200 if self.path in pages else 404, pages.get(self.path, ""))
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["model"] == "m"
         if self.refuses:
             self.answer(400, "the prompt is too long")
             return

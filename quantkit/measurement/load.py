@@ -113,8 +113,8 @@ class Run:
                 good.append(False)
                 continue
             ttft, whole, count = answer["ttfts"][at], answer["latencies"][at], answer["output_lens"][at]
-            one = {"ttft": ttft, "e2el": whole, "tpot": (whole - ttft) / (count - 1) if count > 1 else 0.0}
-            good.append(all(one[name] <= most for name, most in slo.items()))
+            one = {"ttft": ttft, "e2el": whole} | ({"tpot": (whole - ttft) / (count - 1)} if count > 1 else {})
+            good.append(all(one.get(name, 0.0) <= most for name, most in slo.items()))
             for name, value in {**one, "itl": answer["itls"][at]}.items():
                 values[name].append(np.atleast_1d(np.asarray(value, dtype=np.float64)))
         tokens = int(sum(answer["output_lens"]))
@@ -180,7 +180,7 @@ def _quantiles(runs: Sequence[Run], name: str) -> dict[str, tuple[float, Array, 
     shares = list(QUANTILES.values())
     drawn = np.array([np.quantile(np.concatenate([parts[i] for i in row]), shares) for row in index])
     point = np.quantile(np.concatenate(parts), shares)
-    visits = np.array([np.quantile(np.concatenate(run.values[name]), shares) for run in runs if run.served])
+    visits = np.array([np.quantile(np.concatenate(run.values[name]), shares) for run in runs if run.values[name]])
     spread = [_spread(visits[:, i]) or 0.0 for i in range(len(shares))]
     return {label: (float(point[i]), drawn[:, i], spread[i], len(parts)) for i, label in enumerate(QUANTILES)}
 

@@ -6,6 +6,7 @@ has been done.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -32,7 +33,7 @@ from quantkit.errors import InputError
 from quantkit.measurement.load import ServerLoad
 from quantkit.pipeline import load as loads
 from quantkit.runtimes import apart
-from quantkit.runtimes.vllm import OWN
+from quantkit.runtimes.vllm import OWN, inside
 
 REAL = apart.find("vllm")
 SMALL = ("--load", "rate=20,40", "--requests", "6", "--prompt", "8", "--output", "5", "--json")
@@ -145,6 +146,22 @@ def test_a_server_that_fails_is_one_line_and_leaves_nothing(
     assert nothing_runs(tmp_path / "pids")
 
 
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        (
+            "ValidationError: 1 validation error\n  Value error, no such model [type=value_error]\n  For more, see",
+            "no such model",
+        ),
+        ("(EngineCore pid=3) ERROR 01-01 RuntimeError: no kernel\nleaked 3 instances", "RuntimeError: no kernel"),
+        ("loading\nKilled\n", "Killed"),
+        ("", ""),
+    ],
+)
+def test_the_last_error_of_a_log(log: str, error: str) -> None:
+    assert inside.last_error(io.BytesIO(log.encode())) == error
+
+
 def test_a_port_that_is_taken_is_one_line(bundle: Bundle, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -189,7 +206,7 @@ def test_an_endpoint_is_loaded_alone_and_nothing_is_kept(bundle: Bundle, capsys:
     assert {row["settings"].get("share") for row in rows if row["name"] == "load.goodput"} == {1.0}
     assert answer["result"]["load"] is None and Bundle.load(bundle.path).measurements == before
     gone = said(capsys, bundle.path, "--endpoint", url, *SMALL)["error"]
-    assert gone["code"] == "load-failed" and "refused" in gone["value"]
+    assert (gone["code"], gone["value"]) == ("load-failed", f"{url}/v1/models lists no model")
 
 
 @pytest.mark.parametrize(

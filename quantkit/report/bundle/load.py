@@ -69,6 +69,8 @@ def _how(rows: Sequence[Row]) -> list[str]:
         if row.name == "load.kv_blocks":
             fits = words.or_dash(row.settings.get("fits"), words.plain)
             told.append(f"KV cache {before}{_form(row)(row.value or 0)} blocks; this one holds {fits} such requests")
+        elif row.name == "load.in_flight":
+            told.append(f"at most {before}{_form(row)(row.value or 0)} requests at once")
         elif row.name == "load.memory":
             told.append(f"memory of the server's processes {before}{_form(row)(row.value or 0)}")
     return [text for text in told if text]

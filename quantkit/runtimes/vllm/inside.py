@@ -260,7 +260,11 @@ def served(command: list[str] | None, url: str, log: BinaryIO, ready: float) -> 
     place = urlsplit(url)
     with suppress(OSError), socket.create_connection((place.hostname, place.port), timeout=1):
         raise JobRefused("server-failed", f"port {place.port} is taken", "the server has a port of its own")
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)  # noqa: S603 (of the job)
+    # a server that a user starts has no policy for threads that wait
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    process = subprocess.Popen(  # noqa: S603 (of the job)
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables
+    )
     server = ServerProcess(process)
     try:
         end = time.monotonic() + ready
@@ -300,12 +304,23 @@ def last_error(log: BinaryIO) -> str:
 
 
 def page(url: str) -> str | None:
-    """Fetch a page of a server; None if it does not answer."""
+    """Fetch a page of a server, with the key that the generator sends too; None if it does not answer."""
+    key = os.environ.get("OPENAI_API_KEY")
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})  # noqa: S310
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 (the server's address)
+        with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 (the server's address)
             return str(answer.read().decode(errors="replace"))
     except (OSError, ValueError):
         return None
+
+
+def served_name(url: str) -> str:
+    """Return the name of a server's first model."""
+    try:
+        return str(json.loads(page(f"{url}/v1/models") or "")["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        value = f"{url}/v1/models lists no model"
+        raise JobRefused("load-failed", value, "a server with OpenAI's interface answers there") from None
 
 
 def cache(url: str) -> Job:
@@ -320,12 +335,14 @@ def sent(job: Job, url: str, one: Job, seed: int, server: ServerProcess | None, 
     """Send requests with vLLM's generator and return its result."""
     from vllm.benchmarks.serve import add_cli_args, main_async
 
+    demand_alive(server, log)
     parser = argparse.ArgumentParser()
     add_cli_args(parser)
     lengths = ["--random-input-len", str(job["prompt"]), "--random-output-len", str(job["output"])]
-    words = ["--backend", "openai", "--base-url", url, "--tokenizer", job["tokenizer"], "--dataset-name", "random"]
+    words = ["--backend", "openai", "--base-url", url, "--model", served_name(url), "--dataset-name", "random"]
     words += ["--num-prompts", str(one["requests"]), "--request-rate", str(one["rate"]), "--seed", str(seed), *lengths]
     words += ["--ignore-eos", "--temperature", "0", "--ready-check-timeout-sec", "0", "--disable-tqdm"]
+    words += ["--tokenizer", job["tokenizer"]]
     arguments = parser.parse_args([*words, "--save-detailed"])
     arriving = 0.0 if one["rate"] == "inf" else one["requests"] / one["rate"]
     limit = 10 * arriving + job["idle"]
