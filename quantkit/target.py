@@ -13,14 +13,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from quantkit import content, given, plugins
 from quantkit.bundle.disk import write_atomic
 from quantkit.content import Closed, read_yaml, validated
 from quantkit.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from quantkit.scheme import ActivationScheme, WeightScheme
 
 State = Literal["native", "emulated", "absent"]
 # parts of a model that can be in a format: weights, inputs of products whose weights are in it too, keys and values
@@ -123,6 +133,7 @@ class Cell(Closed):
             expanded to floats first, which gains no speed. `absent`: it does not run.
         symmetric_only: whether zero points are refused, in weights and in inputs.
         source: evidence for the state.
+        pairs: granularities of weights and of their inputs that run together; empty: all, and weights alone.
         inputs: support for products whose weights and inputs are both in it; None if unknown.
         kv_cache: support for keys and values; None if unknown.
     """
@@ -130,8 +141,13 @@ class Cell(Closed):
     state: State
     symmetric_only: bool = False
     source: str = Field(min_length=1)
+    pairs: list[tuple[str, str]] = Field(default=[])
     inputs: Use | None = None
     kv_cache: Use | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_empty_pairs(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dumped(self).items() if name != "pairs" or value}
 
     def of(self, part: Part) -> Use | None:
         """Return the support for weights, inputs, or keys and values."""
@@ -332,6 +348,17 @@ class Target(Closed):
             if use.state == "emulated":
                 emulated.append(stored)
         return emulated
+
+    def demand_pair(self, weights: WeightScheme, inputs: ActivationScheme | None, runtime: str) -> None:
+        """Refuse weights by their granularity and that of their inputs. Raises InputError `target-cannot-run`."""
+        cell = self.supports(weights.format, runtime)
+        if not cell.pairs or (inputs and (weights.granularity, inputs.granularity) in cell.pairs):
+            return
+        beside = f"inputs by {inputs.granularity}" if inputs else "inputs in floats"
+        value = f"{weights.format} weights by {weights.granularity}, {beside}: they do not run in {runtime}"
+        able = ", ".join(f"weights by {left} and inputs by {right}" for left, right in cell.pairs)
+        remedy = self._instead(Stored(weights.format, weights.symmetric), runtime)
+        raise InputError("target-cannot-run", self.name or "target", value, f"{able}; source: {cell.source}", remedy)
 
     def _instead(self, stored: Stored, runtime: str) -> str:
         native = [name for name in self.formats if self.use(stored._replace(format=name), runtime).state == "native"]

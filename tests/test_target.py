@@ -12,6 +12,7 @@ import yaml
 
 from quantkit import content
 from quantkit.errors import InputError
+from quantkit.scheme import ActivationScheme, WeightScheme
 from quantkit.target import Stored, Target, measured_path, read_measured, write_measured
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -262,6 +263,19 @@ def test_weights_inputs_and_cache_of_one_format_are_three_things() -> None:
         older.check([cache], "vllm")
     with pytest.raises(InputError, match=r"int8 inputs do not run in vllm; source: not from SM 10\.0 on"):
         loaded("b200").check([Stored("int8", True), Stored("int8", True, "inputs")], "vllm")
+
+
+def test_a_runtime_may_take_weights_only_beside_inputs_of_some_granularity() -> None:
+    target = loaded("cpu-x86")
+    weights = WeightScheme(format="fp8_e4m3")
+    target.demand_pair(weights, ActivationScheme(format="fp8_e4m3", granularity="token"), "vllm")
+    target.demand_pair(WeightScheme(format="int4", granularity="group", group=64), None, "vllm")
+    fixed = ActivationScheme(format="fp8_e4m3", granularity="tensor", dynamic=False)
+    for inputs, words in ((None, "inputs in floats"), (fixed, "inputs by tensor")):
+        with pytest.raises(InputError, match="weights by channel and inputs by token; source: W8A8") as caught:
+            target.demand_pair(weights, inputs, "vllm")
+        assert words in caught.value.value
+    assert "pairs" not in target.as_dict()["formats"]["int4"]["vllm"]
 
 
 @pytest.mark.parametrize(

@@ -486,6 +486,8 @@ def _demand_place_for_moved(recipe: Recipe, step: ExportStep, exporter: Exporter
 def _read_by(recipe: Recipe, step: ExportStep, exporter: Exporter, target: Target, runtime: str) -> Reader:
     stored = stored_formats(recipe)
     target.check(stored, runtime)
+    for _, scheme, fed in _schemes(recipe):
+        target.demand_pair(scheme, fed, runtime)
     weights = {place: scheme for place, scheme, _ in _schemes(recipe)}
     inputs = {place: scheme for place, _, scheme in _schemes(recipe) if scheme is not None}
     left: State = "native"

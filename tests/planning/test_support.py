@@ -1,8 +1,10 @@
 """Every shipped recipe on every shipped target is taken, taken with a warning, or refused with what is taken."""
 
+import json
 import re
 import shlex
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -223,3 +225,18 @@ def test_overrides_are_stored_too() -> None:
 def test_each_export_is_judged_alone() -> None:
     found = ask(recipe("awq-int4"), target("cpu-x86")).readers
     assert [(each.export, each.state) for each in found] == [("checkpoint", "emulated"), ("onnx", "native")]
+
+
+def test_vllm_on_this_processor_takes_what_was_seen_to_run_and_refuses_the_rest() -> None:
+    record = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("vllm-cells-*.json"))[-1]
+    rows = [row for row in json.loads(record.read_text())["rows"] if "recipe" in row]
+    assert len(rows) > 20
+    served = target("cpu-x86-vnni").model_copy(update={"runtimes": ["vllm"]})
+    for row in rows:
+        refused = False
+        try:
+            ask(Recipe.from_dict(row["recipe"], name="cell"), served, "decoder")
+        except InputError as problem:
+            refused = True
+            assert problem.code == "layout-unsupported" or "measured on x86-64 with vLLM" in problem.line()
+        assert refused == (row["result"] not in ("right", "theirs")), row["cell"]

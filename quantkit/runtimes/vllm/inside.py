@@ -377,6 +377,8 @@ def _line(problem: BaseException) -> str:
         problem = problem.__cause__
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("Value error, ")] or lines or [type(problem).__name__]
+    if told[0].endswith("Reasons:"):  # one for each kernel follows; the platform's own is the last
+        told = [" ".join(dict.fromkeys((told[0], lines[-1])))]
     return told[0].removeprefix("Value error, ").partition(" [type=")[0][:300]
 
 
