@@ -116,13 +116,14 @@ def sweep(
     seconds: float = 0.0,
     world: World | None = None,
     baseline: str = "float32",
+    bisections: int = 0,
     **more: Any,
 ) -> Any:
     """Time everything, in about ten blocks a cell unless more are allowed."""
     world = world or World()
     bench = FakeBench(world, {"quantize": lambda M: 1e-6, **times}, **more)
     variants = [name for name in times if name != baseline and not name.endswith(" raw")]
-    plan = SweepPlan(batches, seconds or 0.1 * len(batches) * len(linears))
+    plan = SweepPlan(batches, seconds or 0.1 * len(batches) * len(linears), bisections=bisections)
     return ops.measure(bench, linears, baseline, variants, plan, clock=world)
 
 

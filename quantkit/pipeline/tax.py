@@ -47,6 +47,8 @@ DEVICES = ("cpu", "cuda")
 EMULATED = "emulated"
 # what `exporters/onnx/integers/products.py` does by token
 MANY = "int8.token"
+# on a GPU, where the requested batches are powers of two
+_BISECTIONS = 2
 _BLOCK = re.compile(r"\.\d+\.")
 
 
@@ -403,7 +405,8 @@ def measure_tax(plan: TaxPlan, progress: Report | None = None, sweep: Sweep | No
             progress((i + share) / count, f"{words}{of}")
 
         asked = (plan.variants, plan.batches, threads, plan.asked.seconds / count, plan.asked.seed)
-        swept = (sweep or ops_run.run)(SweepJob(linears, plan.shapes.name, plan.on.baseline, *asked), report)
+        job = SweepJob(linears, plan.shapes.name, plan.on.baseline, *asked, bisections=0 if threads else _BISECTIONS)
+        swept = (sweep or ops_run.run)(job, report)
         rows += swept
         if not any(EMULATED in row.flags for row in swept):
             judged[threads], advice[threads] = judge(swept, plan)

@@ -140,6 +140,20 @@ def test_where_it_stops_winning() -> None:
     assert "ideal-wins-everywhere" in row.flags  # the integer units are four times as fast
 
 
+def test_a_break_even_is_bisected_with_the_same_batches_for_all_linears() -> None:
+    timed = sweep(TWO, (1, 8, 64), (UP, DOWN), bisections=2)
+    # it is at 16: between 8 and 64 comes 23, between 8 and 23 comes 14
+    by_shape = {
+        label: [one.M for one in timed if one.linear.label == label and one.variant == "int4"]
+        for label in (UP.label, DOWN.label)
+    }
+    assert by_shape == {key: [1, 8, 14, 23, 64] for key in by_shape}
+    (row,) = named(rows_of(timed, "m"), "tax.break_even", ALL)
+    assert 14 < row.value < 17
+    won = {"float32": lambda M: 1e-3, "int4": lambda M: 5e-4}
+    assert {one.M for one in sweep(won, (1, 8), bisections=2)} == {1, 8}
+
+
 def test_a_model_is_the_sum_of_its_linears_as_often_as_they_occur() -> None:
     rows = rows_of(sweep(TWO, (1, 8), (UP, DOWN)), "a model")
     for M in (1, 8):

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +45,8 @@ _ROUNDS = 2
 # a side this many times slower than the baseline is timed with the baseline alone, in part of the time: beside the
 # others it would leave them few visits, and a ratio so far from 1 needs little precision
 _SLOW, _SHARE = 4.0, 0.15
+# share of the seconds for each bisection; batches this near each other are not bisected
+_BISECTED, _CLOSE = 0.2, 1.125
 # number of runs, and largest number of seconds, for products with cached weights
 _HOT = (5, 40, 0.2)
 
@@ -108,12 +111,14 @@ class SweepPlan:
         seconds: time for all shapes and batches together.
         rounds: number of rounds over the batches of each shape.
         seed: seed for the order of the steps and for resampling.
+        bisections: number of times that the batches around each break-even are bisected, in a fifth of `seconds` each.
     """
 
     batches: Sequence[int]
     seconds: float = 300.0
     rounds: int = 8
     seed: int = 0
+    bisections: int = 0
 
 
 @dataclass(frozen=True)
@@ -190,16 +195,44 @@ def measure(
     """
     progress = progress or (lambda share, words: None)
     all_timed: list[TimedVariant] = []
-    for i, linear in enumerate(linears):
+    passes, part = 1 + plan.bisections, _BISECTED * plan.seconds
+    for number in range(passes):
+        batches = between(all_timed, baseline) if number else plan.batches
+        seconds = part if number else plan.seconds - plan.bisections * part
+        for i, linear in enumerate(linears if batches else ()):
 
-        def report(share: float, words: str, i: int = i) -> None:
-            progress((i + share) / len(linears), words)
+            def report(share: float, words: str, done: float = number + i / len(linears)) -> None:
+                progress((done + share / len(linears)) / passes, words)
 
-        share = plan.seconds / (len(linears) * len(plan.batches) or 1)
-        for taken in take(bench, linear, baseline, variants, plan, seconds=share, progress=report, clock=clock):
-            all_timed.append(taken.compared(plan.seed + len(all_timed)))
+            share, these = seconds / (len(linears) * len(batches)), replace(plan, batches=batches)
+            for taken in take(bench, linear, baseline, variants, these, seconds=share, progress=report, clock=clock):
+                all_timed.append(taken.compared(plan.seed + len(all_timed)))
     demand_any(all_timed, baseline)
-    return all_timed
+    order = {linear.label: place for place, linear in enumerate(linears)}
+    return sorted(all_timed, key=lambda one: (order[one.linear.label], one.M))
+
+
+def between(timed: Sequence[TimedVariant], baseline: str) -> list[int]:
+    """Return the geometric middle of the batches around the first break-even of each variant, over all linears.
+
+    Batches less than an eighth apart are close enough.
+    """
+    sums: dict[str, dict[int, float]] = {}
+    lacking: set[int] = {one.M for one in timed if one.times is None and one.variant == baseline}
+    for one in timed:
+        by_batch = sums.setdefault(one.variant, {})
+        times = one.times.quantiles["p50"] if one.times is not None else math.inf
+        by_batch[one.M] = by_batch.get(one.M, 0.0) + one.linear.count * times
+    middles: set[int] = set()
+    for curve in sums.values():
+        batches = sorted(M for M in curve if M not in lacking and curve[M] < math.inf)
+        wins = [curve[M] < sums[baseline][M] for M in batches]
+        for (low, high), (won, goes_on) in zip(pairwise(batches), pairwise(wins), strict=True):
+            if won and not goes_on:
+                middle = round(math.sqrt(low * high))
+                middles |= {middle} if low < middle < high and high > _CLOSE * low else set()
+                break
+    return sorted(middles)
 
 
 def demand_any(variants: Sequence[TimedVariant], baseline: str) -> None:

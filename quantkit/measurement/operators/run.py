@@ -60,6 +60,7 @@ class SweepJob:
         seconds: time for all products, without ceilings and preparation.
         seed: seed of weights, activations and the order of steps.
         rounds: number of rounds over the batches of each shape.
+        bisections: see `SweepPlan`.
     """
 
     linears: Sequence[Mapping[str, Any]]
@@ -71,6 +72,7 @@ class SweepJob:
     seconds: float
     seed: int = 0
     rounds: int = 8
+    bisections: int = 0
 
 
 def demand(threads: int) -> None:
@@ -111,7 +113,7 @@ def _measured(
     report(0.0, "ceilings")
     before = ceilings()
     linears = [LinearShape.model_validate(dict(linear)) for linear in job.linears]
-    plan = SweepPlan(tuple(job.batches), job.seconds, job.rounds, job.seed)
+    plan = SweepPlan(tuple(job.batches), job.seconds, job.rounds, job.seed, job.bisections)
     timed = measure(bench, linears, job.baseline, job.variants, plan, progress=report)
     report(1.0, "ceilings")
     return timed, before, ceilings()
