@@ -59,7 +59,7 @@ def _how(rows: Sequence[Row]) -> list[str]:
     count = max((row.n or 0 for row in rows if row.name == "load.e2el"), default=0)
     told = [
         f"{shape.get('prompt')} prompt tokens and {shape.get('output')} output tokens a request, Poisson arrivals",
-        f"{row.runtime} {row.version}".strip() + (f", {row.device.name}" if row.device else ""),
+        f"runtime {row.runtime} {row.version}".strip() + (f", {row.device.name}" if row.device else ""),
         "one server at a time, A B B A, the same prompts and arrivals for both" if row.baseline else "",
         f"up to {count} requests a side at a rate" if count else "",
         f"goodput counts requests within {within}" if within else "",
