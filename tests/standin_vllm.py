@@ -43,7 +43,7 @@ class LLM:
         self.core = torch.nn.Module()
         self.core.logits_processor = LogitsProcessor()
         self.core.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
-        for name in [one.removesuffix("_scale") for one in stored if one.endswith(".gate_proj.weight_scale")]:
+        for name in [one for one in stored if one.endswith(".gate_proj.weight") and one + "_scale" in stored]:
             weights = []
             for one in (name, name.replace(".gate_", ".up_")):
                 scale = stored[one + "_scale"].float()

@@ -16,6 +16,7 @@ from typing import Any
 from quantkit import machine
 from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.operators import ceilings
+from quantkit.runtimes import apart
 from quantkit.runtimes.tensorrt.library import NAMES, load
 from quantkit.target import Target, read_measured, write_measured
 
@@ -35,9 +36,10 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
         size: side of the square matrices to multiply on a processor.
 
     Returns:
-        `machine` (as `machine.describe`), `tensorrt` (see there), `measurements` (rows), `figures` (measured `auto`
-        figures by place in the target), `stated` (share of each stated figure that a GPU reached, by place),
-        `unmeasured` (places without a measurement), `written` (path or None), `warnings` (doubts about the figures).
+        `machine` (as `machine.describe`), `tensorrt` (see there), `measurements` (rows), `figures`
+        (measured `auto` figures by place in the target), `stated` (share of each stated figure that a GPU reached, by
+        place), `unmeasured` (places without a measurement), `written` (path or None), `warnings` (doubts about the
+        figures).
 
     Raises InputError: `wrong-machine` for a target of another architecture; `cache-unwritable`.
     """
@@ -158,6 +160,18 @@ def tensorrt(gpus: Sequence[Mapping[str, Any]], absent: str) -> list[dict[str, A
             missing.append(f"it runs no engine: {blind}")
         reports.append({"library": name, "version": library.version, "builds_for": able, "missing": missing})
     return reports
+
+
+def runtimes() -> dict[str, str]:
+    """Describe the runtimes with a Python of their own: version and Python, or how to add it."""
+    told = {}
+    for name in apart.known():
+        try:
+            place = apart.demand(name)
+            told[name] = f"{place.versions.get(name)} in {place.python}"
+        except InputError as problem:
+            told[name] = f"{problem.value}; {problem.remedy}"
+    return told
 
 
 def _torch_blind() -> str:

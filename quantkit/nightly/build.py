@@ -31,9 +31,11 @@ from quantkit.nightly.jobs import BuildJob
 from quantkit.nightly.records import BaselineKind, Item, NightCell, Result, Side
 from quantkit.nightly.store import Store
 from quantkit.pipeline.graphs.bundles import holds_graph
+from quantkit.pipeline.measure import measure_bundle
 from quantkit.pipeline.progress import Overall, Progress
 from quantkit.pipeline.request import Request, runs_here
 from quantkit.pipeline.verdict import export_of
+from quantkit.runtimes import load_runtime
 from quantkit.target import Target
 
 # seconds of each stage, for the progress bar
@@ -151,7 +153,11 @@ class _Measuring:
         The items of a build are compared with the baseline of the first of its cells.
         """
         sides: dict[Side, Bundle] = {CANDIDATE: bundle, **others.bundles}
-        rows = self._timed(cell, sides, samples)
+        if load_runtime(cell.program).own is not None:
+            sides = self._scored(cell, sides)
+            rows: timing.Taken = []
+        else:
+            rows = self._timed(cell, sides, samples)
         lost = {side: InputError(**error).line() for side, error in timing.unloadable(rows).items()}
         missing = {**others.missing, **lost}
         here = {side: other for side, other in sides.items() if side not in missing}
@@ -170,6 +176,16 @@ class _Measuring:
             "flags": [f"{UNLOADABLE[side]}: {why}" for side, why in missing.items()],
         }
         return result, rows, answered
+
+    def _scored(self, cell: NightCell, sides: Mapping[Side, Bundle]) -> dict[Side, Bundle]:
+        """Score each side in a runtime without steps to time, unless it was already. Raises as `measure_bundle`."""
+        if self.device is not None:
+            rule, remedy = "its own Python is on this machine", f"leave out `on` for runtime {cell.program}"
+            raise InputError("runtime-unsupported", cell.on, cell.program, rule, remedy)
+        for bundle in sides.values():
+            if not (bundle.path / f"items-{cell.program}.safetensors").is_file():
+                measure_bundle(bundle, self.request.model, self.progress, runtime=cell.program, speed=False)
+        return {side: Bundle.load(bundle.path) for side, bundle in sides.items()}
 
     def _timed(self, cell: NightCell, sides: Mapping[Side, Bundle], samples: Path | None) -> timing.Taken:
         budget = self.config.budget

@@ -20,6 +20,7 @@ from quantkit.nightly.evidence import NightComparison, Thing
 from quantkit.nightly.records import Answer, Item, Night, NightCell, Result, StoredDecision, Time, What
 from quantkit.nightly.store import Store
 from quantkit.report.kit import words
+from quantkit.runtimes import load_runtime
 from quantkit.stats import decision as stats
 
 Taken = TypeVar("Taken", Time, Item)
@@ -109,7 +110,8 @@ def judge(
             comparisons += ask.of_items(of_these, _attempt(items(build), 1), margins)
         for cell in done:
             result, margins = attempts[cell.key, 1], config.gates.of(cell)
-            comparisons += ask.of_times(result, _attempt(times(cell.key), 1), margins)
+            if load_runtime(cell.program).own is None:  # else it has no steps to time
+                comparisons += ask.of_times(result, _attempt(times(cell.key), 1), margins)
             comparisons.append(ask.of_size(result, margins))
     decided = _decided(comparisons, config.gates.alpha)
     decided = _repeated(decided, config, attempts, times)

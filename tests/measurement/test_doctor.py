@@ -27,7 +27,7 @@ ELSEWHERE = "cpu-x86" if HERE == "cpu-arm" else "cpu-arm"
 def shown(report: dict[str, Any]) -> str:
     """What a terminal shows of it."""
     console = Console(width=200, file=io.StringIO())
-    console.print(*terminal.machine(report))
+    console.print(*terminal.machine(report, {"vllm": "0.32.0 in python"}))
     found: str = console.file.getvalue()  # type: ignore[attr-defined]
     return found
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import forked
 import pytest
+import standin_vllm
 import yaml
 import zoo
 
-from quantkit import machine
+from quantkit import content, machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.measurement.timing import rounds
@@ -18,10 +19,13 @@ from quantkit.nightly import bundles, timing
 from quantkit.nightly.build import build, request_of, why_not_here
 from quantkit.nightly.bundles import Bundles, inputs_sha256
 from quantkit.nightly.config import Nightly
+from quantkit.nightly.decide import decide_night
 from quantkit.nightly.jobs import BuildJob
 from quantkit.nightly.records import Night, Result
 from quantkit.nightly.store import Store
 from quantkit.pipeline.progress import Progress
+from quantkit.runtimes import apart
+from quantkit.runtimes.vllm import OWN
 from quantkit.target import Target
 
 from .conftest import FIRST, SECOND, THIRD, decision
@@ -320,3 +324,29 @@ def test_a_file_for_llama_cpp_is_timed_and_scored_there(tmp_path: Path, merging_
     assert (bundle / "gguf" / "model.gguf").is_file()
     times = home.store.times(FIRST)
     assert times and all(each.side == "candidate" for each in times)
+
+
+def test_a_cell_in_vllm_is_scored_there_and_not_timed(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(home.path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(home.path / "data"))
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+    # its logits are not a Llama's
+    monkeypatch.setattr("quantkit.pipeline.blocks.subject.served_check", lambda folder: ([], "not asked"))
+    apart.add(OWN, standin_vllm.python(home.path / "p", "0.32.0"))
+    target = yaml.safe_load((content.folder("export") / "cpu-x86.yaml").read_text())
+    (home.path / "here.yaml").write_text(yaml.safe_dump({**target, "runtimes": ["onnxruntime", "vllm"]}))
+    recipe = {**RECIPE, "export": [{"checkpoint": {}}]}
+    (home.path / "packed.yaml").write_text(yaml.safe_dump(recipe))
+    home.write(recipes=["./packed.yaml"], targets=["./here.yaml"], runtimes=["vllm"], batches=[1])
+    (first,) = home.night(SECOND)
+    assert (first.state, first.runtime, first.error) == ("done", "vllm", None)
+    assert not first.flags and not home.store.times(SECOND)
+    items = home.store.items(SECOND)
+    # the original and the bundle have the same table and head
+    assert len(items) >= 300 and all(each.kl == 0.0 for each in items)
+    (second,) = home.night(THIRD)
+    assert second.baseline_sha256 == first.content_sha256
+    judged = decide_night(home.store, THIRD, home.config)
+    answers = {one.what: one.answer for one in judged.decisions}
+    # of so few items the margin of flipped words is out of reach
+    assert answers == {"accuracy": "inconclusive", "kl": "same", "size": "same"}

@@ -19,7 +19,9 @@ from quantkit.runtimes.vllm import OWN
 RECIPE = """schema: 1
 summary: small
 calibration: {tokens: 32}
-scheme: {weights: {format: int8, granularity: channel, symmetric: true, scale: float32}}
+scheme:
+  weights: {format: int8, granularity: channel, symmetric: true, scale: float32}
+  activations: {format: int8, granularity: token}
 passes: [rtn]
 export: [{checkpoint: {layout: int-quantized}}]
 """

@@ -23,6 +23,7 @@ def doctor(
 ) -> Answer:
     """Measure the limits of this machine, or of a device."""
     from quantkit.measurement.doctor import doctor as examine
+    from quantkit.measurement.doctor import runtimes
     from quantkit.pipeline.request import this_machine
     from quantkit.report import terminal
     from quantkit.target import Target
@@ -36,7 +37,7 @@ def doctor(
     with showing() as progress:
         progress.begin("measuring this machine")
         report = examine(aimed, write=write)
-    return Answer(report, terminal.machine(report), warnings=report["warnings"])
+    return Answer(report, terminal.machine(report, runtimes()), warnings=report["warnings"])
 
 
 def on_device(on: str, *, write: bool, wheelhouse: Path | None = None) -> Answer:

@@ -188,9 +188,10 @@ class TransformerSubject(Subject):
             self.decisions.append(decision("check", UNRUN, "model/", reason))
 
     def _is_served(self) -> bool:
-        """Tell whether vLLM is meant to run the checkpoint of a decoder."""
+        """Tell whether vLLM may run the checkpoint of a decoder: the target has cells of it."""
         tensors = any(load_exporter(step.name).stores == "tensors" for step in self.request.recipe.export)
-        return tensors and self.prepared.source.kind == "decoder" and "vllm" in self.request.target.runtimes
+        cells = any("vllm" in cells for cells in self.request.target.formats.values())
+        return tensors and cells and self.prepared.source.kind == "decoder"
 
     def compile_engines(self) -> None:
         """See `Subject`."""

@@ -126,7 +126,7 @@ def logits(job: Job, say: Any) -> None:
                 return True
         return False
 
-    llm = opened(job, max(map(len, ids)))
+    llm = opened(job, max(map(len, ids)) - 1)  # the last token has no position to score
     if not all(llm.apply_model(watch)):
         raise JobRefused("vllm-failed", type(llm).__name__, "a model with one LogitsProcessor")
     say("row", {"model": about(llm)})
@@ -138,10 +138,14 @@ def logits(job: Job, say: Any) -> None:
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
     for number, sequence in enumerate(ids):
         seen.clear()
-        llm.generate([{"prompt_token_ids": sequence}], params, use_tqdm=False)
-        # the row of the token that is drawn after the prompt comes in a call of its own
-        rows = [part for part in seen if part.shape[0] == len(sequence) - 1] or [torch.cat(seen)[: len(sequence) - 1]]
-        save_file({"logits": rows[-1].contiguous()}, f"{job['folder']}/{number}.safetensors")
+        llm.generate([{"prompt_token_ids": sequence[:-1]}], params, use_tqdm=False)
+        # the row after the prompt comes first, in a call of its own
+        whole = torch.cat([seen[-1], seen[0]])
+        if len(seen) != 2 or whole.shape[0] != len(sequence) - 1:
+            raise JobRefused(
+                "vllm-failed", f"logits of {[len(part) for part in seen]} positions", "those of the prompt"
+            )
+        save_file({"logits": whole}, f"{job['folder']}/{number}.safetensors")
         say("row", {"sequence": number})
         say("at", f"{number + 1} of {len(ids)} sequences", (number + 1) / len(ids))
 
@@ -157,7 +161,8 @@ def _linears(model: Any, dtype: Any) -> tuple[dict[str, list[str]], Job]:
     products: Job = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if method is None or not (hasattr(module, "input_size") and hasattr(module, "output_size")):
+        is_linear = hasattr(module, "input_size") and hasattr(module, "output_size")
+        if method is None or not is_linear or hasattr(module, "num_embeddings"):  # a vocabulary is padded
             continue
         x = torch.randint(0, 2, (16, module.input_size), generator=generator).mul(2).sub(1).to(dtype)
         scale = getattr(module, "input_scale", None)
