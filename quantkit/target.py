@@ -284,8 +284,25 @@ class Target(Closed):
         return {**memory, **power, **{f"compute.{name}": figure for name, figure in self.compute.items()}}
 
     def unmeasured(self) -> list[str]:
-        """List the places of figures that `quantkit doctor --write` has yet to measure."""
-        return [place for place, figure in self.figures().items() if figure.state == "unmeasured"]
+        """List the places of figures that `quantkit doctor --write` has yet to measure.
+
+        Of the float types only the baseline counts; `served_by` may change it.
+        """
+        others = {f"compute.{kind}" for kind in ("fp32", "tf32", "bf16", "fp16") if kind != self.baseline}
+        return [place for place, one in self.figures().items() if one.state == "unmeasured" and place not in others]
+
+    def served_by(self, runtime: str | None) -> Target:
+        """Return the target for the runtime of a question, which may be in its table alone and not in `runtimes`.
+
+        vLLM computes in bfloat16 on a CPU, whose other runtimes compute in float32.
+        """
+        if runtime is None or runtime in self.runtimes:
+            return self
+        if all(self.supports(name, runtime).state == "absent" for name in self.formats):
+            return self
+        changes: dict[str, Any] = {"runtimes": [*self.runtimes, runtime]}
+        changes |= {"baseline": "bf16"} if runtime == "vllm" and "bf16" in self.compute else {}
+        return self.model_copy(update=changes)
 
     def resolve(self, measured: Mapping[str, Any]) -> Target:
         """Return a copy with `auto` figures replaced by the result of `read_measured`."""

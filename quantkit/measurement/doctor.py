@@ -52,7 +52,7 @@ def doctor(target: Target, *, write: bool = False, runs: int = 15, size: int = 2
             report["warnings"].append(busy)
         if write:
             demand_architecture(target, about["isa"])
-        measured = ceilings.measured(machine.cores(), ("read", "copy", "compute"), size=size, runs=runs)
+        measured = ceilings.measured(machine.cores(), ("read", "copy", "compute", "bf16"), size=size, runs=runs)
         kept = {"device": about["device"], "versions": machine.versions()}
         report["measurements"] = [ceiling.row(**kept).as_dict() for ceiling in measured]
         report["figures"] = figures(target, measured, about)
@@ -200,7 +200,7 @@ def figures(target: Target, measured: Sequence[ceilings.Ceiling], about: Mapping
 
     Args:
         target: the target.
-        measured: ceilings `read`, `copy` and `compute`, in this order.
+        measured: ceilings `read`, `copy`, then those of computing.
         about: description of the machine, with `memory_limit` and `last_level_cache`.
     """
     values = {

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, inf, isfinite
+from math import ceil, exp, inf, isfinite
 from typing import Any, Literal
 
 import numpy as np
@@ -272,7 +272,8 @@ def _whole(
         mine, *base = (float(max(one[key] for one in side)) for side in (own, other) if side)
         if "block_size" in own[0]:
             size = own[0]["block_size"]
-            told |= {"block_size": size, "fits": int(mine * size // (load.prompt + load.output))} if "kv" in key else {}
+            whole = ceil((load.prompt + load.output) / size)  # blocks of a request
+            told |= {"block_size": size, "fits": int(mine // whole)} if "kv" in key else {}
         fields = {**about, "settings": told, "stat": "max", "better": better, **_beside(against, mine, base, better)}
         listed.append(Row(name=name, value=mine, unit=unit, **fields))
     return listed

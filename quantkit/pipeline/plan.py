@@ -5,12 +5,13 @@ Only a config is opened and nothing heavy is imported, so the largest models tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from quantkit import content, machine, plugins
+from quantkit.bundle import Bundle
 from quantkit.bundle.manifest import MANIFEST, Manifest
 from quantkit.errors import InputError, unknown_name
 from quantkit.exporters import load_exporter
@@ -29,8 +30,9 @@ from quantkit.planning.compiling import Compiling
 from quantkit.planning.cost import Bill, Prices, RequestTime, bill
 from quantkit.planning.efficiency import Sample
 from quantkit.planning.forecast import Served, TimedStep
+from quantkit.planning.held import HeldFigure, held
 from quantkit.planning.load import Load, simulate
-from quantkit.planning.memory import Footprint, cache_of, storage, taken_by
+from quantkit.planning.memory import BLOCK, Footprint, cache_of, kv_blocks, storage, taken_by
 from quantkit.planning.outlook import (
     Outlook,
     PlannedBatch,
@@ -120,6 +122,7 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     """
     architecture, aimed = configs.read(question.model), question.target
     target = aimed if isinstance(aimed, Target) else Target.load(this_machine() if aimed is None else aimed)
+    target = target.served_by(question.runtime)
     workload = _workload(question, architecture, target)
     if samples is None:
         samples = [*efficiency.measured(question.measured), *efficiency.own(), *efficiency.shipped()]
@@ -150,7 +153,41 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
         missing = f"{target.name} has no figure for {', '.join(unmeasured)}"
         notes.append(f"{missing}: on that machine, quantkit doctor --write --target {target.name} measures them")
     nothing, named = Recommendation(None, ()), "" if aimed is None or isinstance(aimed, Target) else str(aimed)
-    return rank(Outlook(architecture, target, workload, candidates, nothing, notes, question.model, named))[0]
+    against = list(_held(question, architecture, target, samples))
+    outlook = Outlook(architecture, target, workload, candidates, nothing, notes, question.model, named, against)
+    return rank(outlook)[0]
+
+
+def _held(
+    question: PlanQuestion, architecture: Architecture, target: Target, samples: Sequence[Sample]
+) -> Iterator[HeldFigure]:
+    """Plan the measured load of a bundle on this machine, and compare."""
+    place = Path(question.model).expanduser()
+    if question.runtime is None or not (content.is_path(question.model) and (place / MANIFEST).is_file()):
+        return
+    bundle, here = Bundle.load(place), machine.device()["id"]
+    rows = [row for row in bundle.measurements if row["name"].startswith("load.")]
+    rows = [row for row in rows if row["runtime"] == question.runtime and (row["device"] or {}).get("id") == here]
+    if not rows or not runs_here(target):
+        return
+    shape, prices = rows[0]["shape"], Prices.load(question.prices)
+    rates = sorted({row["settings"]["rate"] for row in rows if "rate" in row["settings"]})
+    space = next((row["settings"]["cache_gib"] for row in rows if row["settings"].get("cache_gib")), 0)
+    size = next((row["settings"]["block_size"] for row in rows if "block_size" in row["settings"]), BLOCK)
+    own = fitted(Recipe.from_dict(bundle.manifest.recipe, name=bundle.manifest.recipe["name"]), target)[0]
+    for recipe, original in ((own, False), (shipped("float"), True)):
+        loads: dict[float, Load | None] = {}
+        blocks = None
+        for rate in rates:
+            asked = replace(question, rate=rate, mix=None, variation=0.0, context=None, batches=(1,), **shape)
+            workload = _workload(asked, architecture, target)
+            about = (recipe.name, recipe, question.runtime, asked, architecture, target, workload, prices)
+            planned = _Planning(*about).candidate(samples)
+            loads[rate] = planned.load
+            if space and (served := planned.served) is not None:
+                context = workload.prompt + workload.output
+                blocks = kv_blocks(served.architecture, served.cache, space * 2**30, context, size)
+        yield from held(recipe.name, rows, loads, blocks, original=original)
 
 
 def demand_ranked(model: str) -> None:

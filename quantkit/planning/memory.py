@@ -131,6 +131,8 @@ RUNTIMES: Mapping[str, RuntimeMemory] = {
     # Meta-Llama-3-8B on a card of 79.22 GiB: non_torch_memory, and gpu_memory_utilization
     "vllm": RuntimeMemory(1.79 * 2**30, 3.58 * 2**30, 0.9, "1.79 GiB and 90 % of the card (vllm-project/vllm#10511)")
 }
+# tokens of a step, and of a block of the KV cache on a CPU (vLLM 0.32, engine/arg_utils.py, platforms/cpu.py)
+STEP_TOKENS, BLOCK = 2048, 128
 
 
 def taken_by(runtime: str, kind: str) -> RuntimeMemory:
@@ -160,6 +162,46 @@ def cache_of(scheme: CacheScheme | None, dtype: str) -> Cache:
         return attention.kv_heads * (element * (attention.head_dim + attention.value_dim) + 2 * scale)
 
     return Cache(form, bytes_of)
+
+
+def kv_blocks(
+    architecture: Architecture, cache: Cache, space: float, context: int, size: int = BLOCK
+) -> tuple[int, int] | None:
+    """Return vLLM's number of blocks of the KV cache, and the requests of `context` tokens that they hold.
+
+        blocks = ⌊space / (size · Σ bytes of a token over the layers of a group)⌋
+
+    Layers that see the same tokens form a group. With several windows, all groups have the same number of layers: the
+    fewest of a window, or the most if that is below 1.5 times the fewest. They share the blocks. A window holds its own
+    tokens, those of a step, and one block more (vLLM 0.32, v1/core/kv_cache_utils.py).
+
+    Args:
+        space: bytes of the cache.
+        context: tokens of a request.
+        size: tokens of a block.
+
+    Returns:
+        None if layers with several windows differ in bytes of a token, which vLLM packs in other ways, or without
+        causal attention.
+    """
+    layers = Counter(layer.attention for layer in architecture.layers if layer.attention and layer.attention.causal)
+    windows: Counter[int | None] = Counter()
+    for attention, count in layers.items():
+        windows[attention.window] += count
+    widths = {cache.bytes(attention) for attention in layers}
+    if not windows or (len(windows) > 1 and len(widths) > 1):
+        return None
+    fewest, most = min(windows.values()), max(windows.values())
+    group = most if most < 1.5 * fewest else fewest
+    page = group * max(widths)
+    if len(windows) == 1:
+        page = sum(count * cache.bytes(attention) for attention, count in layers.items())
+    needed = 0
+    for window, count in windows.items():
+        tokens = context if window is None else min(window - 1 + STEP_TOKENS, context)
+        needed += -(-count // group) * (-(-tokens // size) + (window is not None))
+    blocks = int(space // (size * page))
+    return blocks, blocks // needed
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from quantkit.model.sizes.architecture import Architecture
 from quantkit.planning.compiling import Compiling
 from quantkit.planning.cost import Bill
 from quantkit.planning.forecast import Served, TimedStep
+from quantkit.planning.held import HeldFigure
 from quantkit.planning.load import Load
 from quantkit.planning.traffic import Traffic
 from quantkit.target import State, Target
@@ -233,6 +234,7 @@ class Outlook:
         notes: remarks on all of them.
         reference: name by which the model was requested: `./my-model`; "" if unknown.
         aimed: name by which the target was requested; "" for its own name.
+        held: figures of the plan beside the load that was measured of a bundle; () without one.
     """
 
     architecture: Architecture
@@ -243,3 +245,4 @@ class Outlook:
     notes: Sequence[str] = ()
     reference: str = ""
     aimed: str = ""
+    held: Sequence[HeldFigure] = ()

@@ -42,9 +42,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_measures_what_the_target_leaves_open_and_writes_it() -> None:
     report = doctor(Target.load(HERE), write=True, runs=7, size=256)
     rows = [Row.model_validate(row) for row in report["measurements"]]
-    assert [row.name for row in rows] == ["ceiling.read", "ceiling.copy", "ceiling.compute", "ceiling.compute"]
-    assert [row.unit for row in rows] == ["B/s", "B/s", "flop/s", "op/s"]
-    for row in rows[:3]:
+    assert [row.name for row in rows] == ["ceiling.read", "ceiling.copy", *["ceiling.compute"] * 3]
+    assert [row.unit for row in rows] == ["B/s", "B/s", "flop/s", "op/s", "flop/s"]
+    for row in (*rows[:3], rows[4]):
         assert row.value is not None
         assert 1e8 < row.value < 1e14
         assert row.ci95 is not None

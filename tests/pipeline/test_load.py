@@ -115,7 +115,7 @@ def test_a_bundle_and_its_original_are_loaded_in_turns(
     good = {row["settings"]["rate"]: row for row in rows if row["name"] == "load.goodput"}
     assert list(good) == [20, 40] and all(row["baseline"]["value"] == 0 < row["value"] for row in good.values())
     (blocks,) = [row for row in rows if row["name"] == "load.kv_blocks"]
-    assert blocks["value"] == 40 and blocks["settings"]["fits"] == 40 * 16 // 13
+    assert blocks["value"] == 40 and blocks["settings"]["fits"] == 40
     (memory,) = [row for row in rows if row["name"] == "load.memory"]
     assert 1e6 < memory["value"] < 1e9
     assert "requests/s within the limit, the original none" in answer["result"]["load"]

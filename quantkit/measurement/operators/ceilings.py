@@ -1,4 +1,4 @@
-"""Measure the ceilings of a CPU: bytes read and copied a second, and operations a second in float32 and int8.
+"""Measure the ceilings of a CPU: bytes read and copied a second, and operations a second by type.
 
 They are the roofline: no operation takes less than `max(bytes / read, flops / compute)`.
 
@@ -163,7 +163,7 @@ def measured(
     runs: int = 7,
     pool: Pool | None = None,
 ) -> list[Ceiling]:
-    """Measure the named ceilings, in order: `read`, `copy`, `compute` (float32, then int8), `launch`.
+    """Measure the named ceilings, in order: `read`, `copy`, `compute` (float32, then int8), `bf16`, `launch`.
 
     This takes a second or two. The read array is four times the last-level cache, but at most an eighth of the
     process's memory limit; a copy needs twice that.
@@ -180,6 +180,7 @@ def measured(
         "read": lambda: [_read(threads, span, runs)],
         "copy": lambda: [_copy(threads, span, runs)],
         "compute": lambda: [_compute_fp32(size, runs, pool or Pool()), _compute_int8(size, runs, pool or Pool())],
+        "bf16": lambda: [_compute("bf16", "flop/s", {"torch mm": _bf16_torch}, _fp32_pair, size, runs, pool or Pool())],
         "launch": lambda: [_launch(threads, runs, pool or Pool(threads))],
     }
     return [ceiling for name in names for ceiling in take[name]()]
@@ -215,13 +216,8 @@ def _launch(threads: int, runs: int, pool: Pool) -> Ceiling:
 
 
 def _compute_fp32(size: int, runs: int, pool: Pool) -> Ceiling:
-    generator = np.random.default_rng(0)
-
-    def pair(size: int) -> tuple[Any, Any]:
-        return generator.standard_normal((size, size), np.float32), generator.standard_normal((size, size), np.float32)
-
     kernels: Kernels = {"numpy matmul": _fp32_numpy, "onnxruntime MatMul": partial(_product, "MatMul")}
-    return _compute("fp32", "flop/s", kernels, pair, size, runs, pool)
+    return _compute("fp32", "flop/s", kernels, _fp32_pair, size, runs, pool)
 
 
 def _compute_int8(size: int, runs: int, pool: Pool) -> Ceiling:
@@ -260,6 +256,11 @@ def _compute(
     return Ceiling("ceiling.compute", unit, rates[best], settings | {"kernel": best}, shape)
 
 
+def _fp32_pair(size: int) -> tuple[Any, Any]:
+    generator = np.random.default_rng(0)
+    return generator.standard_normal((size, size), np.float32), generator.standard_normal((size, size), np.float32)
+
+
 def _int8_pair(size: int) -> tuple[Bytes, Bytes]:
     generator = np.random.default_rng(0)
     return generator.integers(-127, 128, (size, size), np.int8), generator.integers(-127, 128, (size, size), np.int8)
@@ -269,6 +270,13 @@ def _need(*packages: str) -> None:
     for package in packages:
         if not machine.has(package):
             raise ImportError(f"{package} is not installed")
+
+
+def _bf16_torch(left: Any, right: Any, pool: Pool) -> Callable[[], object]:
+    _need("torch")
+    import torch
+
+    return partial(torch.mm, *(torch.from_numpy(one).bfloat16() for one in (left, right)))
 
 
 def _int8_torch(left: Bytes, right: Bytes, pool: Pool) -> Callable[[], object]:

@@ -45,7 +45,7 @@ def as_dict(outlook: Outlook) -> dict[str, Any]:
         "recommendation": {**dataclasses.asdict(outlook.recommendation), "forecast": True},
         "notes": outlook.notes,
     }
-    result: dict[str, Any] = _plain(plan)
+    result: dict[str, Any] = _plain(plan | ({"held": outlook.held} if outlook.held else {}))
     return result
 
 

@@ -31,6 +31,7 @@ def document(outlook: Outlook, version: str = "") -> tree.Document:
         ("time", "How long it takes", _times(outlook, runs)),
         ("rate", "Output and cost" if say.currency(outlook) else "Output", _rates(outlook, runs)),
         ("load", "Under load", _load(outlook)),
+        ("held", "Against the measured load", _held(outlook)),
         ("compile", "The compile itself", _compiling(outlook)),
         ("roofline", "Roofline", _roofline(outlook)),
         ("operations", "Operation by operation", _operations(outlook)),
@@ -261,6 +262,22 @@ def _load(outlook: Outlook) -> list[Part]:
     about = f"{rate:g} requests/s, in a simulation of continuous batching. {say.WAITS}"
     lines = [about, *(f"{line}." for line in say.carried(outlook))]
     return [replace(brief, on=On.SCREEN), replace(full, on=On.PAGE), *(Remark(line, "caption") for line in lines)]
+
+
+def _held(outlook: Outlook) -> list[Part]:
+    rows: list[list[Line]] = []
+    for one in outlook.held:
+        planned, measured = (say.NONE if x is None else _shown(x, one.unit) for x in (one.planned, one.measured))
+        ratio = Styled(words.or_dash(one.ratio, words.short), "" if one.near else "open")
+        cells = [Styled(one.subject, "name"), one.what.removeprefix("load."), words.or_dash(one.rate, words.short)]
+        rows.append([*cells, planned, measured, ratio])
+    head = ["model", "figure", "requests/s", "planned", "measured", "planned /\nmeasured"]
+    about = "The plan of the load that was measured of this bundle, in the same runtime on this machine."
+    return [Remark(about, "caption"), Sheet(head, rows, words=2)] if rows else []
+
+
+def _shown(value: float, unit: str) -> str:
+    return words.moment(value) if unit == "s" else f"{value:,.0f}" if unit == "1" else f"{value:.3g} {unit}"
 
 
 def _compiling(outlook: Outlook) -> list[Part]:
