@@ -144,8 +144,8 @@ def test_the_examples_run(
         command = stated
         if "hf:org/name" in command or (command[0] == "measure" and "--quick" not in command):
             continue  # untimed, both of `measure` do the same
-        if command[0] == "device" or "--on" in command:
-            continue  # what needs another machine runs in `devices/test_asked.py`
+        if command[0] in ("device", "runtime") or "--on" in command or "vllm" in command:
+            continue  # what needs another machine runs in `devices/test_asked.py`, vLLM in `runtimes/test_vllm.py`
         network = command[0] == "compile" and takes_graph(command[1])
         default = command[0] == "compile" and "./my-model" not in command and not network
         if command[0] == "measure" or (command[0] == "compile" and not default):
