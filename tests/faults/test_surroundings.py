@@ -94,7 +94,10 @@ print(compile("limited", "--resume"), file=sys.__stdout__)
 """
     # what a process already holds and has free differs in a forked one
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["2", "0"]
+    assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["2", "0"], (
+        done.returncode,
+        done.stderr[-800:],
+    )
     assert "error: [out-of-memory]" in done.stderr
     assert not (tmp_path / "limited.partial").exists()
     assert all(check.ok for check in Bundle.load(tmp_path / "limited").verify())
