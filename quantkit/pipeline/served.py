@@ -10,12 +10,8 @@ The check is made wherever vLLM is installed:
                           |y_n - x w_n| / (|x| |w_n|), at most 2 %; w is the checkpoint's weight in torch
 
 The noise floor is that of the same checkpoint: rounded inputs multiply the noise of half precision, which the float
-model does not show. SmolLM2-135M, medians in nats: int4 in groups of 64 departs by 0.0009, and its floor is 0.0010; in
-groups of 32 0.0013 and 0.0010; int8 by token 0.034 and 0.036; fp8 by token 0.018 and 0.018.
-
-A wrong scale may hide in that noise: with one group of a `q_proj` doubled the median is 0.0012. So the linears are
-compared alone too. There the worst feature is off by 50 %, by 12 % for a single doubled scale of a `down_proj`, and by
-0.5 % where nothing is wrong.
+model does not show (benchmarks/vllm_cells.py). A wrong scale may hide in that noise, so the linears are compared alone
+too: of a doubled group a feature's product is off by its share of the row.
 """
 
 from __future__ import annotations
