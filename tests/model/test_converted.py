@@ -13,9 +13,9 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from zoo import shrink
 
 from quantkit.errors import InputError
-from quantkit.model.source.converted import NOTE, Converted, ConvertedTensor, may_apply
+from quantkit.model.source.converted import NOTE, ConvertedTensor, may_apply
 from quantkit.model.source.open import Source, open_model
-from quantkit.model.source.weights import Weights, torch_dtype
+from quantkit.model.source.weights import MadeTensor, Weights, torch_dtype
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.names import Obstacle, obstacles
 
@@ -77,7 +77,7 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path, monkeypatch: pyt
     plain = Weights._read
 
     def noted(self: Weights, entry: Any, *device: Any) -> torch.Tensor:
-        read.append(entry.name)
+        read.extend([] if isinstance(entry, MadeTensor) else [entry.name])
         return plain(self, entry, *device)
 
     monkeypatch.setattr(Weights, "_read", noted)
@@ -152,19 +152,19 @@ def test_a_model_without_such_rules_does_not_pay(tmp_path: Path, monkeypatch: py
         raise AssertionError
 
     monkeypatch.setattr(Source, "skeleton", builds)
-    assert type(open_model(str(llama(tmp_path))).weights) is Weights
+    assert not made(open_model(str(llama(tmp_path))))
     for each in (transformers.MixtralForCausalLM, transformers.Qwen3MoeForCausalLM, transformers.BertForMaskedLM):
         assert not may_apply(each, each.config_class())
 
 
 def test_what_was_written_has_no_rule_left(tmp_path: Path) -> None:
     source = opened("NomicBertModel", tmp_path / "source")
-    assert isinstance(source.weights, Converted)
+    assert made(source)
     (tmp_path / "written").mkdir()
     values = {name: source.weights.read(name) for name in source.weights.entries}
     save_file(values, tmp_path / "written" / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "written" / "config.json").write_bytes((tmp_path / "source" / "config.json").read_bytes())
-    assert type(open_model(str(tmp_path / "written")).weights) is Weights
+    assert not made(open_model(str(tmp_path / "written")))
     plain, again = (shrink.loaded(tmp_path / each).state_dict() for each in ("source", "written"))
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 

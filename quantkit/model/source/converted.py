@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
 from quantkit.lazy import torch
 from quantkit.model.device import put
-from quantkit.model.source.weights import TensorEntry, Weights, dtype_name, torch_dtype
+from quantkit.model.source.weights import MadeTensor, TensorEntry, Weights, dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,62 +33,14 @@ NOTE = (
 
 
 @dataclass(frozen=True)
-class ConvertedTensor(TensorEntry):
-    """A tensor made by a rule; `start` and `end` only give its size in bytes.
+class ConvertedTensor(MadeTensor):
+    """A tensor made by a rule; while it is read, its `parts` and all results of the rule are in memory.
 
     Args:
-        rule: the `WeightConverter`; copied for each use, since it collects its inputs.
-        group: first parameter of the rule's results, its key in transformers.
-        target: parameter of this tensor.
         parts: (pattern of the rule, tensor of the files), in the order of joining.
     """
 
-    rule: Any = field(default=None, compare=False, repr=False)
-    group: str = ""
-    target: str = ""
-    parts: tuple[tuple[str, TensorEntry], ...] = ()
-
-
-@dataclass(frozen=True)
-class Converted(Weights):
-    """Tensors of a folder under the model's names; a `ConvertedTensor` is made on reading.
-
-    `model` is the model without weights: a rule may ask it for sizes. While a tensor is read, its parts and the results
-    of
-    its rule are in memory.
-    """
-
-    model: Any = field(compare=False, repr=False)
-
-    def beginning(self, name: str, rows: int) -> Tensor:
-        """Read the first rows; a converted tensor is made whole first."""
-        if isinstance(self.entries[name], ConvertedTensor):
-            return self.read(name)[:rows].clone()
-        return super().beginning(name, rows)
-
-    def same(self, one: str, other: str) -> bool:
-        """Compare two tensors; a converted one is made whole first."""
-        entries = self.entries[one], self.entries[other]
-        if not any(isinstance(entry, ConvertedTensor) for entry in entries):
-            return super().same(one, other)
-        if (entries[0].dtype, entries[0].shape) != (entries[1].dtype, entries[1].shape):
-            return False
-        return torch.equal(*(self.read(name).contiguous().view(-1).view(torch.uint8) for name in (one, other)))
-
-    def _largest(self, entry: TensorEntry) -> float:
-        if not isinstance(entry, ConvertedTensor):
-            return super()._largest(entry)
-        values = self._read(entry)
-        return float(values.abs().max()) if values.is_floating_point() and values.numel() else 0.0
-
-    def _read(self, entry: TensorEntry, device: torch.device | None = None) -> Tensor:
-        if not isinstance(entry, ConvertedTensor):
-            return super()._read(entry, device)
-        parts = [(pattern, super(Converted, self)._read(part)) for pattern, part in entry.parts]
-        tensor = _convert(entry.rule, entry.group, parts, self.model)[entry.target]
-        # the pieces of a cut tensor share memory, so one piece would keep all of it
-        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        return put(tensor.contiguous() if whole else tensor.clone(), device)
+    parts: tuple[tuple[str, TensorEntry], ...] = field(default=(), kw_only=True)
 
 
 def may_apply(model_class: type[PreTrainedModel], config: Any) -> bool:
@@ -132,7 +85,7 @@ def converted(weights: Weights, skeleton: PreTrainedModel) -> Weights:
         return weights
     results: dict[str, list[ConvertedTensor]] = {}  # first part -> converted tensors, in its place
     for name, parts in groups.items():
-        results[parts[0][1].name] = _results(by_pattern[parts[0][0]], name, parts, skeleton)
+        results[parts[0][1].name] = _results(weights, by_pattern[parts[0][0]], name, parts, skeleton)
     gone = {part.name for parts in groups.values() for _, part in parts}
     entries: dict[str, TensorEntry] = {}
     for file, entry in weights.entries.items():
@@ -146,11 +99,11 @@ def converted(weights: Weights, skeleton: PreTrainedModel) -> Weights:
         if rename(result.name, fresh, rules, prefix, wanted) != (result.name, None):
             value = f"becomes {result.name}, which loading would convert or rename again"
             raise _unsupported(result.parts[0][1], value)
-    return Converted(entries, weights.folder, weights.shards, skeleton)
+    return replace(weights, entries=entries)
 
 
 def _results(
-    rule: Any, name: str, parts: Sequence[tuple[str, TensorEntry]], model: PreTrainedModel
+    weights: Weights, rule: Any, name: str, parts: Sequence[tuple[str, TensorEntry]], model: PreTrainedModel
 ) -> list[ConvertedTensor]:
     """Return the entries of a rule's results without reading a tensor."""
     first = parts[0][1]
@@ -161,17 +114,26 @@ def _results(
         except Exception as problem:  # a rule may raise anything on unsuitable tensors
             text = " ".join(str(problem).split())[:160]
             raise _unsupported(first, f"cannot be made {name}: {type(problem).__name__}: {text}") from problem
+
+    def made(target: str, device: torch.device | None) -> Tensor:
+        read = [(pattern, weights.read(part.name)) for pattern, part in parts]
+        tensor = _convert(rule, name, read, model)[target]
+        # the pieces of a cut tensor share memory, so one piece would keep all of it
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        return put(tensor.contiguous() if whole else tensor.clone(), device)
+
     return [
-        ConvertedTensor(
-            *(target, dtype_name(tensor.dtype), tuple(tensor.shape), first.shard, 0, tensor.nbytes),
-            **{"rule": rule, "group": name, "target": target, "parts": tuple(parts)},
+        ConvertedTensor.of(
+            *(target, dtype_name(tensor.dtype), tuple(tensor.shape), first.shard),
+            partial(made, target),
+            parts=tuple(parts),
         )
         for target, tensor in results.items()
     ]
 
 
 def _convert(rule: Any, name: str, parts: Sequence[tuple[str, Tensor]], model: Any) -> dict[str, Tensor]:
-    """Apply a rule to tensors: parameter -> value."""
+    """Apply a copy of a rule, which collects its inputs, to tensors: parameter -> value."""
     gathering = copy.deepcopy(rule)
     for pattern, tensor in parts:
         gathering.add_tensor(name, name, pattern, tensor)

@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from quantkit import limits
 from quantkit.bundle import disk
 from quantkit.errors import InputError
 from quantkit.lazy import torch
 from quantkit.machine import in_order
-from quantkit.model.device import filled
+from quantkit.model.device import filled, put
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -81,6 +81,24 @@ class TensorEntry:
     def place(self) -> tuple[str, int, int]:
         """Shard, start and end."""
         return self.shard, self.start, self.end
+
+
+@dataclass(frozen=True)
+class MadeTensor(TensorEntry):
+    """A tensor that is computed on reading; `start` and `end` only give its size in bytes.
+
+    Args:
+        make: function of a device (None for the CPU) that returns it with its dtype and shape, in memory of its own.
+    """
+
+    make: Callable[[torch.device | None], torch.Tensor] = field(compare=False, repr=False, kw_only=True)
+
+    @classmethod
+    def of(
+        cls, name: str, dtype: str, shape: tuple[int, ...], shard: str, make: Callable[[Any], torch.Tensor], **more: Any
+    ) -> Self:
+        """Make the entry; `shard` is the file that an export writes it to."""
+        return cls(name, dtype, shape, shard, 0, _TORCH_NAMES[dtype][0] * math.prod(shape), make=make, **more)
 
 
 @dataclass(frozen=True)
@@ -145,6 +163,9 @@ class Weights:
         return dict(zip(wanted, in_order(lambda name: self._largest(self.entries[name]), wanted), strict=True))
 
     def _largest(self, entry: TensorEntry) -> float:
+        if isinstance(entry, MadeTensor):
+            values = self._read(entry)
+            return float(values.abs().max()) if values.is_floating_point() and values.numel() else 0.0
         if (known := self.magnitudes.get(entry.place)) is not None:
             return known
         with (self.folder / entry.shard).open("rb") as file:
@@ -166,14 +187,20 @@ class Weights:
         return digest.hexdigest()
 
     def beginning(self, name: str, rows: int) -> torch.Tensor:
-        """Read the first rows of a tensor, and only those."""
+        """Read the first rows of a tensor, and only those; one that is made on reading is made whole first."""
         entry = self.entries[name]
+        if isinstance(entry, MadeTensor):
+            return self._read(entry)[:rows].clone()
         kept = min(rows, entry.shape[0])
         row = entry.bytes // max(entry.shape[0], 1)
         return self._read(replace(entry, shape=(kept, *entry.shape[1:]), end=entry.start + kept * row))
 
     def _read(self, entry: TensorEntry, device: torch.device | None = None) -> torch.Tensor:
         where = f"{entry.shard}: {entry.name}"
+        if isinstance(entry, MadeTensor):
+            computed = entry.make(device)
+            _check_finite(computed, where)
+            return put(computed, device)
         with (self.folder / entry.shard).open("rb") as file:
             file.seek(entry.start)
 
@@ -194,6 +221,9 @@ class Weights:
         first, second = self.entries[one], self.entries[other]
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
+        if isinstance(first, MadeTensor) or isinstance(second, MadeTensor):
+            raw = (self._read(entry).contiguous().view(-1).view(torch.uint8) for entry in (first, second))
+            return torch.equal(*raw)
         piece = 1 << 24
         with (self.folder / first.shard).open("rb") as left, (self.folder / second.shard).open("rb") as right:
             for at in range(0, first.bytes, piece):
