@@ -76,6 +76,7 @@ def compile(  # noqa: A001 (the word of the command line)
     trust_remote_code: bool = False,
     allow_code: bool = False,
     speed: bool = True,
+    vllm: bool = True,
     device: str = "cpu",
     tf32: bool = False,
     progress: bool = False,
@@ -99,6 +100,7 @@ def compile(  # noqa: A001 (the word of the command line)
         trust_remote_code: allow a model's own code to run.
         allow_code: run the files that the recipe's passes name (`./my_pass.py`).
         speed: time the result against the float model, where it has an ONNX graph and the target is this machine.
+        vllm: run a decoder's checkpoint in vLLM too, if the target has cells of vLLM and it was added.
         device: where it computes: `cpu`, `cuda`, `cuda:N`, or `auto`, the GPU if a block with its activations fits.
         tf32: let a GPU round the inputs of float32 products to 10 bits of mantissa; the manifest names it.
         progress: show how far it is: a bar on a terminal or in a notebook, else lines on stderr.
@@ -126,6 +128,7 @@ def compile(  # noqa: A001 (the word of the command line)
         trust_remote_code=trust_remote_code,
         allow_code=allow_code,
         speed=speed,
+        vllm=vllm,
         device=device,
         tf32=tf32,
     )

@@ -52,6 +52,7 @@ class Request:
         resume: True to continue an unfinished build.
         strict: True to make a decision that was not asked for an error.
         speed: True to time the result against the float model, if the target is this machine.
+        vllm: True to run the checkpoint in vLLM, if the target has cells of it and it was added.
         left_out: exports of the recipe that no runtime of the target reads.
         module: class of the torch module that was exported to the .onnx file.
         as_shipped: True if the exports are those of a shipped recipe; then the target may add the export of its own
@@ -71,6 +72,7 @@ class Request:
     strict: bool = False
     trust_remote_code: bool = False
     speed: bool = True
+    vllm: bool = True
     left_out: tuple[str, ...] = ()
     module: str | None = None
     as_shipped: bool = False
@@ -99,6 +101,7 @@ class Request:
         trust_remote_code: bool = False,
         allow_code: bool = False,
         speed: bool = True,
+        vllm: bool = True,
         device: str = CPU,
         tf32: bool = False,
     ) -> Request:
@@ -117,6 +120,7 @@ class Request:
             "strict": strict,
             "trust_remote_code": trust_remote_code,
             "speed": speed,
+            "vllm": vllm,
         }
         given.flags(**flags, allow_code=allow_code, tf32=tf32)
         given.demand("device", device, (str,), "cpu, cuda, cuda:N or auto")

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from quantkit.runtimes.child import Report
 
 LOGITS, LINEARS = "reload.vllm", "reload.vllm_linears"
+# seconds in which vLLM has to open a checkpoint or answer a sequence
+SILENCE = 900.0
 _FLOORS, _LEAST, _FEATURE = 3.0, 1e-4, 0.02
 _SEQUENCES, _TOKENS = 2, 128
 # bytes that vLLM takes: of the weights, packed and as they are read; of its cache and its libraries
@@ -65,7 +67,7 @@ def check(folder: Path, progress: Report | None = None) -> tuple[list[Check], st
         if (need := _COPIES * stored + _OWN) > (free := machine.memory_available()):
             return [], f"not run in vLLM: it takes about {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         ids = _text(folder)
-        model = VllmModel(folder, progress=progress)
+        model = VllmModel(folder, progress=progress, silence=SILENCE)
         scores, products = model.probed(ids)
     except InputError as problem:
         return [], f"not run in vLLM: {problem.value}"

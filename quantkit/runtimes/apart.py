@@ -56,6 +56,7 @@ class OwnPython:
         where: str,
         environment: Mapping[str, str] | None = None,
         seconds: float | None = None,
+        silence: float | None = None,
         row: Callable[[Any], None] | None = None,
     ) -> list[Any]:
         """Run a job of the runtime's program and return its rows. Raises InputError as `child.run`."""
@@ -68,6 +69,7 @@ class OwnPython:
             died=f"{self.name}-failed",
             environment=environment,
             seconds=seconds,
+            silence=silence,
             row=row,
         )
 

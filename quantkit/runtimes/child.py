@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -78,6 +79,7 @@ def run(
     died: str = "speed-failed",
     environment: Mapping[str, str] | None = None,
     seconds: float | None = None,
+    silence: float | None = None,
     note: Callable[[str], None] | None = None,
     row: Callable[[Any], None] | None = None,
     shown: bool = False,
@@ -95,6 +97,7 @@ def run(
         died: code of the error if the child dies without sending one.
         environment: variables added to this process's.
         seconds: time after which the child is killed.
+        silence: time without a line after which it is killed.
         note: callback for the child's notes.
         row: callback for every row as it arrives: rows before a crash are not lost.
         shown: whether its standard error is this process's; else its last line is part of the error.
@@ -120,18 +123,31 @@ def run(
             late.set()
             _end(process)
 
+        last_line = time.monotonic()
+
+        def lines() -> Iterator[str]:
+            nonlocal last_line
+            assert process.stdout is not None
+            for line in process.stdout:
+                last_line = time.monotonic()
+                yield line
+
         def watch() -> None:
+            stopped = over or threading.Event()
             while process.poll() is None:
-                if over is not None and over.wait(_LOOK):
+                if stopped.wait(_LOOK):
                     _end(process)
+                elif silence is not None and time.monotonic() - last_line > silence:
+                    end()
 
         timer = threading.Timer(seconds or 0.0, end)
         try:
-            if over is not None:
+            if over is not None or silence is not None:
                 threading.Thread(target=watch, daemon=True).start()
             if seconds is not None:
                 timer.start()
-            rows = _heard(process, job, progress, note, where, row)
+            _told(process, job)
+            rows = heard(lines(), progress, note, where, row)
             ended = process.wait()
         except QuantkitError:
             if not late.is_set():  # otherwise the timeout below is the error
@@ -148,7 +164,9 @@ def run(
     if over is not None and over.is_set() and ended != 0:
         raise Stopped("interrupted", where)
     if late.is_set():
-        raise InputError("timeout", where, f"not done after {seconds:g} s", "the limit", remedy)
+        silent = silence is not None and time.monotonic() - last_line > silence
+        value = f"no answer for {silence:g} s" if silent else f"not done after {seconds:g} s"
+        raise InputError("timeout", where, value, "the limit", remedy)
     if ended != 0:
         how = f"ended with exit code {ended}"
         if ended < 0:
@@ -168,19 +186,11 @@ def _program(work: Work, where: str) -> list[str]:
     return machine.python("-c", program)
 
 
-def _heard(
-    process: subprocess.Popen[str],
-    job: Any,
-    progress: Report | None,
-    note: Callable[[str], None] | None,
-    where: str,
-    row: Callable[[Any], None] | None,
-) -> list[Any]:
-    assert process.stdin is not None and process.stdout is not None
+def _told(process: subprocess.Popen[str], job: Any) -> None:
+    assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has already ended with an error
         process.stdin.write(f"{json.dumps(job)}\n")
         process.stdin.flush()
-    return heard(process.stdout, progress, note, where, row)
 
 
 def heard(

@@ -38,8 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path
     return home
 
 
-def compiled(home: Path, out: Path, target: str = "cpu-x86") -> Bundle:
-    how: dict[str, Any] = {"recipe": str(home / "recipe.yaml"), "target": target, "out": out, "speed": False}
+def compiled(home: Path, out: Path, target: str = "cpu-x86", **more: Any) -> Bundle:
+    how: dict[str, Any] = {"recipe": str(home / "recipe.yaml"), "target": target, "out": out, "speed": False, **more}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quantkit.pipeline.blocks.tokens.LOOKED", 200)
         patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 200)
@@ -79,6 +79,19 @@ def test_a_compile_for_vllm_delivers_nothing_that_it_computes_otherwise(
         compiled(model, tmp_path / "b", "h100")
     assert caught.value.code == "check-failed" and served.LOGITS in str(caught.value.value)
     assert not (tmp_path / "b").exists()
+    without = compiled(model, tmp_path / "c", "h100", vllm=False)
+    assert not any(check.name.startswith(served.LOGITS) for check in without.manifest.checks)
+
+
+def test_one_that_never_answers_is_ended_and_noted(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = "import os, pathlib, time\nSamplingParams = None\nclass LLM:\n    def __init__(self, **_):\n"
+    hangs += f"        pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n        time.sleep(60)\n"
+    standing_in(tmp_path, monkeypatch, hangs)
+    monkeypatch.setattr(served, "SILENCE", 5.0)
+    assert reload(bundle)[1] == ["not run in vLLM: no answer for 5 s"]
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
 
 
 def test_what_vllm_refuses_is_a_note_with_its_reason(

@@ -36,6 +36,9 @@ def compile(  # noqa: A001 (the word of the command line)
         bool,
         typer.Option("--speed/--no-speed", help="Time the result against the float model, if the target is here."),
     ] = True,
+    vllm: Annotated[
+        bool, typer.Option("--vllm/--no-vllm", help="Run the checkpoint in vLLM too, where the target and you have it.")
+    ] = True,
     device: Annotated[
         str, typer.Option(metavar="cpu|cuda[:N]|auto", help="Device to compute on; auto: the GPU, if a block fits.")
     ] = "cpu",
@@ -64,6 +67,7 @@ def compile(  # noqa: A001 (the word of the command line)
         trust_remote_code=trust_remote_code,
         allow_code=allow_code,
         speed=speed,
+        vllm=vllm,
         device=device,
         tf32=tf32,
     )

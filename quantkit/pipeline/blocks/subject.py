@@ -191,7 +191,7 @@ class TransformerSubject(Subject):
         """Tell whether vLLM may run the checkpoint of a decoder: the target has cells of it."""
         tensors = any(load_exporter(step.name).stores == "tensors" for step in self.request.recipe.export)
         cells = any("vllm" in cells for cells in self.request.target.formats.values())
-        return tensors and cells and self.prepared.source.kind == "decoder"
+        return self.request.vllm and tensors and cells and self.prepared.source.kind == "decoder"
 
     def compile_engines(self) -> None:
         """See `Subject`."""

@@ -48,6 +48,7 @@ class VllmModel:
     Args:
         folder: folder of the checkpoint.
         dtype: dtype of the activations; `auto`: the checkpoint's, bfloat16 for float32.
+        silence: seconds without a line of its process after which that is killed.
 
     Raises:
         InputError: `runtime-not-here`.
@@ -56,8 +57,10 @@ class VllmModel:
     ways: Mapping[str, float] = {}
     prompt_rows, together, headed = 0, None, False
 
-    def __init__(self, folder: Path, *, dtype: str = "auto", progress: Report | None = None) -> None:
-        self.folder, self.progress = folder, progress
+    def __init__(
+        self, folder: Path, *, dtype: str = "auto", progress: Report | None = None, silence: float | None = None
+    ) -> None:
+        self.folder, self.progress, self.silence = folder, progress, silence
         self.place: OwnPython = apart.demand(OWN.name)
         if dtype == "auto":
             config = self._config()
@@ -170,7 +173,8 @@ class VllmModel:
     def _asked(self, job: Mapping[str, Any]) -> list[Any]:
         settings = {"dtype": self.dtype, "enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
         job = {**job, "model": str(self.folder.absolute()), "settings": settings}
-        return self.place.run(OWN, job, self.progress, where=str(self.folder), environment=environment())
+        how: dict[str, Any] = {"environment": environment(), "silence": self.silence}
+        return self.place.run(OWN, job, self.progress, where=str(self.folder), **how)
 
 
 def _deleted(place: Path) -> None:
