@@ -1,9 +1,9 @@
 """What do bundles deliver in vLLM's server, beside their originals?
 
-    python benchmarks/vllm_load.py --work DIR [--models smollm2-135m,qwen2.5-coder-0.5b]
-        [--recipes awq-int4,int8-dynamic] [--rates 1,2,4] [--requests 60] [--slo ttft=1s,tpot=100ms]
+    python benchmarks/vllm_load.py --work DIR --model smollm2-135m --rates 1,2,4,8 --requests 40
+    python benchmarks/vllm_load.py --work DIR --model qwen2.5-coder-0.5b --rates 0.5,1,2 --requests 24
 
-Compiles what DIR lacks, then runs `quantkit measure BUNDLE --load`: the original and the bundle, A B B A, 256 prompt
+Compiles what DIR lacks under each of `--recipes`, then runs `quantkit measure BUNDLE --load`: the original and the bundle, A B B A, 256 prompt
 tokens and 128 output tokens a request. No claim: the figures are this machine's. Needs `quantkit runtime add vllm`.
 """
 
@@ -33,24 +33,23 @@ def quantkit(*words: str) -> Any:
 def main() -> int:
     parser = parsing(__doc__)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--models", default="smollm2-135m,qwen2.5-coder-0.5b")
+    parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--recipes", default="awq-int4,int8-dynamic")
     parser.add_argument("--rates", default="1,2,4")
     parser.add_argument("--requests", default="60")
     parser.add_argument("--slo", default="ttft=1s,tpot=100ms")
     options = parser.parse_args()
-    rows, verdicts = [], {}
-    for model in options.models.split(","):
-        for recipe in options.recipes.split(","):
-            name = f"{Path(model).name}--{recipe}"
-            bundle = options.work / name
-            if not bundle.exists():
-                quantkit("compile", model, "--recipe", recipe, "--out", str(bundle), "--no-speed")
-            words = ["--load", f"rate={options.rates}", "--requests", options.requests, "--slo", options.slo]
-            result = quantkit("measure", str(bundle), "--baseline", model, *words)
-            verdicts[name] = result["load"]
-            rows += [{"bundle": name, **row} for row in result["measurements"]]
-            print(f"{name}: {result['load']}", flush=True)
+    model, rows, verdicts = options.model, [], {}
+    for recipe in options.recipes.split(","):
+        name = f"{Path(model).name}--{recipe}"
+        bundle = options.work / name
+        if not bundle.exists():
+            quantkit("compile", model, "--recipe", recipe, "--out", str(bundle), "--no-speed")
+        words = ["--load", f"rate={options.rates}", "--requests", options.requests, "--slo", options.slo]
+        result = quantkit("measure", str(bundle), "--baseline", model, *words)
+        verdicts[name] = result["load"]
+        rows += [{"bundle": name, **row} for row in result["measurements"]]
+        print(f"{name}: {result['load']}", flush=True)
     table = [
         {
             "bundle": row["bundle"],
@@ -67,7 +66,7 @@ def main() -> int:
     columns |= {"this": "this:.3g", "ci95": "95 %:.3g", "gain": "gain:.2f", "gain_ci95": "95 %:.2f", "aa": "A/A:.2f"}
     show("under load in vLLM's server; seconds, goodput in requests a second", table, columns)
     settings = {"rates": options.rates, "requests": options.requests, "slo": options.slo, "verdicts": verdicts}
-    record("vllm-load", "no claim: what bundles deliver in vLLM's server under load", rows, settings)
+    record(f"vllm-load-{Path(model).name}", "no claim: what bundles deliver in vLLM's server under load", rows, settings)
     return 0
 
 
