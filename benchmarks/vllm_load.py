@@ -3,8 +3,9 @@
     python benchmarks/vllm_load.py --work DIR --model smollm2-135m --rates 1,2,4,8 --requests 40
     python benchmarks/vllm_load.py --work DIR --model qwen2.5-coder-0.5b --rates 0.5,1,2 --requests 24
 
-Compiles what DIR lacks under each of `--recipes`, then runs `quantkit measure BUNDLE --load`: the original and the bundle, A B B A, 256 prompt
-tokens and 128 output tokens a request. No claim: the figures are this machine's. Needs `quantkit runtime add vllm`.
+Compiles what DIR lacks under each of `--recipes`, then runs `quantkit measure BUNDLE --load`: the original and the
+bundle, A B B A, 256 prompt tokens and 128 output tokens a request. No claim: the figures are this machine's. Needs
+`quantkit runtime add vllm`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def main() -> int:
     columns |= {"this": "this:.3g", "ci95": "95 %:.3g", "gain": "gain:.2f", "gain_ci95": "95 %:.2f", "aa": "A/A:.2f"}
     show("under load in vLLM's server; seconds, goodput in requests a second", table, columns)
     settings = {"rates": options.rates, "requests": options.requests, "slo": options.slo, "verdicts": verdicts}
-    record(f"vllm-load-{Path(model).name}", "no claim: what bundles deliver in vLLM's server under load", rows, settings)
+    claim = "no claim: what bundles deliver in vLLM's server under load"
+    record(f"vllm-load-{Path(model).name}", claim, rows, settings)
     return 0
 
 
