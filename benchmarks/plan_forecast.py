@@ -19,30 +19,25 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from harness.forecasts import COLUMNS, claims, figures, here, learned, ship, unscored
+from harness.forecasts import compared as beside
 from harness.process import helper
-from harness.record import layout, parsing, record, show, verdicts
+from harness.record import parsing, record, show, verdicts
 
 import quantkit
 from quantkit import machine
-from quantkit.bundle import Build
 from quantkit.errors import QuantkitError
 from quantkit.measurement.timing.speed import SpeedJob, SpeedSide, run
-from quantkit.pipeline import Request, measure
+from quantkit.pipeline import measure
 from quantkit.pipeline.baseline import float_export
-from quantkit.pipeline.blocks.prepared import prepare
-from quantkit.pipeline.blocks.subject import TransformerSubject
-from quantkit.pipeline.compile import make
 from quantkit.pipeline.plan import PlanQuestion, plan
-from quantkit.pipeline.progress import Progress, Stages
 from quantkit.pipeline.verdict import format_of
 from quantkit.planning import efficiency
 from quantkit.planning.efficiency import Sample, samples
 from quantkit.planning.roofline import ModelStep
 from quantkit.runtimes import load_runtime
-from quantkit.target import Target
 
 # 41, 69, 113 and 71 million weights in their blocks; what steps are made of differs: layers, heads of attention, and
 # the head, which is a table of 258 bytes or of a vocabulary
@@ -56,7 +51,7 @@ SIZES: list[dict[str, Any]] = [
 RECIPES = {"int4": ("rtn-int4", []), "int8": ("int8-weights", [])}
 QUICK = replace(measure.QUICK, seconds=30.0)
 EXPORT = "export=[{onnx: {dialect: onnxruntime, accuracy_level: 4}}]"
-NEAR, WITHIN = 0.25, 0.8
+KINDS = ("int4 in int8", "int8 in int8")
 
 
 def timed(model: str, name: str, folder: Path) -> list[dict[str, Any]]:
@@ -69,16 +64,12 @@ def timed(model: str, name: str, folder: Path) -> list[dict[str, Any]]:
 def taught(model: str, name: str, folder: Path) -> list[dict[str, Any]]:
     """The same timings without the rest of a compile: a random model's accuracy is nobody's business."""
     recipe, changes = RECIPES[name]
-    request = Request.of(model, recipe=recipe, out=folder / name, changes=[EXPORT, *changes])
-    prepared = prepare(request)
-    subject, stages = TransformerSubject(prepared), Stages("open")
-    with Build.open(prepared.out, subject.fingerprint(), resume=False) as build:
-        subject.begin(build, Progress(), stages)
-        make(subject)
-        baseline = float_export(prepared.original, "onnx", request.recipe.export[0].options)
+    with unscored(model, recipe, folder / name, [EXPORT, *changes]) as (bundle, subject):
+        prepared = subject.prepared
+        baseline = float_export(prepared.original, "onnx", prepared.request.recipe.export[0].options)
         source = prepared.original.sha256
-        context = min(map(load_runtime("onnxruntime").context, [build.bundle / "onnx", baseline]))
-        ours = SpeedSide(str(build.bundle / "onnx"), f"{source} {name}", format_of(subject.layers))
+        context = min(map(load_runtime("onnxruntime").context, [bundle / "onnx", baseline]))
+        ours = SpeedSide(str(bundle / "onnx"), f"{source} {name}", format_of(subject.layers))
         job = SpeedJob(
             ours, SpeedSide(str(baseline), source, "float32"), machine.cores(), measure.fitting(QUICK, context)
         )
@@ -99,21 +90,8 @@ def fit(folder: Path, sizes: Sequence[dict[str, Any]], seconds: float = math.inf
         for name in RECIPES:
             found += samples(taught(str(place), name, folder / f"out{number}"))
             print(f"{size}, {name}: done", file=sys.stderr)
-        efficiency.SHIPPED.write_bytes(efficiency.dumped(found))
+        ship("onnxruntime", found)
     return found
-
-
-def learned(found: Sequence[Sample]) -> dict[str, Any]:
-    """What they say of this machine: times as long as at the ceilings, and the interval of a step like theirs."""
-    numbers: dict[str, Any] = {}
-    for what in ("int4 in int8", "int8 in int8"):
-        known = efficiency.learn(
-            found, runtime="onnxruntime", kind="cpu", what=what, device=machine.device()["id"], read=None
-        )
-        if known is not None:
-            numbers |= {" ".join(term): value for term, value in known.terms.items()}
-            numbers |= {f"interval {phase}": known.factor(phase) for phase in known.misses} | {"models": known.models}
-    return numbers
 
 
 def compared(rows: Sequence[dict[str, Any]], taught: Sequence[Sample], name: str) -> Iterator[dict[str, Any]]:
@@ -128,36 +106,7 @@ def compared(rows: Sequence[dict[str, Any]], taught: Sequence[Sample], name: str
             continue
         shape = row["shape"]
         step = ModelStep(row["batch"], shape["new_tokens"], shape["context"])
-        found = served.timed(step)
-        low, high = found.interval or (None, None)
-        yield (
-            {"format": name, "phase": step.phase, "batch": step.batch, "tokens": step.tokens}
-            | {"context": step.context, "bound_ms": 1e3 * (found.least or 0.0)}
-            | {"forecast_ms": 1e3 * found.forecast if found.forecast is not None else None}
-            | {"low_ms": 1e3 * low if low is not None else None}
-            | {"high_ms": 1e3 * high if high is not None else None, "measured_ms": 1e3 * row["value"]}
-            | {"error": found.forecast / row["value"] - 1 if found.forecast is not None else None}
-            | {"within": low <= row["value"] <= high if low is not None and high is not None else None}
-            | {"because": found.because}
-        )
-
-
-def here(rows: Sequence[dict[str, Any]]) -> Target:
-    """This machine's target with the ceilings that the run measured."""
-    known = {"memory.capacity": machine.memory_limit(), "memory.last_level_cache": machine.last_level_cache()}
-    isa = machine.isa_features()
-    return Target.load("cpu-x86").resolve({"figures": known | figures(rows), "source": "this run", "isa": isa})
-
-
-def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The ceilings among them."""
-    found = {}
-    for row in rows:
-        if row["name"] == "ceiling.read":
-            found["memory.read_bandwidth"] = row["value"]
-        if row["name"] == "ceiling.compute":
-            found[f"compute.{row['settings']['compute_type']}"] = row["value"]
-    return found
+        yield {"model": "smollm2-135m", "format": name, **beside(served.timed(step), row["value"])}
 
 
 def main() -> int:
@@ -173,7 +122,9 @@ def main() -> int:
         try:
             if options.fit:
                 found = fit(folder, SIZES[: options.sizes], options.seconds)
-                print(f"{len(found)} steps in {efficiency.SHIPPED.name}", learned(found), sep="\n")
+                print(
+                    f"{len(found)} steps in {efficiency.SHIPPED.name}", learned(found, "onnxruntime", KINDS), sep="\n"
+                )
                 return 0
             rows, ceilings = [], {}
             for recipe in RECIPES:
@@ -183,25 +134,14 @@ def main() -> int:
         except QuantkitError as problem:
             print(problem.line(), file=sys.stderr)
             return problem.exit
-    columns = layout(
-        "format | phase | batch:d | tokens:d | context:d | bound_ms=at best ms:.2f | forecast_ms=forecast ms:.2f | "
-        "low_ms=from:.2f | high_ms=to:.2f | measured_ms=measured ms:.2f | error=off by:+.0%"
-    )
-    show("SmolLM2-135M, forecast from other models", rows, columns)
+    show("SmolLM2-135M, forecast from other models", rows, COLUMNS)
     record(
         "plan_forecast",
         "forecasts from other models' efficiencies",
         rows,
-        {"learned": learned(efficiency.shipped()), "ceilings": ceilings, "note": options.note},
+        {"learned": learned(efficiency.shipped(), "onnxruntime", KINDS), "ceilings": ceilings, "note": options.note},
     )
-    known = [row for row in rows if row["error"] is not None]
-    claims = {"every step has a forecast": len(known) == len(rows)}
-    for recipe in RECIPES:
-        off = [abs(row["error"]) for row in known if row["format"] == recipe]
-        claims[f"{recipe}: half of the rows within {NEAR:.0%}"] = bool(off) and median(off) <= NEAR
-    inside = [row["within"] for row in known]
-    claims[f"at least {WITHIN:.0%} within their intervals"] = bool(inside) and sum(inside) >= WITHIN * len(inside)
-    return verdicts(claims)
+    return verdicts(claims(rows))
 
 
 if __name__ == "__main__":

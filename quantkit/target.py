@@ -291,17 +291,24 @@ class Target(Closed):
         others = {f"compute.{kind}" for kind in ("fp32", "tf32", "bf16", "fp16") if kind != self.baseline}
         return [place for place, one in self.figures().items() if one.state == "unmeasured" and place not in others]
 
-    def served_by(self, runtime: str | None) -> Target:
+    def served_by(self, runtime: str | None, cores: int | None = None) -> Target:
         """Return the target for the runtime of a question, which may be in its table alone and not in `runtimes`.
 
-        vLLM computes in bfloat16 on a CPU, whose other runtimes compute in float32.
+        On a CPU, vLLM computes in bfloat16, other runtimes in float32. vLLM reserves a core for its scheduler.
+
+        Args:
+            cores: number of cores behind measured figures of a CPU, if known.
         """
         if runtime is None or runtime in self.runtimes:
             return self
         if all(self.supports(name, runtime).state == "absent" for name in self.formats):
             return self
         changes: dict[str, Any] = {"runtimes": [*self.runtimes, runtime]}
-        changes |= {"baseline": "bf16"} if runtime == "vllm" and "bf16" in self.compute else {}
+        if runtime == "vllm" and "bf16" in self.compute:
+            changes |= {
+                "baseline": "bf16",
+                "compute": {name: _but_one(one, cores) for name, one in self.compute.items()},
+            }
         return self.model_copy(update=changes)
 
     def resolve(self, measured: Mapping[str, Any]) -> Target:
@@ -388,6 +395,14 @@ class Target(Closed):
 def _known_runtime(name: str) -> None:
     if name not in known_runtimes():
         raise ValueError(f"no runtime is called {name!r}; {did_you_mean(name, known_runtimes())}")
+
+
+def _but_one(figure: Figure, cores: int | None) -> Figure:
+    """Return a rate measured on so many cores without one of them."""
+    if figure.value == "auto" or figure.state != "measured" or cores is None or cores < 2:
+        return figure
+    source = f"{figure.source}; on {cores - 1} of {cores} cores, since vLLM reserves one"
+    return figure.measured(figure.value * (cores - 1) / cores, source)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -219,6 +219,21 @@ def test_auto_stays_unmeasured_until_the_doctor_has_been() -> None:
     assert before.memory.read_bandwidth.value == "auto", "the first one must not have changed"
 
 
+def test_vllm_computes_in_bfloat16_on_all_cores_but_one() -> None:
+    figures = {"compute.bf16": 6e11, "compute.int8": 8e11, "memory.read_bandwidth": 3e10}
+    measured = Target.load("cpu-x86").resolve({"figures": figures, "source": "the doctor, 4 cores"})
+    assert measured.served_by("onnxruntime", 4) is measured
+    served = measured.served_by("vllm", 4)
+    assert (served.baseline, served.runtimes[-1]) == ("bf16", "vllm")
+    assert (served.compute["bf16"].number, served.compute["int8"].number) == (4.5e11, 6e11)
+    assert "3 of 4 cores" in served.compute["bf16"].source and served.compute["bf16"].state == "measured"
+    # one core may read as fast as all; figures of another machine, or of a single core, stay
+    assert served.memory.read_bandwidth.number == 3e10
+    assert [measured.served_by("vllm", cores).compute["bf16"].number for cores in (None, 1)] == [6e11, 6e11]
+    card = Target.load("h100")
+    assert card.served_by("vllm", 4) is card
+
+
 def test_a_stated_figure_is_never_replaced() -> None:
     write_measured("l4", {"source": "x", "figures": {"memory.read_bandwidth": 1.0}})
     assert Target.load("l4").memory.read_bandwidth.number == 3e11

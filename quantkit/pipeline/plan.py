@@ -31,7 +31,7 @@ from quantkit.planning.cost import Bill, Prices, RequestTime, bill
 from quantkit.planning.efficiency import Sample
 from quantkit.planning.forecast import Served, TimedStep
 from quantkit.planning.held import HeldFigure, held
-from quantkit.planning.load import Load, simulate
+from quantkit.planning.load import Load, simulate, visit
 from quantkit.planning.memory import BLOCK, Footprint, cache_of, kv_blocks, storage, taken_by
 from quantkit.planning.outlook import (
     Outlook,
@@ -54,8 +54,8 @@ from quantkit.target import ComputeType, Stored, Target
 _REMARKED = ("kept", "padded", "group-shrunk")
 # tokens of a text that an encoder is given, where nobody says
 _TEXT = 128
-# sequences that one server runs at once, at most: what vLLM takes unless it is told otherwise
-_SEQUENCES = 256
+# sequences that one server runs at once, at most: vLLM's own defaults (0.32, engine/arg_utils.py), on a CPU the second
+_SEQUENCES, _CPU_SEQUENCES = 256, 128
 # how people spell the floats that weights are left in
 _FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _UNQUANTIZED = ("bfloat16", "float16", "float32")
@@ -122,7 +122,7 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     """
     architecture, aimed = configs.read(question.model), question.target
     target = aimed if isinstance(aimed, Target) else Target.load(this_machine() if aimed is None else aimed)
-    target = target.served_by(question.runtime)
+    target = target.served_by(question.runtime, machine.cores() if runs_here(target) else None)
     workload = _workload(question, architecture, target)
     if samples is None:
         samples = [*efficiency.measured(question.measured), *efficiency.own(), *efficiency.shipped()]
@@ -171,23 +171,22 @@ def _held(
     if not rows or not runs_here(target):
         return
     shape, prices = rows[0]["shape"], Prices.load(question.prices)
-    rates = sorted({row["settings"]["rate"] for row in rows if "rate" in row["settings"]})
+    # a side is visited twice
+    counts = {row["settings"]["rate"]: row["n"] // 2 for row in rows if row["name"] == "load.requests"}
     space = next((row["settings"]["cache_gib"] for row in rows if row["settings"].get("cache_gib")), 0)
     size = next((row["settings"]["block_size"] for row in rows if "block_size" in row["settings"]), BLOCK)
     own = fitted(Recipe.from_dict(bundle.manifest.recipe, name=bundle.manifest.recipe["name"]), target)[0]
     for recipe, original in ((own, False), (shipped("float"), True)):
-        loads: dict[float, Load | None] = {}
-        blocks = None
-        for rate in rates:
-            asked = replace(question, rate=rate, mix=None, variation=0.0, context=None, batches=(1,), **shape)
-            workload = _workload(asked, architecture, target)
-            about = (recipe.name, recipe, question.runtime, asked, architecture, target, workload, prices)
-            planned = _Planning(*about).candidate(samples)
-            loads[rate] = planned.load
-            if space and (served := planned.served) is not None:
-                context = workload.prompt + workload.output
-                blocks = kv_blocks(served.architecture, served.cache, space * 2**30, context, size)
-        yield from held(recipe.name, rows, loads, blocks, original=original)
+        asked = replace(question, rate=None, mix=None, variation=0.0, context=None, batches=(1,), **shape)
+        workload = _workload(asked, architecture, target)
+        planning = _Planning(recipe.name, recipe, question.runtime, asked, architecture, target, workload, prices)
+        planned = planning.candidate(samples)
+        if (served := planned.served) is None or planned.memory is None:
+            continue
+        server, _ = planning.server(served, planned.memory)
+        visits = {rate: visit(server, workload.traffic, rate, count) for rate, count in counts.items() if server}
+        blocks = kv_blocks(served.architecture, served.cache, space * 2**30, workload.context, size) if space else None
+        yield from held(recipe.name, rows, visits, blocks, original=original)
 
 
 def demand_ranked(model: str) -> None:
@@ -415,21 +414,28 @@ class _Planning:
 
     def _load(self, served: Served, memory: PlannedMemory) -> tuple[Load | None, list[str]]:
         """Simulate the load, or give the reason why not."""
-        workload, most = self.workload, memory.largest_batch
-        sequences = _SEQUENCES if most is None else min(most, _SEQUENCES)
-        if workload.rate is None:
+        if self.workload.rate is None:
             return None, []
+        server, why = self.server(served, memory)
+        if server is None:
+            return None, [f"no load is simulated: {why}"]
+        return simulate(server, self.workload.traffic, limit=self.architecture.max_context), []
+
+    def server(self, served: Served, memory: PlannedMemory) -> tuple[Server | None, str]:
+        """Return the server to simulate, or None with the reason."""
+        workload, most = self.workload, memory.largest_batch
+        limit = _CPU_SEQUENCES if (self.runtime, self.target.kind) == ("vllm", "cpu") else _SEQUENCES
+        sequences = limit if most is None else min(most, limit)
         if self.architecture.kind != "decoder" or served.missing or not sequences:
             why = "no time is known" if served.missing else "it does not fit"
-            why = why if self.architecture.kind == "decoder" else "it does not decode"
-            return None, [f"no load is simulated: {why}"]
+            return None, why if self.architecture.kind == "decoder" else "it does not decode"
         server = Server.of(
             lambda batch, new, past: served.timed(ModelStep(batch, new, past)).seconds or 0.0,
             longest=workload.context,
             cache_tokens=workload.context * (sequences if most is None else most),
             max_batch=sequences,
         )
-        return simulate(server, workload.traffic, limit=self.architecture.max_context), []
+        return server, ""
 
     def _cost(self, rows: Sequence[PlannedBatch], served: Served, load: Load | None) -> Bill | None:
         """Bill the batch with the cheapest requests; under a load, include the idle hours."""

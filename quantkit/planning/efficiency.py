@@ -14,10 +14,11 @@ from a datasheet. So a sample carries its ceilings, and its efficiency is conver
 
 Whole steps teach a few numbers for each device and runtime:
 
-    seconds = fixed + Σ (reading × a + computing × b)      over each format's weights, and attention
+    seconds = fixed + calls × c + Σ (reading × a + computing × b)      over each format's weights, and attention
     reading, computing   seconds at the ceilings of the machine: bytes / β, operations / π
     a, b ≥ 1             slowdown of the runtime against the ceiling, for each format its own
     fixed ≥ 0            other seconds of each step
+    c ≥ 0                host's seconds for each call of an operation, where samples state calls: vLLM runs Python there
 
 So a head in floats is as fast as floats are, in whatever format the linears are stored. The numbers minimize the
 relative errors against the measured times.
@@ -53,7 +54,9 @@ Shares = Mapping[str, tuple[float, float]]
 Term = tuple[str, str]
 
 SHIPPED = Path(__file__).with_name("efficiencies.jsonl")
-ATTENTION = "attention"
+ATTENTION, CALLS = "attention", "calls"
+# seconds of a call in `shares`, so that its factor is in microseconds
+_CALL = 1e-6
 # in powers of two: rows, and seconds of the bound
 _NEAR, _SIZED = 1.0, 3.0
 _MANY = 20
@@ -377,6 +380,11 @@ def floats(compute: str) -> str:
     return _FLOATS.get(compute, "float32")
 
 
+def called(count: float) -> dict[str, tuple[float, float]]:
+    """Return the share of a step's calls."""
+    return {CALLS: (0.0, count * _CALL)}
+
+
 def together(parts: Iterable[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
     """Add up (name, seconds of reading, of computing), and drop entries of zero."""
     sums: dict[str, tuple[float, float]] = {}
@@ -433,9 +441,10 @@ def _turned(sample: Sample, read: float | None) -> dict[Term, float]:
 
 
 def _seconds(known: Mapping[Term, float], terms: Mapping[Term, float]) -> float | None:
-    if not terms.keys() <= known.keys():
+    counted = {term: value for term, value in terms.items() if term in known or term[0] != CALLS}
+    if not counted.keys() <= known.keys():
         return None
-    return sum(known[term] * value for term, value in terms.items())
+    return sum(known[term] * value for term, value in counted.items())
 
 
 def _fit(samples: Sequence[Sample], read: float | None) -> dict[Term, float]:
@@ -446,7 +455,7 @@ def _fit(samples: Sequence[Sample], read: float | None) -> dict[Term, float]:
         [[row.get(term, 0.0) / sample.seconds for term in terms] for row, sample in zip(rows, samples, strict=True)]
     )
     gram, right = matrix.T @ matrix, matrix.sum(axis=0)
-    least = [0.0 if term == _FIXED else 1.0 for term in terms]
+    least = [0.0 if term == _FIXED or term[0] == CALLS else 1.0 for term in terms]
     solved = np.array(least)
     for _ in range(_SWEEPS):
         for i, lowest in enumerate(least):

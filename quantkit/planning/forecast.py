@@ -108,7 +108,8 @@ class Served:
             return TimedStep(bound, least, None, None, "communication between devices was not measured")
         if (learned := self._learned) is not None:
             what, together = efficiency.named(self.format, self.compute), bound.together(self.target)
-            expected = learned.expect(what, step.phase, step.rows, together, bound.shares(self.target))
+            shares = bound.shares(self.target) | efficiency.called(bound.calls)
+            expected = learned.expect(what, step.phase, step.rows, together, shares)
             if expected is not None:
                 # a forecast from ceilings may be below the sum of the operations' bounds
                 seconds, low, high = (max(value, least) for value in expected)

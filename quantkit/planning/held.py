@@ -1,24 +1,17 @@
 """Hold a plan against a measured load: each planned figure beside the measured one, with their ratio.
 
-The plan simulates the same requests at the same rates. A rate above the capacity has no percentile; there the rates of
-the full server are compared.
+The plan simulates as many requests at the same rates, from an empty server to the last answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.planning.load import Load
-
-# measured row -> figure of the simulated load; percentiles by `settings.quantile`
-_RATES: Mapping[str, Callable[[Load], float]] = {
-    "load.requests": lambda load: min(load.rate, load.capacity),
-    "load.tokens": lambda load: load.tokens_per_second,
-}
+# measured row -> figure of a simulated visit; of latencies, the medians
+_RATES = {"load.requests": "requests", "load.tokens": "tokens"}
 _WAITS = {"load.ttft": "ttft", "load.tpot": "tpot", "load.e2el": "latency"}
-_QUANTILES = ("p50",)
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class HeldFigure:
 def held(
     subject: str,
     rows: Sequence[Mapping[str, Any]],
-    loads: Mapping[float, Load | None],
+    visits: Mapping[float, Mapping[str, float]],
     blocks: tuple[int, int] | None,
     *,
     original: bool = False,
@@ -70,7 +63,7 @@ def held(
     Args:
         subject: label of the model.
         rows: `load.*` rows of a bundle.
-        loads: rate -> simulated load.
+        visits: rate -> figures of a simulated visit; empty if no time is known.
         blocks: planned blocks of the KV cache, and requests that they hold.
         original: True to compare with the measured baseline.
     """
@@ -84,11 +77,6 @@ def held(
             if (fits := settings.get("fits")) and not original:
                 yield HeldFigure(subject, "load.fits", "1", None, blocks[1] if blocks else None, fits)
             continue
-        rate = settings.get("rate")
-        load = loads.get(rate) if rate is not None else None
-        if name in _RATES:
-            yield HeldFigure(subject, name, str(row["unit"]), rate, _RATES[name](load) if load else None, value)
-        elif name in _WAITS and (quantile := settings.get("quantile")) in _QUANTILES:
-            waits = getattr(load, _WAITS[name]) if load is not None else {}
-            planned = waits[quantile].value if quantile in waits else None
-            yield HeldFigure(subject, f"{name} {quantile}", str(row["unit"]), rate, planned, value)
+        if (key := _RATES.get(name) or _WAITS.get(name)) and settings.get("quantile", "p50") == "p50":
+            rate, what = settings["rate"], name if name in _RATES else f"{name} p50"
+            yield HeldFigure(subject, what, str(row["unit"]), rate, visits.get(rate, {}).get(key), value)

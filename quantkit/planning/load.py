@@ -41,6 +41,8 @@ _STUDENT = 2.3646
 _PATIENCE = 3
 # share of arriving requests that stay; above it the queue counts as growing
 _DRIFT = 0.05
+# runs of a visit, which is short
+_VISITS = 32
 # share of capacity from which on single bursts determine the slowest waits
 _CROWDED = 0.85
 
@@ -191,7 +193,7 @@ def simulate(
 def _stable(
     drawn: Sequence[_Drawn], traces: Sequence[Trace], server: Server, rate: float, most: float, seed: int
 ) -> Load:
-    times = [_times(trace) for trace in traces]
+    times = [_times(trace, _measured(trace)) for trace in traces]
     estimates = {name: _estimates([one[name] for one in times]) for name in METRICS}
     notes = drawn[0].notes
     if rate > _CROWDED * most:
@@ -232,6 +234,24 @@ def capacity(server: Server, traffic: Traffic, *, limit: int | None = None, seed
     return len(trace.arrival) / (1 - drawn.refused) / trace.end
 
 
+def visit(
+    server: Server, traffic: Traffic, rate: float, requests: int, *, limit: int | None = None, seed: int = 0
+) -> dict[str, float]:
+    """Simulate a visit of vLLM's generator: requests to an empty server, the last after requests / rate seconds.
+
+    Returns:
+        Medians of 32 runs: `requests` and `tokens` a second until the last is done, and the median request's times.
+    """
+    rows = []
+    for which in range(_VISITS):
+        drawn = _draw(server, traffic, requests, (seed, which), limit)
+        arrivals = drawn.arrivals * (requests / rate / drawn.arrivals[-1])
+        trace = run(arrivals.tolist(), drawn.prompts, drawn.outputs, server)
+        waits = {name: float(np.median(times)) for name, times in _times(trace, slice(None)).items() if times.size}
+        rows.append({"requests": len(trace.finish) / trace.end, "tokens": sum(trace.output) / trace.end, **waits})
+    return {name: float(np.median([row[name] for row in rows])) for name in rows[0]}
+
+
 def _full(server: Server, traffic: Traffic, limit: int | None, seed: int) -> tuple[_Drawn, Trace]:
     """Run requests with all of them present at the start."""
     drawn = _draw(server, traffic, max(4 * REQUESTS, 20 * server.max_batch), (seed, 0), limit)
@@ -256,9 +276,8 @@ def _measured(trace: Trace) -> slice:
     return slice(count // 5, count - count // 10)
 
 
-def _times(trace: Trace) -> dict[str, NDArray[Any]]:
-    """Return the seconds of each measured request by metric; `tpot` for those with more than one token."""
-    which = _measured(trace)
+def _times(trace: Trace, which: slice) -> dict[str, NDArray[Any]]:
+    """Return the seconds of some requests by metric; `tpot` for those with more than one token."""
     arrival, first, finish = (np.asarray(times)[which] for times in (trace.arrival, trace.first, trace.finish))
     after = np.asarray(trace.output)[which] - 1
     several = after > 0

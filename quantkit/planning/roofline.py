@@ -174,6 +174,11 @@ class Bound:
         ]
 
     @property
+    def calls(self) -> int:
+        """Number of operations."""
+        return sum(op.times for op in self.ops)
+
+    @property
     def memory_bound(self) -> bool:
         """True if memory sets most of the time."""
         under = sum((op.seconds or 0.0) * op.times for op in self.ops if op.limit == "memory")

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +281,18 @@ def test_floats_go_by_their_format_and_codes_by_what_they_are_multiplied_in() ->
     pairs = [("float32", "fp32"), ("int4", "int8"), ("int4", "")]
     assert [efficiency.named(*pair) for pair in pairs] == ["float32", "int4 in int8", "int4"]
     assert efficiency.together([("a", 1.0, 0.0), ("a", 1.0, 2.0), ("b", 0.0, 0.0)]) == {"a": (2.0, 2.0)}
+
+
+def test_the_host_s_calls_are_learned_where_samples_state_them() -> None:
+    def calling(name: str, size: float, calls: int) -> Iterator[Sample]:
+        for one in model(name, size, 2e-3):
+            parts = {**one.shares, **efficiency.called(calls)}
+            yield replace(one, shares=parts, efficiency=one.bound / (one.seconds + 30e-6 * calls))
+
+    taught = [calling(name, size, calls) for name, size, calls in (("a", 4e-3, 97), ("b", 8e-3, 257), ("c", 1e-2, 161))]
+    known = learned(*taught)
+    assert known.terms["calls", "compute"] == pytest.approx(30, rel=1e-3)
+    # those of other runtimes do not state any
+    parts = shares(5e-3, 2e-3, 4)
+    without, asked = learned(model("a", 4e-3, 2e-3), model("b", 8e-3, 1e-3)), ("int4 in int8", "decode", 4, 2e-3)
+    assert without.expect(*asked, parts | efficiency.called(100)) == without.expect(*asked, parts)

@@ -11,7 +11,7 @@ import pytest
 from quantkit.errors import InputError
 from quantkit.planning import load
 from quantkit.planning.batching import Server, TimeGrid, run
-from quantkit.planning.load import QUANTILES, capacity, simulate
+from quantkit.planning.load import QUANTILES, capacity, simulate, visit
 from quantkit.planning.traffic import RequestKind, Traffic
 from quantkit.stats.clustered import student
 
@@ -104,6 +104,16 @@ def test_a_full_server_gives_a_batch_of_tokens_each_step() -> None:
     quarter = TimeGrid([1], [1], [[0.25]])
     on = Server(quarter, quarter, 10**6, 8, 64)
     assert capacity(on, Traffic([RequestKind(1, 20)])) == 8 / 0.25 / 20
+
+
+def test_a_visit_counts_every_request_of_a_few() -> None:
+    """One request at a time, each for a second, the last after 2 s: the tenth waits for all others."""
+    short = visit(alone(), Traffic(ONE), 5.0, 10)
+    assert short["latency"] == pytest.approx(5, rel=0.2) and short["ttft"] == short["latency"]
+    assert 0.9 < short["requests"] == short["tokens"] <= 1
+    assert "tpot" not in short
+    slow = visit(alone(), Traffic(ONE), 0.01, 10)
+    assert slow["latency"] == pytest.approx(1) and slow["requests"] == pytest.approx(0.01, rel=0.01)
 
 
 def test_more_than_it_can_serve_is_said_and_has_no_percentiles() -> None:

@@ -343,7 +343,7 @@ def sent(job: Job, url: str, one: Job, seed: int, server: ServerProcess | None, 
     demand_alive(server, log)
     parser = argparse.ArgumentParser()
     add_cli_args(parser)
-    lengths = ["--random-input-len", str(job["prompt"]), "--random-output-len", str(job["output"])]
+    lengths = ["--random-input-len", str(one.get("prompt", job["prompt"])), "--random-output-len", str(job["output"])]
     words = ["--backend", "openai", "--base-url", url, "--model", served_name(url), "--dataset-name", "random"]
     words += ["--num-prompts", str(one["requests"]), "--request-rate", str(one["rate"]), "--seed", str(seed), *lengths]
     words += ["--ignore-eos", "--temperature", "0", "--ready-check-timeout-sec", "0", "--disable-tqdm"]

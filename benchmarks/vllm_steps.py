@@ -1,0 +1,203 @@
+"""How far off is `quantkit plan --runtime vllm`? Random models teach it, and real ones hold it.
+
+    quantkit runtime add vllm --install
+    python benchmarks/vllm_steps.py --fit           # times random models, writes planning/efficiencies.jsonl
+    python benchmarks/vllm_steps.py                 # forecasts SmolLM2 and Qwen2.5-Coder from those, then times them
+    python benchmarks/vllm_steps.py --target h100   # either on a GPU, with the figures that its target states
+
+vLLM's own generator sends bursts of requests at once to vLLM's own server, so a step includes scheduler, sampler and
+HTTP server:
+
+    prefill of a prompt     time to first token of a request alone
+    decode step at B        median gap between two tokens in the second half of each of B answers
+
+Each burst is sent twice; the spread is that between the two. Targets: half of the steps of each format within 25 % of
+what was measured, and at least eight of ten within the printed interval.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import copytree
+from statistics import median
+from typing import Any
+
+from harness.forecasts import COLUMNS, claims, compared, figures, here, learned, ship, unscored
+from harness.process import helper
+from harness.record import parsing, record, show, verdicts
+
+from quantkit import machine
+from quantkit.measurement.operators import ceilings
+from quantkit.model.source.open import open_model
+from quantkit.pipeline.load import free_port
+from quantkit.pipeline.plan import PlanQuestion, plan
+from quantkit.planning import efficiency
+from quantkit.planning.efficiency import Sample
+from quantkit.planning.forecast import Served
+from quantkit.planning.roofline import ModelStep
+from quantkit.runtimes import apart
+from quantkit.runtimes.vllm import OWN, environment
+from quantkit.target import Target
+
+# heads of 64, which vLLM's kernels take; widths, depths and vocabularies differ
+SIZES: list[dict[str, Any]] = [
+    {"layers": 12, "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 4, "vocabulary": 49152, "tied": True},
+    {"layers": 32, "hidden": 512, "intermediate": 1408, "heads": 8, "kv_heads": 2, "vocabulary": 16384, "tied": True},
+    {"layers": 20, "hidden": 768, "intermediate": 2048, "heads": 12, "vocabulary": 32768, "tied": True},
+    {"layers": 16, "hidden": 1280, "intermediate": 3456, "heads": 20, "kv_heads": 4, "vocabulary": 65536, "tied": True},
+]
+# rounding is what differs least between models, and takes seconds
+RECIPES: Mapping[str, tuple[str, list[str]]] = {
+    "bfloat16": ("float", []),
+    "int4": ("rtn-int4", []),
+    "int8": ("int8-dynamic", ["passes=[rtn]"]),
+}
+OUTPUT, CONTEXT = 32, 1280
+# (requests, tokens of their prompts) of each burst
+BURSTS = 2 * [(1, 64), (1, 256), (1, 1024), (4, 256), (16, 256), (32, 256), (4, 1024)]
+MODELS = "smollm2-135m,qwen2.5-coder-0.5b"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device that is timed, with the ceilings of the moment.
+
+    Args:
+        target: its target.
+        device: as measurements name it.
+        read: bytes a second that it reads; None on a GPU, whose target states them.
+        figures: measured ceilings.
+    """
+
+    target: Target
+    device: Mapping[str, str]
+    read: float | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str) -> Place:
+        """Return a GPU by its target's name, or this processor for none."""
+        if name:
+            return cls(Target.load(name), machine.gpu(str(machine.gpus()[0][0]["name"])))
+        device = machine.device()
+        kept = ceilings.measured(machine.cores(), ("read", "compute", "bf16"), size=2048, runs=9)
+        rows = [one.as_dict(device=device, versions={}) for one in kept]
+        return cls(here(rows), device, float(kept[0].value or 0.0), figures(rows))
+
+    def served(self, model: str, form: str, taught: Sequence[Sample]) -> Served:
+        """Return the plan of a model in vLLM."""
+        question = PlanQuestion(model, [RECIPES[form][0]], self.target, "vllm", prompt=256, output=OUTPUT)
+        one = plan(question, taught).candidates[0].served
+        assert one is not None
+        return one
+
+
+def checkpoint(model: str, form: str, out: Path) -> Path:
+    """Return the checkpoint of a model in a format, which is made unless it is there."""
+    recipe, changes = RECIPES[form]
+    if recipe == "float":
+        return open_model(model).path
+    if not out.exists():
+        with unscored(model, recipe, out.with_suffix(".bundle"), changes) as (bundle, _):
+            copytree(bundle / "model", out)
+    return out
+
+
+def steps(folders: Mapping[str, Path], *, eager: bool) -> Iterator[tuple[str, ModelStep, float, float]]:
+    """Time the steps of checkpoints by format: (format, step, seconds, relative spread)."""
+    place, visits = apart.demand(OWN.name), []
+    for form, folder in folders.items():
+        port = free_port()
+        words = ["--model", str(folder.absolute()), "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
+        words += ["--max-model-len", str(CONTEXT), "--no-enable-prefix-caching"]
+        words += ["--enforce-eager"] if eager else []
+        program = [place.python, "-I", "-m", "vllm.entrypoints.openai.api_server", *words]
+        visits.append({"side": form, "command": program, "url": f"http://127.0.0.1:{port}", "where": str(folder)})
+    rates = [{"rate": math.inf, "requests": count, "prompt": prompt} for count, prompt in BURSTS]
+    job = {"do": "load", "visits": visits, "rates": rates, "prompt": BURSTS[0][1], "output": OUTPUT}
+    job |= {"tokenizer": str(folders["bfloat16"].absolute()), "ready": 900, "idle": 600}
+    variables = {**environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "no_proxy": "127.0.0.1"}
+
+    def tell(share: float, text: str) -> None:
+        print(f"{share:.0%} {text}", flush=True)
+
+    rows = place.run(OWN, job, tell, where="steps", environment=variables)
+    for form in folders:
+        seen: dict[ModelStep, list[float]] = {}
+        bursts = (row for row in rows if row["side"] == form and "rate" in row)
+        for (count, prompt), row in zip(BURSTS, bursts, strict=True):
+            gaps = [gap for one in row["itls"] for gap in one[len(one) // 2 :]]
+            seen.setdefault(ModelStep(count, 1, prompt + 3 * OUTPUT // 4), []).append(median(gaps))
+            if count == 1:
+                seen.setdefault(ModelStep(1, prompt), []).append(row["ttfts"][0])
+        for step, seconds in seen.items():
+            yield form, step, sum(seconds) / len(seconds), max(seconds) / min(seconds) - 1
+
+
+def taught(place: Place, served: Served, subject: str, step: ModelStep, seconds: float) -> Sample:
+    """Return what a timed step teaches."""
+    bound, device = served.bound(step), place.device
+    moved = bound.together(served.target)
+    return Sample(
+        *(device["id"], device["name"], device["kind"], "vllm", served.format, served.compute),
+        *(step.phase, step.rows, moved, moved / seconds, place.read, f"{subject} {served.format}", subject),
+        shares=bound.shares(served.target) | efficiency.called(bound.calls),
+    )
+
+
+def checkpoints(model: str, folder: Path) -> dict[str, Path]:
+    """Return the checkpoints of a model by format."""
+    return {form: checkpoint(model, form, folder / f"{Path(model).name}-{form}") for form in RECIPES}
+
+
+def random(number: int, folder: Path) -> str:
+    """Return a random model, which is made unless it is there."""
+    model = folder / f"random{number}"
+    if not model.exists():
+        helper("random_model.py", {"folder": str(model), "positions": CONTEXT, **SIZES[number]})
+    return str(model)
+
+
+def main() -> int:
+    parser = parsing(__doc__)
+    parser.add_argument("--fit", action="store_true", help="time random models, and ship what they teach")
+    parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many of the random models")
+    parser.add_argument("--models", default=MODELS)
+    parser.add_argument("--target", default="", help="of a GPU; left out, this processor")
+    parser.add_argument("--work", type=Path, help="keeps models and checkpoints there")
+    options = parser.parse_args()
+    rows, samples, ceiled = [], list[Sample](), {}
+    known = [] if options.fit else efficiency.shipped()
+    with tempfile.TemporaryDirectory() as name:
+        folder = options.work or Path(name)
+        models = range(options.sizes) if options.fit else options.models.split(",")
+        for one in models:
+            model = random(one, folder) if options.fit else one
+            folders, place = checkpoints(model, folder), Place.of(options.target)
+            served = {form: place.served(model, form, known) for form in RECIPES}
+            ceiled[Path(model).name] = place.figures
+            for form, step, seconds, spread in steps(folders, eager=place.target.kind == "cpu"):
+                beside = compared(served[form].timed(step), seconds)
+                rows.append({"model": Path(model).name, "format": form, **beside, "spread": spread})
+                if options.fit:
+                    samples.append(taught(place, served[form], f"random {json.dumps(SIZES[one])}", step, seconds))
+            if options.fit:
+                ship("vllm", samples)
+    kinds = sorted({one.what for one in efficiency.shipped() if one.runtime == "vllm"})
+    show("steps of vLLM's server", rows, COLUMNS | {"spread": "spread:.2f"})
+    settings = {"bursts": BURSTS, "output": OUTPUT, "sizes": SIZES, "note": options.note, "ceilings": ceiled}
+    settings |= {"learned": learned(efficiency.shipped(), "vllm", kinds, place.device)}
+    if options.fit:
+        record("vllm-steps-fit", "what random models teach of vLLM's steps", rows, settings)
+        return 0
+    record("vllm-steps", "forecasts of vLLM's steps from other models", rows, settings)
+    return verdicts(claims(rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
