@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from quantkit.bundle import Bundle
     from quantkit.errors import QuantkitError
+    from quantkit.measurement.accuracy.drafts import Drafted
     from quantkit.measurement.compared import Compared
     from quantkit.pipeline import Pipeline
     from quantkit.planning.outlook import Outlook
@@ -39,6 +40,7 @@ __all__ = [
     "compare",
     "compile",
     "export",
+    "judge_draft",
     "load",
     "measure",
     "plan",
@@ -71,6 +73,7 @@ def compile(  # noqa: A001 (the word of the command line)
     calibration: str | Path | None = None,
     out: str | Path | None = None,
     changes: Sequence[str] = (),
+    adapters: str | Path | Sequence[str | Path] = (),
     resume: bool = False,
     strict: bool = False,
     trust_remote_code: bool = False,
@@ -95,6 +98,7 @@ def compile(  # noqa: A001 (the word of the command line)
         calibration: a shipped set or a path, instead of the recipe's.
         out: the bundle's folder; None chooses `./<model>--<recipe>`, then `-2`, ...
         changes: `PATH=YAML` changes to the recipe, e.g. `["scheme.weights.group=32"]`.
+        adapters: folders of LoRA or DoRA adapters of PEFT, or `hf:org/name`, merged in their order before the passes.
         resume: go on with an unfinished build.
         strict: a decision that the recipe did not ask for is an error.
         trust_remote_code: allow a model's own code to run.
@@ -131,6 +135,7 @@ def compile(  # noqa: A001 (the word of the command line)
         vllm=vllm,
         device=device,
         tf32=tf32,
+        adapters=adapters,
     )
     if module is not None:
         from quantkit.pipeline.request import with_module
@@ -138,7 +143,7 @@ def compile(  # noqa: A001 (the word of the command line)
         request = with_module(request, module, example_inputs, tokenizer)
     with showing(progress) as shown:
         shown.begin(f"opening {request.module or request.model}")
-        demand_model(request.model)
+        demand_model(request.model, request.adapters)
         return compile_model(request, shown).bundle
 
 
@@ -328,6 +333,37 @@ def compare(
             measure=measure,
             speed=speed,
         )
+
+
+def judge_draft(
+    draft: Bundle | str | Path,
+    of: Bundle | str | Path,
+    *,
+    calibration: str | Path | None = None,
+    progress: bool = False,
+) -> Drafted:
+    """Judge bundle `draft` as the draft of bundle `of` in speculative decoding: `seen` is the acceptance, `gains` the
+    expected gain.
+
+    Args:
+        draft: the bundle that proposes tokens, or its path.
+        of: the bundle that accepts them.
+        calibration: another text than the shipped one, by name or path.
+        progress: show how far it is, as `compile` does.
+
+    Raises:
+        QuantkitError: `not-a-decoder`, `vocabulary-differs`, ...
+    """
+    from quantkit import given
+    from quantkit.bundle import Bundle
+    from quantkit.pipeline import drafts
+    from quantkit.pipeline.progress import showing
+
+    for where, side in (("draft", draft), ("of", of)):
+        given.demand(where, side, (Bundle, str, Path), "a bundle or a path")
+    text = None if calibration is None else given.model(calibration, "calibration")
+    with showing(progress) as shown:
+        return drafts.judge_draft(draft, of, shown, calibration=text)
 
 
 def tune(

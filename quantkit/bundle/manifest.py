@@ -47,20 +47,52 @@ class _Closed(Bounded):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
+class AdapterEntry(_Closed):
+    """An adapter that was merged into the model.
+
+    Args:
+        ref: the adapter as the user named it: `hf:org/name`, a path.
+        sha256: hash of its config and weights.
+        kind: `LoRA`, `rsLoRA` or `DoRA`.
+        ranks: ranks of its products.
+        alpha: alpha of its config.
+        weights: number of weights that a product was added to.
+        replaced: number of tensors that it replaced.
+    """
+
+    ref: str
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    kind: str
+    ranks: list[int]
+    alpha: float | None
+    weights: int = Field(ge=0)
+    replaced: int = Field(ge=0)
+
+
 class SourceEntry(_Closed):
     """Origin of the model.
 
     Args:
         ref: the model as the user named it: `alias:smollm2-135m`, `hf:org/name`, a path.
-        sha256: hash of the source's weights.
+        sha256: hash of the source's weights; with adapters, of the base and of each of them.
         dtype: type of the source's weights.
         was: original format, when the source is itself a conversion: `gguf Q4_1`.
+        base: hash of the source's weights before the adapters.
+        adapters: adapters that were merged, in their order.
     """
 
     ref: str
     sha256: str
     dtype: str
     was: str | None = None
+    base: str | None = None
+    adapters: list[AdapterEntry] = Field(default=[])
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out empty fields: readers of schema 1 know four keys."""
+        data: dict[str, Any] = handler(self)
+        return {key: value for key, value in data.items() if self.adapters or key not in ("base", "adapters")}
 
 
 class ModelEntry(_Closed):

@@ -284,7 +284,7 @@ class StreamedSides(_TransformerSides):
         super().__init__(bundle, against, runtime, calibration, decisions, "torch")
         assert against.stream is not None, "there is nothing to score against without torch"
         self._about, self._name, self.scored_on_gpu = about, name, runner.engines
-        self._source = against.stream.source
+        self._source = against.stream.source.in_files()
         if ours is not None:
             hashes = verified(bundle)
             self.built = {place: hashes[path] for place, path in ours.items()}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -184,14 +186,27 @@ _AUTO = {
 }
 
 
+def is_prompt(kind: str) -> bool:
+    """Tell whether a kind of adapter changes no weight."""
+    return any(word in kind for word in _PROMPTS)
+
+
+def by_peft(where: Path | str, config: Mapping[str, Any], tokens: str = "") -> str:
+    """Return Python code for merging an adapter with PEFT; `tokens`: the folder of its tokenizer."""
+    folder, base = str(where), str(config.get("base_model_name_or_path") or "") or "BASE"
+    model = f"peft.AutoPeftModelFor{_AUTO.get(str(config.get('task_type')), 'CausalLM')}.from_pretrained({folder!r})"
+    tokenizer = f"transformers.AutoTokenizer.from_pretrained({tokens or base!r})"
+    merged = f"{model}.merge_and_unload().save_pretrained('./merged'); {tokenizer}.save_pretrained('./merged')"
+    return f"merged, in Python: import peft, transformers; {merged}"
+
+
 def demand_no_adapter(folder: Path, ref: str) -> None:
-    """Refuse a folder with an adapter in it: `adapter-unmerged`. Only file names and the adapter's config are read.
+    """Refuse a model's folder with an adapter in it: `adapter-unmerged`. Only file names and the adapter's config are
+    read.
 
     A folder with an adapter (LoRA and similar) beside a model may hold the base and its adapter, or the merged model
-    and a
-    leftover adapter: the files do not tell. If peft is installed, transformers follows `adapter_config.json` and loads
-    the
-    base that it names, whatever weights are beside it.
+    and a leftover adapter: the files do not tell. If peft is installed, transformers follows `adapter_config.json` and
+    loads the base that it names, whatever weights are beside it.
 
     Args:
         ref: the model as the user named it.
@@ -199,8 +214,8 @@ def demand_no_adapter(folder: Path, ref: str) -> None:
     if not (folder / ADAPTER).is_file():
         return
     weights = sorted(path.name for path in folder.glob(_ADAPTER_WEIGHTS))
-    keys, stated = ("peft_type", "task_type", "base_model_name_or_path"), _json(folder / ADAPTER)
-    kind, task, base = (str(stated.get(key) or "") for key in keys)
+    stated = _json(folder / ADAPTER)
+    kind, base = (str(stated.get(key) or "") for key in ("peft_type", "base_model_name_or_path"))
     kind = kind or "of no known kind"
     alone = not (folder / "config.json").is_file()
     name, _, revision = ref.removeprefix("hf:").partition("@")
@@ -211,15 +226,15 @@ def demand_no_adapter(folder: Path, ref: str) -> None:
         chosen = f"{name!r}, revision={revision or 'main'!r}, ignore_patterns='adapter_*', local_dir={place!r}"
         left_out = f"huggingface_hub.snapshot_download({chosen}), and compile {place}"
     ways = [] if alone else [f"without it, if the weights are merged already: {left_out}"]
-    if weights and not any(word in kind for word in _PROMPTS):
-        tokens = where if any(folder.glob("tokenizer*")) else base or "BASE"
-        model = f"peft.AutoPeftModelFor{_AUTO.get(task, 'CausalLM')}.from_pretrained({where!r})"
-        tokenizer = f"transformers.AutoTokenizer.from_pretrained({tokens!r})"
-        merged = f"{model}.merge_and_unload().save_pretrained('./merged'); {tokenizer}.save_pretrained('./merged')"
-        ways.append(f"merged, in Python: import peft, transformers; {merged}")
+    if kind == "LORA" and "adapter_model.safetensors" in weights:
+        model = f"hf:{base}" if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) else base or "BASE"
+        own = f"move the adapter's files to a folder ./adapter; quantkit compile {shlex.quote(ref)} --adapter ./adapter"
+        ways.append(f"merged: {f'quantkit compile {model} --adapter {shlex.quote(ref)}' if alone else own}")
+    elif weights and not is_prompt(kind):
+        ways.append(by_peft(where, stated, where if any(folder.glob("tokenizer*")) else base))
     elif alone:
         ways.append(f"compile its base model: {base or 'see its card'}")
     beside = "alone" if alone else f"beside a model{'' if weights else ', without its weights'}"
     value = f"an adapter ({kind}{f' of {base}' if base else ''}) {beside}"
-    rule = "weights are quantized as they are stored, without an adapter"
+    rule = "an adapter is merged where --adapter names it"
     raise InputError("adapter-unmerged", f"{ref}: {ADAPTER}", value, rule, "; or ".join(ways))

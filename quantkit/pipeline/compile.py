@@ -102,7 +102,7 @@ def asked(
         weighing, taken = weighed_by(imatrix, recipe, changes)
         changes = [*changes, *weighing]
     request = replace(Request.of(model, recipe=recipe, changes=changes, **how), taken=taken)
-    demand_model(model)
+    demand_model(model, request.adapters)
     return request
 
 

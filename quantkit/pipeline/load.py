@@ -54,7 +54,7 @@ def load_bundle(
     if original.stream is None:
         rule = "vLLM loads the original as a checkpoint of transformers"
         raise InputError("baseline-needed", "--baseline", "no checkpoint", rule, "a folder, or a bundle that has one")
-    folders["original"] = original.stream.source.path
+    folders["original"] = original.stream.source.in_files().path
     for folder in folders.values():
         most = RUNTIME.context(folder)
         if load.prompt + load.output > most:

@@ -482,13 +482,13 @@ def opened_original(bundle: Bundle, baseline: str | None, timed: str | None) -> 
             folder=load_runtime(timed).checked(other) if timed else None,
         )
     if has_torch:
-        from quantkit.model.source.open import open_again, open_model
+        from quantkit.model.source.merged import open_origin
+        from quantkit.model.source.open import open_model
         from quantkit.model.streaming.stream import StreamedModel
 
-        opened = open_again(source.sha256) if baseline is None and source.ref.startswith("path:") else None
-        if opened is None and baseline is None and source.ref.startswith("path:"):
+        opened = open_model(baseline, trust_remote_code=None) if baseline is not None else open_origin(source)
+        if opened is None:
             raise baseline_needed(source)
-        opened = opened or open_model(baseline or source.ref.removeprefix("alias:"), trust_remote_code=None)
         _demand_alike(bundle, opened.kind, opened.config, baseline or opened.ref)
         return MeasuredAgainst(opened.sha256, stream=StreamedModel(opened))
     if timed:

@@ -189,6 +189,20 @@ def _held(
         yield from held(recipe.name, rows, visits, blocks, original=original)
 
 
+def step_seconds(bundle: Bundle, target: Target, steps: Sequence[ModelStep]) -> tuple[list[float | None], str]:
+    """Return a bundle's planned seconds of steps on one device of a target, and the runtime they are for.
+
+    Raises InputError: a target that cannot run it.
+    """
+    question = PlanQuestion(str(bundle.path), target=target, batches=(1,), devices=1)
+    architecture = configs.read(question.model)
+    recipe = fitted(Recipe.from_dict(bundle.manifest.recipe, name=bundle.manifest.recipe["name"]), target)[0]
+    runtime, workload = _runtime(recipe, architecture.kind, target, None), _workload(question, architecture, target)
+    about = (recipe.name, recipe, runtime, question, architecture, target, workload, Prices.load(None))
+    served = _Planning(*about).candidate([*efficiency.own(), *efficiency.shipped()]).served
+    return [None if served is None else served.timed(step).seconds for step in steps], runtime
+
+
 def demand_ranked(model: str) -> None:
     """Refuse a bundle or a network without sizes. Raises InputError: `model-kind` of a network, `already-quantized`."""
     alias, place = ALIASES.get(model), Path(model).expanduser()

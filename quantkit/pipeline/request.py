@@ -25,6 +25,7 @@ from quantkit.graph.open import is_graph
 from quantkit.kinds import Kind
 from quantkit.model.device import CPU, demand_name
 from quantkit.model.sight import demand_no_adapter, demand_possible
+from quantkit.model.source.adapter import Adapter
 from quantkit.model.source.alias import ALIASES, Alias, materialize
 from quantkit.model.source.files import file_sha256
 from quantkit.model.source.weights import disk_errors
@@ -48,6 +49,7 @@ class Request:
 
     Attributes:
         model: alias, folder, `hf:org/name` or .onnx file.
+        adapters: adapters to merge into the model, in their order: folders or `hf:org/name`.
         out: name of the bundle; None takes `./<model>--<recipe>`, then `-2`, ...
         resume: True to continue an unfinished build.
         strict: True to make a decision that was not asked for an error.
@@ -80,6 +82,7 @@ class Request:
     device: str = CPU
     tf32: bool = False
     taken: tuple[Decision, ...] = ()
+    adapters: tuple[str, ...] = ()
 
     @cached_property
     def support(self) -> Support:
@@ -104,6 +107,7 @@ class Request:
         vllm: bool = True,
         device: str = CPU,
         tf32: bool = False,
+        adapters: str | Path | Sequence[str | Path] = (),
     ) -> Request:
         """Read and check recipe, target and calibration set. Nothing heavy is imported.
 
@@ -112,6 +116,7 @@ class Request:
             calibration: name or path; replaces the recipe's set. None takes a shipped encoder's own set instead of the
                 text that recipes name unless they say otherwise.
             allow_code: run the files that the recipe's passes name.
+            adapters: adapters to merge, in their order; opened by `demand_model`.
 
         Raises InputError: anything that is not what it has to be.
         """
@@ -140,7 +145,10 @@ class Request:
             chosen = chosen.model_copy(update={"calibration": kept})
         content.find("calibration", chosen.calibration.set)
         aimed = target if isinstance(target, Target) else Target.load(this_machine() if target is None else target)
-        kind = kind_of(model)
+        kind, merged = kind_of(model), tuple(given.texts(adapters, "adapters"))
+        if merged and kind == "network":
+            rule = "an adapter is merged into a model of transformers"
+            raise InputError("usage", "--adapter", f"with {model}, a float graph", rule, "leave it out")
         if kind is not None:
             # which of the two a graph is, its file says, and that is opened by the compile
             kinds: Sequence[Kind] = ("encoder", kind) if is_graph(model) else (kind,)
@@ -162,6 +170,7 @@ class Request:
             gates_asked=frozenset(gate for gate in asked if not shipped or _names(changes, f"gates.{gate}")),
             device=device,
             tf32=tf32,
+            adapters=merged,
         )
 
 
@@ -178,16 +187,19 @@ def _recipe(recipe: str | Path | Recipe | Mapping[str, Any], changes: Sequence[s
     return Recipe.from_dict(recipe.as_dict(), name=recipe.name, changes=changes, allow_code=allow_code)
 
 
-def demand_model(model: str) -> None:
-    """Refuse an unfit model, before torch is imported.
+def demand_model(model: str, adapters: Sequence[str] = ()) -> None:
+    """Refuse an unfit model or adapter, before torch is imported.
 
     A night's plan may be read on a machine without its models, so that `Request.of` does not check this.
 
-    Raises InputError: `adapter-unmerged`, those of `model.sight`.
+    Raises InputError: `adapter-unmerged`, those of `model.sight`; of an adapter's folder, those of `Adapter.open`.
     """
     if content.is_path(model):
         demand_no_adapter(Path(model), model)
         demand_possible(model)
+    for adapter in adapters:
+        if content.is_path(adapter):
+            Adapter.open(Path(adapter).expanduser())
 
 
 def _names(changes: Sequence[str], key: str) -> bool:
@@ -309,6 +321,9 @@ def with_module(request: Request, module: nn.Module, example_inputs: Any, tokeni
     if tokenizer is not None:
         rule = "a module that is exported to ONNX takes tensors"
         raise InputError("usage", "tokenizer", f"given with {one(name)}", rule, "leave it out")
+    if request.adapters:
+        rule = "an adapter is merged into a model of transformers"
+        raise InputError("usage", "adapters", f"given with {one(name)}", rule, "leave them out")
     examples = _examples(example_inputs, name)
     home = place("").parent
     with disk_errors(home):

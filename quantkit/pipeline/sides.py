@@ -212,8 +212,8 @@ def _demand_original(reference: str, bundle: Bundle) -> None:
         from quantkit.model.source.open import open_model
 
         sha256 = open_model(reference).sha256
-    if sha256 != source.sha256:
-        raise _other_model(reference, sha256, str(bundle.path), source.sha256)
+    if sha256 not in (source.sha256, source.base):
+        raise _other_model(reference, sha256, str(bundle.path), source.base or source.sha256)
 
 
 def _other_model(where: str, sha256: str, of: str, expected: str) -> InputError:

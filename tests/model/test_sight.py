@@ -89,6 +89,7 @@ def test_torch_is_not_imported_for_what_is_refused(tmp_path: Path) -> None:
 
 LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "somebody/base"}
 BESIDE, MERGED = "without it, if the weights are merged already", "merged, in Python"
+HERE, ASIDE = "merged: quantkit compile hf:somebody/base --adapter ", "merged: move the adapter's files to a folder"
 
 
 def with_adapter(tmp_path: Path, stated: object, weights: str, *, model: bool) -> Path:
@@ -106,7 +107,8 @@ def with_adapter(tmp_path: Path, stated: object, weights: str, *, model: bool) -
 @pytest.mark.parametrize(
     ("stated", "weights", "model", "ways"),
     [
-        (LORA, "adapter_model.safetensors", True, [BESIDE, MERGED]),
+        (LORA, "adapter_model.safetensors", True, [BESIDE, ASIDE]),
+        (LORA, "adapter_model.safetensors", False, [HERE]),
         (LORA, "adapter_model.bin", True, [BESIDE, MERGED]),
         ({**LORA, "peft_type": "IA3"}, "adapter_model.safetensors", False, [MERGED]),
         (LORA, "", True, [BESIDE]),
@@ -124,7 +126,9 @@ def test_an_adapter_is_refused_with_what_to_do(
     with pytest.raises(InputError, match="adapter-unmerged") as refused:
         open_model(str(folder))
     remedy = refused.value.remedy
-    assert [way for way in (BESIDE, MERGED, "compile its base model: somebody/base") if way in remedy] == ways
+    assert [
+        way for way in (BESIDE, MERGED, HERE, ASIDE, "compile its base model: somebody/base") if way in remedy
+    ] == ways
     if BESIDE in ways:
         for name in re.findall(r"adapter_\w+\.\w+", remedy.partition(";")[0]):
             (folder / name).unlink()
@@ -141,7 +145,7 @@ def test_what_is_no_adapter_of_the_model_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_of_the_hub_the_model_is_fetched_without_it(tmp_path: Path) -> None:
-    folder = with_adapter(tmp_path, LORA, "adapter_model.safetensors", model=True)
+    folder = with_adapter(tmp_path, {**LORA, "peft_type": "IA3"}, "adapter_model.safetensors", model=True)
     with pytest.raises(InputError) as refused:
         demand_no_adapter(folder, "hf:org/name@v1")
     call = "snapshot_download('org/name', revision='v1', ignore_patterns='adapter_*', local_dir='./name')"

@@ -507,6 +507,7 @@ def test_what_the_class_has_no_place_for_is_carried_and_declared(
     assert "mtp.layers.0.proj" in config["quantization_config"]["ignore"]
     entries = {entry.state: entry for entry in bundle.manifest.weights}
     assert entries["unused"].example == "mtp.layers.0.proj.weight"
+    assert "drafts tokens" in entries["unused"].reason
     held = {check.name: check.value for check in bundle.manifest.checks}
     assert {"stream.own_forward", "score.loss", "score.kl"} <= set(held)
     assert all(held[name] < 1e-5 for name in ("stream.own_forward", "score.loss", "score.kl"))

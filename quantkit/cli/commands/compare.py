@@ -21,8 +21,15 @@ _SIDE = "A bundle, or the original model of the other one."
 
 
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help=_SIDE, show_default=False)],
-    b: Annotated[str, typer.Argument(metavar="B", help="The bundle to judge against A.", show_default=False)],
+    a: Annotated[str, typer.Argument(metavar="[A]", help=_SIDE, show_default=False)] = "",
+    b: Annotated[str, typer.Argument(metavar="[B]", help="The bundle to judge against A.", show_default=False)] = "",
+    draft: Annotated[
+        str | None,
+        typer.Option(metavar="BUNDLE", help="Instead of A and B: the draft of --of, by acceptance and expected gain."),
+    ] = None,
+    of: Annotated[
+        str | None, typer.Option("--of", metavar="BUNDLE", help="With --draft: the bundle that verifies its tokens.")
+    ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Time both in one run; default: use the recorded times.")
     ] = False,
@@ -64,6 +71,10 @@ def compare(
     from quantkit.report.kit.tree import Code, Part
 
     demand_device(on, wheelhouse)
+    if draft is not None or of is not None:
+        return _drafted(draft, of, calibration, html, {"A": a, "--measure": measure, "--on": on, "--runtime": runtime})
+    if not a or not b:
+        raise InputError("usage", "quantkit compare", "one side is missing", "A and B, or --draft and --of")
     if on is not None and not measure:
         raise InputError("usage", "--on", "without --measure", "recorded times need no device", "add --measure")
     check_place(html)
@@ -108,6 +119,36 @@ def compare(
         remedy = f"{longer}, or score more text or samples; or compare with --no-speed"
         error = Inconclusive("inconclusive", b, reasons, rule, remedy)
     return Answer(comparison.as_dict(), shown, warnings=list(comparison.notes), error=error)
+
+
+def _drafted(
+    draft: str | None, of: str | None, calibration: str | None, html: Path | None, others: dict[str, object]
+) -> Answer:
+    """Judge a draft for a target."""
+    from quantkit.bundle.disk import check_place
+    from quantkit.pipeline.drafts import judge_draft
+    from quantkit.report.drafted import document
+    from quantkit.report.kit import html as pages
+    from quantkit.report.kit.tree import Code, Part
+
+    if draft is None or of is None:
+        raise InputError("usage", "quantkit compare", "one side is missing", "--draft and --of name a bundle each")
+    if strange := next((name for name, value in others.items() if value), None):
+        raise InputError(
+            "usage", strange, "with --draft", "a draft is judged by its acceptance", f"leave {strange} out"
+        )
+    check_place(html)
+    if html is not None:
+        pages.demand()
+    with showing() as progress:
+        progress.begin(f"{draft} as the draft of {of}")
+        judged = judge_draft(draft, of, progress, calibration=calibration)
+    tree = document(judged, __version__)
+    shown: list[Part] = [tree]
+    if html is not None:
+        pages.write(html, pages.page(tree))
+        shown.append(Code("", str(html)))
+    return Answer(judged.as_dict(), shown, warnings=list(judged.notes))
 
 
 @contextmanager

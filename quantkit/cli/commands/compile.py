@@ -16,6 +16,10 @@ def compile(  # noqa: A001 (the word of the command line)
     recipe: Annotated[str, typer.Option(metavar="NAME|PATH", help="A shipped recipe or a file.")] = "awq-int4",
     target: Target = None,
     calibration: Calibration = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIR", help="LoRA or DoRA adapter of PEFT to merge first; several in order."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of the bundle; default: ./MODEL--RECIPE, then -2, ...")
     ] = None,
@@ -70,6 +74,7 @@ def compile(  # noqa: A001 (the word of the command line)
         vllm=vllm,
         device=device,
         tf32=tf32,
+        adapters=adapter or (),
     )
     with showing() as progress:
         progress.begin(f"opening {model}")

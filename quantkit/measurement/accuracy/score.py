@@ -211,7 +211,7 @@ def apart_rows(
     own = beside(compared(checkpoint.scores(ids), scores, ids, few), engine, subject, {})
     if original is None:
         return own, None
-    floats = opens(original.source.path, told(1, "the float model"))
+    floats = opens(original.source.in_files().path, told(1, "the float model"))
     before = floats.scores(ids)
     progress(_PARTS[2], "comparing")
     items = compared(before, scores, ids, few)

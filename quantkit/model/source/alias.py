@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -150,8 +150,22 @@ def converted(name: str, source: Path, convert: Callable[[Path, Path], None]) ->
     """Return the folder converted from a file, made at the first use and named after its source. Raises as
     `disk_errors`.
     """
+
+    def make(work: Path) -> Mapping[str, str]:
+        convert(source, work)
+        return hashes_of(work)
+
+    return made_once(f"{name}-{file_sha256(source)[:16]}-{_CONVERTER}", make)
+
+
+def made_once(name: str, make: Callable[[Path], Mapping[str, str]]) -> Path:
+    """Return a model's folder in the cache, made at the first use. Raises as `disk_errors`.
+
+    Args:
+        make: function that fills an empty folder, and returns the hashes that it knows of files in it.
+    """
     home = cache_dir() / "models"
-    folder = home / f"{name}-{file_sha256(source)[:16]}-{_CONVERTER}"
+    folder = home / name
     if cached.is_intact(folder):
         return folder
     with disk_errors(home):
@@ -164,8 +178,7 @@ def converted(name: str, source: Path, convert: Callable[[Path, Path], None]) ->
             cached.remove(folder)
             work.mkdir()
             try:
-                convert(source, work)
-                known = hashes_of(work)
+                known = make(work)
                 fsync(work)
                 cached.put(work, folder, known)
                 for file, digest in known.items():

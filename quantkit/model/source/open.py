@@ -30,7 +30,8 @@ from quantkit.kinds import Kind
 from quantkit.lazy import torch
 from quantkit.model.sight import demand_no_adapter, no_config, not_a_folder
 from quantkit.model.source import converted, pretrained
-from quantkit.model.source.alias import ALIASES, demand_no_graph, materialize, unknown_model
+from quantkit.model.source.adapter import Adapter
+from quantkit.model.source.alias import ALIASES, demand_no_graph, made_once, materialize, unknown_model
 from quantkit.model.source.alias import converted as converted_once
 from quantkit.model.source.files import (
     PATTERNS,
@@ -43,7 +44,15 @@ from quantkit.model.source.files import (
     source_changed,
 )
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
-from quantkit.model.source.weights import Weights, checked_file, disk_errors, strict_json
+from quantkit.model.source.weights import (
+    INDEX,
+    Weights,
+    checked_file,
+    disk_errors,
+    strict_json,
+    write_json,
+    write_safetensors,
+)
 from quantkit.model.structure.kinds import class_name, cut_config, kind_of, native_class, unknown_architecture
 
 if TYPE_CHECKING:
@@ -81,6 +90,8 @@ class Source:
         trust_remote_code: True if its own code may run.
         architecture: name of its class.
         untied: True if head and embedding are two tensors, whatever the config states; see `untied`.
+        adapters: adapters that are merged into the weights, in their order.
+        base: model before the adapters; None without any.
     """
 
     ref: str
@@ -96,6 +107,8 @@ class Source:
     trust_remote_code: bool = False
     architecture: str = ""
     untied: bool = False
+    adapters: tuple[Adapter, ...] = ()
+    base: Source | None = None
 
     @property
     def sha256(self) -> str:
@@ -104,8 +117,10 @@ class Source:
 
     def demand_unchanged(self) -> None:
         """Raise InputError `source-changed` if a file has changed since the model was opened."""
+        base = self.base or self
         try:
-            same = not self.sha256 or identity(self.path, self.weights, self.trust_remote_code) == self.sha256
+            same = not base.sha256 or identity(self.path, self.weights, self.trust_remote_code) == base.sha256
+            same = same and all(adapter.identity() == adapter.sha256 for adapter in self.adapters)
         except OSError:
             same = False
         if not same:
@@ -114,6 +129,36 @@ class Source:
     def files(self) -> list[Path]:
         """List the files of its hash: config, weights and tokenizer files, enough to open it elsewhere."""
         return [self.path / name for name in files_of(self.path, self.weights, self.trust_remote_code)]
+
+    def in_files(self) -> Source:
+        """Return the same model as files that another program reads: itself; with adapters a copy in the cache.
+
+        The copy is written tensor by tensor at the first use. Raises as `disk_errors`.
+        """
+        if not self.adapters:
+            return self
+        return replace(self, path=made_once(f"{self.name}-{self.sha256[:16]}-merged", self._write))
+
+    def _write(self, folder: Path) -> dict[str, str]:
+        """Write all files with the merged weights into an empty folder, and return the hashes of the shards."""
+        hashes: dict[str, str] = {}
+        names: dict[str, str] = {}
+        for shard in self.weights.shards:
+            inside = [entry for entry in self.weights.entries.values() if entry.shard == shard]
+            names |= {entry.name: shard for entry in inside}
+            headers = [(entry.name, entry.dtype, entry.shape) for entry in inside]
+            hashes[shard] = write_safetensors(folder / shard, headers, self.weights.read)
+        for file in self.files():
+            place = folder / file.relative_to(self.path)
+            if file.name == "config.json" and place.parent == folder:
+                config = {key: value for key, value in self.config.items() if key not in _QUANTIZED_KEYS}
+                write_json(place, config)
+            elif file.name == INDEX and place.parent == folder:
+                write_json(place, {"metadata": {"total_size": self.weights.total_bytes()}, "weight_map": names})
+            elif file.name not in self.weights.shards or place.parent != folder:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, place)
+        return hashes
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the folder's tokenizer. Raises `tokenizer-missing`, `tokenizer-damaged`."""
@@ -146,7 +191,12 @@ class Source:
         if blocks is not None:
             cut_config(config, blocks)
         options = {"config": config, "dtype": torch.float32, **(placed or {})}
-        model: PreTrainedModel = pretrained.network(model_class, self.path, trust=self.trust_remote_code, **options)
+        folder: Path | None = self.path
+        if self.adapters:
+            folder, options["state_dict"] = None, self.weights.unread()
+            vars(config).pop("quantization_config", None)
+            config.tie_word_embeddings = config.tie_word_embeddings and not self.untied
+        model: PreTrainedModel = pretrained.network(model_class, folder, trust=self.trust_remote_code, **options)
         return in_float32(model).eval().requires_grad_(False)
 
     def can_be_cut(self, blocks: int) -> bool:
@@ -215,7 +265,7 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
     notes: list[str] = []
     place: Path | None = None
     if ref.startswith("hf:"):
-        path, full = _from_hub(ref, trust_remote_code is not False), ref
+        path, full = from_hub(ref, trust_remote_code is not False), ref
         name = ref[3:].split("@", maxsplit=1)[0].rpartition("/")[2]
     elif is_path(ref):
         place = path = _from_path(ref)
@@ -428,7 +478,8 @@ def _from_path(ref: str) -> Path:
     return path
 
 
-def _from_hub(ref: str, trust: bool) -> Path:
+def from_hub(ref: str, trust: bool) -> Path:
+    """Download a folder of the hub into its own cache; `trust` takes its code too."""
     from huggingface_hub import errors, snapshot_download
 
     repository, _, revision = ref[3:].partition("@")

@@ -175,6 +175,10 @@ class Weights:
         self.magnitudes[entry.place] = value
         return value
 
+    def unread(self) -> dict[str, UnreadTensor]:
+        """Return every tensor in the form in which transformers takes an unread state dict."""
+        return {name: UnreadTensor(self, name) for name in self.entries}
+
     def hashed(self, shard: str) -> str:
         """Hash a file, and look at its tensors in the same pass; for weights as opened."""
         entries = sorted((one for one in self.entries.values() if one.shard == shard), key=lambda one: one.start)
@@ -237,6 +241,17 @@ class Weights:
     def total_bytes(self) -> int:
         """Return the bytes of all tensors, without the headers."""
         return sum(entry.bytes for entry in self.entries.values())
+
+
+@dataclass(frozen=True)
+class UnreadTensor:
+    """A tensor that is read by `tensor[...]`, as a slice of safetensors is."""
+
+    weights: Weights
+    name: str
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return self.weights.read(self.name)
 
 
 def checked_file(folder: Path, name: str) -> Path:

@@ -168,6 +168,21 @@ def _check_unused(unused: Mapping[str, str], skeleton: PreTrainedModel) -> None:
             raise InputError("weights-unexpected", file, value, rule, remedy)
 
 
+def drafts(skeleton: PreTrainedModel, file: str) -> bool:
+    """Tell whether a tensor without a parameter belongs to a head that drafts tokens (multi-token prediction)."""
+    from torch import nn
+
+    if "mtp" in file.split("."):
+        return True
+    count = getattr(skeleton.config, "num_nextn_predict_layers", 0)
+    for path, module in skeleton.named_modules():
+        if isinstance(module, nn.ModuleList) and isinstance(count, int):
+            place = re.search(rf"(^|\.){re.escape(path.rpartition('.')[2])}\.(\d{{1,9}})\.", file)
+            if place and len(module) <= int(place[2]) < len(module) + count:
+                return True
+    return False
+
+
 def _number(name: str, path: str) -> int:
     """Return the number of a tensor's block in a list; -1 for none."""
     number = name.removeprefix(f"{path}.").partition(".")[0] if name.startswith(f"{path}.") else ""

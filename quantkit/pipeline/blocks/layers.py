@@ -20,6 +20,7 @@ from quantkit.exporters import LayerSpec
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale
 from quantkit.model.structure import experts
+from quantkit.model.structure.names import drafts
 from quantkit.model.structure.traced import is_linear, weight_of
 from quantkit.passes import NOTE
 from quantkit.planning.assigned import (
@@ -70,8 +71,11 @@ def account(
         users.setdefault(file, []).append(name)
     sums: dict[_Fate, list[tuple[str, int]]] = {}
     for file, entry in stream.source.weights.entries.items():
-        fate = _Fate("unused", f"{stream.source.architecture} has no such parameter", False, False)
         names = users.get(file, [])
+        reason = f"{stream.source.architecture} has no such parameter"
+        if not names and drafts(stream.skeleton, file):  # type: ignore[arg-type]
+            reason = "it drafts tokens (multi-token prediction), and is carried in floats"
+        fate = _Fate("unused", reason, False, False)
         owners = {name.rpartition(".")[0]: name for name in reversed(names)}
         wanted = [owner for owner in owners if owner in quantized or (head and owner == stream.head)]
         # of a tensor that several parameters share, the one that the recipe is about; else the embedding

@@ -133,14 +133,15 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
 
     Raises InputError: anything that would make it fail later.
     """
-    from quantkit.model.source.open import open_model
+    from quantkit.model.source.merged import open_merged
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.model.structure.names import obstacles
     from quantkit.model.structure.traced import has_interface
     from quantkit.pipeline.blocks.work import PassRun, check_order, looks_at_data
 
     recipe = request.recipe
-    source = open_model(request.model, trust_remote_code=request.trust_remote_code, hashed=whole)
+    trusted = request.trust_remote_code
+    source = open_merged(request.model, request.adapters, trust_remote_code=trusted, hashed=whole)
     _demand_purpose(request, source)
     request = with_own_runtime(request, source.kind)
     added = len(request.recipe.export) > len(recipe.export)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import machine
 from quantkit.bundle import (
+    AdapterEntry,
     Bundle,
     CalibrationEntry,
     Decision,
@@ -83,7 +84,14 @@ class TransformerSubject(Subject):
     def entries(self) -> tuple[ModelEntry, CalibrationEntry | None]:
         """See `Subject`."""
         source, seen = self.prepared.source, self.prepared.calibration
-        origin = SourceEntry(ref=source.ref, sha256=source.sha256, dtype=source.dtype, was=source.was)
+        origin = SourceEntry(
+            ref=source.ref,
+            sha256=source.sha256,
+            dtype=source.dtype,
+            was=source.was,
+            base=source.base.sha256 if source.base else None,
+            adapters=[AdapterEntry.model_validate(adapter.about()) for adapter in source.adapters],
+        )
         model = ModelEntry(name=source.name, kind=source.kind, source=origin)
         if seen is None:
             return model, None

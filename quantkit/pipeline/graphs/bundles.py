@@ -133,6 +133,12 @@ def float_file(bundle: Bundle, baseline: str | None) -> tuple[Path, Alias | None
 
 def baseline_needed(source: SourceEntry) -> InputError:
     """Make the error `baseline-needed`, for an original that has moved or was never opened here."""
+    if source.adapters:
+        model, parts = source.ref.removeprefix("path:"), [adapter.ref.partition(":")[2] for adapter in source.adapters]
+        value = f"the bundle was made from {model!r} with the adapter {' and '.join(parts)}; one is gone or has changed"
+        rule = "a bundle does not hold its original"
+        remedy = "compile both again with --recipe float, and give that bundle"
+        return InputError("baseline-needed", where="--baseline", value=value, rule=rule, remedy=remedy)
     name, path = source.ref.removeprefix("path:"), next(iter(remembered(source.sha256)), None)
     value = f"the bundle was made from {name!r}, which {'has changed' if path else 'is at no known place'}"
     rule = "a bundle holds neither its original nor the path of it"

@@ -334,6 +334,7 @@ def _facts(manifest: Manifest, rows: Sequence[Row]) -> list[tuple[str, str]]:
     source, seen = manifest.model.source, manifest.calibration
     hashed = {True: "sha256 of its token ids", False: "sha256 of its items"}
     facts = [("source", f"{source.ref}, {source.dtype}{f', converted from {source.was}' if source.was else ''}")]
+    facts += [("adapter", figures.adapter(entry)) for entry in source.adapters]
     facts.append(("sha256 of the source", source.sha256))
     if seen is not None:
         facts += [("calibrated on", figures.calibrated(seen)), (hashed[seen.tokens > 0], seen.ids_sha256)]

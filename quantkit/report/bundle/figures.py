@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quantkit.bundle import Check, Decision, Manifest, PromptVerdict, WeightsEntry
+from quantkit.bundle import AdapterEntry, Check, Decision, Manifest, PromptVerdict, WeightsEntry
 from quantkit.bundle.manifest import CalibrationEntry
 from quantkit.errors import MissingDependency
 from quantkit.measurement.accuracy.outputs import NOTHING
@@ -503,6 +503,13 @@ def origin(manifest: Manifest) -> str:
     """Name the source: `org/name` for a hub model, else the model's name."""
     ref = manifest.model.source.ref
     return ref.removeprefix("hf:").split("@", maxsplit=1)[0] if ref.startswith("hf:") else manifest.model.name
+
+
+def adapter(entry: AdapterEntry) -> str:
+    """Describe a merged adapter: `path:french, LoRA, rank 8, alpha 16, 24 weights, sha256 …`."""
+    ranks = f"rank {' and '.join(map(str, entry.ranks))}, alpha {entry.alpha:g}" if entry.ranks and entry.alpha else ""
+    replaced = f"{entry.replaced} tensors replaced" if entry.replaced else ""
+    return words.joined(entry.ref, entry.kind, ranks, f"{entry.weights} weights", replaced, f"sha256 {entry.sha256}")
 
 
 def schemes(manifest: Manifest) -> list[tuple[int, str]]:

@@ -56,7 +56,8 @@ _AS_NAMED = Files()
 
 def here(manifest: Manifest, model: str | None = None, calibration: str | None = None) -> Files:
     """Return the places on this machine: those typed, else what the cache knows of the model."""
-    place = next(iter(remembered(manifest.model.source.sha256)), None)
+    source = manifest.model.source
+    place = next(iter(remembered(source.base or source.sha256)), None)
     return Files(model or (near(place) if place else None), calibration, place is not None)
 
 
@@ -188,7 +189,9 @@ def _measured(manifest: Manifest, place: str, runtime: str, files: Files = _AS_N
 def against(manifest: Manifest, files: Files = _AS_NAMED) -> list[str]:
     """Return the options of `measure` for files outside the bundle: the model, and the scoring set of a graph."""
     kind, _, name = manifest.model.source.ref.partition(":")
-    baseline = [f"--baseline {shlex.quote(files.model or f'./{name}')}"] if kind == _PATH and not files.known else []
+    adapters = manifest.model.source.adapters
+    gone = kind == _PATH and not files.known and not adapters
+    baseline = [f"--baseline {shlex.quote(files.model or f'./{name}')}"] if gone else []
     graph = manifest.model.kind == "network" or kind == _MODULE or name.lower().endswith(".onnx")
     return [*baseline, *(_calibration(manifest, files) if graph else [])]
 
@@ -237,6 +240,8 @@ def again(manifest: Manifest) -> Code:
     """Return the command to compile the bundle again; files, folders and modules are named without their places."""
     kind, _, rest = manifest.model.source.ref.partition(":")
     files, code = _calibration(manifest, _AS_NAMED), bool(_files_of_code(manifest))
+    adapters = (adapter.ref for adapter in manifest.model.source.adapters)
+    files += [f"--adapter {shlex.quote(ref.replace(f'{_PATH}:', './', 1))}" for ref in adapters]
     if kind == _MODULE:
         calibration = "".join(f", calibration={file.partition(' ')[2]!r}" for file in files)
         lines = ["import quantkit", "", f"module = ...  # a {rest}, and what it is called with: [n, ...] each"]
