@@ -40,7 +40,9 @@ class LayerSpec:
         padded: linears with a padded last group.
         tied: head that shares its weight with the embedding.
         shapes: linear -> [N, K]; empty if unknown.
-        merged: linears of experts, which transformers merges while it loads them.
+        merged: linears of experts.
+        ruled: those of them that transformers merges while it loads them.
+        apart: module of experts -> libraries with which transformers loads its linears one by one.
         partly: whether calibration may leave some experts in high precision.
         activations: linear -> scheme of its input.
         obstacles: parts of the model that transformers would not load packed.
@@ -64,6 +66,8 @@ class LayerSpec:
     largest: Mapping[str, float] = field(default_factory=dict)
     stacked: Collection[str] = ()
     untraced: str = ""
+    ruled: Collection[str] = ()
+    apart: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     def demand_graph(self, export: str) -> None:
         """Refuse a model beyond a single graph.

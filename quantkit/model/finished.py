@@ -7,7 +7,7 @@ packed checkpoint, as one set of tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from quantkit.formats.base.activation import InputScale, Moved
 from quantkit.model import layouts
 from quantkit.model.device import put
 from quantkit.model.layouts import Layout
-from quantkit.model.source.weights import TensorEntry, Weights, write_tensors
+from quantkit.model.source.weights import TensorEntry, Weights, dtype_name, write_headers
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
 # a linear's tensors are stored as NAME::FIELD; a name without field is a parameter
@@ -43,7 +43,26 @@ def save(
     cache: tuple[str, InputScale, InputScale] | None = None,
 ) -> str:
     """Write one block's results, and return the file's sha256; a commit syncs the file. Arguments as for `flat`."""
-    return write_tensors(path, flat(tensors, changed, inputs, cache))
+    stored = _stored(tensors, changed, inputs, cache)
+    headers = [(name, *_header(value)) for name, value in stored.items()]
+    return write_headers(path, headers, lambda name: _made(stored[name]))
+
+
+@dataclass(frozen=True)
+class _Halved:
+    """Codes that are stored two to a byte, joined only as they are written."""
+
+    codes: Tensor
+
+
+def _header(value: Tensor | _Halved) -> tuple[str, tuple[int, ...]]:
+    if isinstance(value, _Halved):
+        return "U8", (len(value.codes) // 2, *value.codes.shape[1:])
+    return dtype_name(value.dtype), tuple(value.shape)
+
+
+def _made(value: Tensor | _Halved) -> Tensor:
+    return _joined(value.codes) if isinstance(value, _Halved) else value
 
 
 def flat(
@@ -62,7 +81,16 @@ def flat(
         inputs: linear -> fixed scale of its input.
         cache: name of the block, fixed scales of its keys and of its values.
     """
-    stored: dict[str, Tensor | None] = dict(changed)
+    return {name: _made(value) for name, value in _stored(tensors, changed, inputs, cache).items()}
+
+
+def _stored(
+    tensors: Mapping[str, QuantTensor],
+    changed: Mapping[str, Tensor],
+    inputs: Mapping[str, InputScale] | None,
+    cache: tuple[str, InputScale, InputScale] | None,
+) -> dict[str, Tensor | _Halved]:
+    stored: dict[str, Tensor | _Halved | None] = dict(changed)
     for name, tensor in tensors.items():
         parts = {field: getattr(tensor, field) for field in _FIELDS}
         for part, kind in _PARTS.items():
@@ -75,7 +103,7 @@ def flat(
         if is_halved(tensor.scheme) and tensor.offset is None and len(tensor.codes) % 2 == 0:
             signed = tensor.codes.dtype == torch.int8
             stored[name + _MARK + _CODES] = None
-            stored[name + _MARK + _JOINED[signed]] = _joined(tensor.codes)
+            stored[name + _MARK + _JOINED[signed]] = _Halved(tensor.codes)
     fixed = {name + _MARK + _INPUT: scale for name, scale in (inputs or {}).items()}
     if cache is not None:
         fixed |= {cache[0] + _MARK + _KEYS: cache[1], cache[0] + _MARK + _VALUES: cache[2]}
@@ -226,7 +254,7 @@ class DenseWeights(Weights):
         entries: dict[str, TensorEntry] = {name: entry for name, entry in stored.entries.items() if name not in parts}
         for dense, prefix in packed.items():
             codes, shape = stored.entries[prefix + layout.codes], layout.shape(prefix, stored.read)
-            entries[dense] = replace(codes, name=dense, dtype="F32", shape=shape)
+            entries[dense] = TensorEntry(dense, "F32", shape, codes.shard, codes.start, codes.end)
         expansion = layout.expansion(config, getattr(torch, dtype))
 
         def expand(prefix: str, _: tuple[int, ...], device: torch.device | None) -> Tensor:

@@ -166,7 +166,14 @@ def _check_formats(schemes: Schemes) -> None:
 
 def _keeps(recipe: Recipe, name: str) -> str | None:
     """Return the glob of a recipe's `keep` for a layer."""
-    return next((glob for glob in recipe.keep if glob not in ROLES and fnmatchcase(name, glob)), None)
+    globs = (glob for glob in recipe.keep if glob not in ROLES)
+    return next((glob for glob in globs if any(fnmatchcase(one, glob) for one in _with_module(name))), None)
+
+
+def _with_module(name: str) -> list[str]:
+    """Return the names of a linear for `keep`: of an expert's, also the module of all experts."""
+    before, inside, _ = name.rpartition(".experts.")
+    return [name, f"{before}.experts"] if inside else [name]
 
 
 def _check_globs(recipe: Recipe, shapes: Shapes, apart: Collection[str]) -> None:
@@ -176,7 +183,8 @@ def _check_globs(recipe: Recipe, shapes: Shapes, apart: Collection[str]) -> None
     asked = [("override-unmatched", "overrides", glob) for glob in globs if glob not in anyway]
     asked += [("keep-unmatched", "keep", glob) for glob in recipe.keep if glob not in ROLES]
     for code, where, glob in asked:
-        if not any(fnmatchcase(name, glob) for name in (*shapes, *(apart if where == "keep" else ()))):
+        names = shapes if where == "overrides" else {one for name in (*shapes, *apart) for one in _with_module(name)}
+        if not any(fnmatchcase(name, glob) for name in names):
             like = f"layers have names like {next(iter(shapes), 'none')!r}"
             remedy = "take lm_head out of `keep`" if glob == HEAD else like
             raise InputError(code, where, f"{glob!r} matches no layer", "every glob matches a layer", remedy)

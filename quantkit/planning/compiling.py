@@ -6,8 +6,8 @@ Time is not predicted here: a compile measures its first block and multiplies. P
 
     prove      the model in plain transformers, whole or up to a size that fits anyway
     begin      embeddings and head, and the hidden states before the first block
-    quantize   a block with its widest solve, hidden states in and out, the other inputs of blocks, the activations of
-               one forward
+    quantize   a block with its widest solve, without experts that lie in files; hidden states in and out, the other
+               inputs of blocks, the activations of one forward
     check      for a checkpoint a few blocks twice; for a graph its session, and one block of the reference
     score      both heads, both models' hidden states, a few positions of logits; for a graph its session
     confirm    the original and its export, one after the other, whole; left out for large models
@@ -35,7 +35,7 @@ from quantkit.exporters import load_exporter
 from quantkit.formats import is_halved, load_format, stored_bits
 from quantkit.model.layouts import load_layout
 from quantkit.model.layouts import names as layout_names
-from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
+from quantkit.model.sizes.architecture import EXPERTS_IN_MEMORY, Architecture, BlockShapes, Matrix
 from quantkit.model.sizes.storage import table_bytes
 from quantkit.passes import pass_of
 from quantkit.planning.assigned import assign_sizes
@@ -79,7 +79,7 @@ class Disk:
     Args:
         bundle: the bundle itself.
         work: files beside the bundle while it is built: codes and hidden states.
-        cache: files in the user's cache: the float model as a graph, if speed is measured.
+        cache: files in the user's cache: the float model as a graph, if speed is measured; experts in files.
     """
 
     bundle: float
@@ -198,8 +198,8 @@ class CompileSpec:
 
     @property
     def block(self) -> float:
-        """Bytes of the largest block in 32-bit floats."""
-        return 4.0 * max((elements(layer.matrices) for layer in self.architecture.layers), default=0.0)
+        """Bytes of the largest block in 32-bit floats, without experts in files."""
+        return 4.0 * max((elements(in_memory(layer.matrices)) for layer in self.architecture.layers), default=0.0)
 
     @property
     def ends(self) -> float:
@@ -314,6 +314,13 @@ def elements(matrices: Sequence[Matrix]) -> float:
     return float(sum(matrix.count * matrix.N * matrix.K for matrix in matrices))
 
 
+def in_memory(matrices: Sequence[Matrix]) -> list[Matrix]:
+    """Return the linears of a layer that are in memory together: without experts in files."""
+    experts = [matrix for matrix in matrices if matrix.count > 1]
+    apart = 4 * elements(experts) > EXPERTS_IN_MEMORY
+    return [matrix for matrix in matrices if not apart or matrix not in experts]
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -405,7 +412,7 @@ def _quantizing(spec: CompileSpec) -> dict[str, float]:
     hidden = 4.0 * spec.tokens * model.hidden
     kept = sum(group[0].active * group[0].K for group in groups) if spec.corrected else 0
     return {
-        "weights": 4.0 * elements(layer.matrices) * (2 if spec.corrected else 1),
+        "weights": 4.0 * elements(in_memory(layer.matrices)) * (2 if spec.corrected else 1),
         "solve": 4.0 * sum(matrix.N for matrix in widest) * widest[0].K if spec.solving else 0.0,
         "hessian": 4.0 * widest[0].K ** 2 if spec.solving else 0.0,
         "hidden": 0.0 if hidden > _ON_DISK else hidden * (2 if spec.corrected else 1),
@@ -490,9 +497,11 @@ def disk(spec: CompileSpec) -> Disk:
         bundle += _ITEM * spec.scored if what != "engine" else 0.0
         bundle += _LAYER * len(model.layers) if what in ("graph", "engine") else 0.0
     hidden = 4.0 * (1 + spec.corrected) * spec.tokens * model.hidden
-    cache = 0.0
+    # weights before and after, and codes of a byte
+    beside = (elements(layer.matrices) - elements(in_memory(layer.matrices)) for layer in model.layers)
+    cache = 9.0 * max(beside, default=0.0)
     if spec.timed and spec.baseline:  # a single file has 16-bit floats
-        cache = (2.0 if _timed_as(spec) == "file" else 4.0) * model.parameters
+        cache += (2.0 if _timed_as(spec) == "file" else 4.0) * model.parameters
     return Disk(bundle, _packed_bytes(spec, work=True) + 2 * hidden, cache)
 
 

@@ -70,6 +70,8 @@ def written(model: str, folder: Path, layout: str, dtype: torch.dtype = torch.fl
     source = open_model(str(folder))
     stream = StreamedModel(source)
     plain = {"schema": 1, "name": "x", "summary": "x", "passes": ["rtn"], "export": ["checkpoint"], "keep": ["lm_head"]}
+    if model in ("granite", "gpt-oss"):  # transformers has these experts in one tensor, and packs none of them
+        plain["keep"] = ["lm_head", "*.experts"]
     recipe = Recipe.model_validate({**plain, "scheme": {"weights": FORMS[layout]}, **changes})
     layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head)
     values: Any = SimpleNamespace(original=stream, finished=Decided(dict(layers.schemes)))

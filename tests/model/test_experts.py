@@ -1,6 +1,7 @@
 """Experts as linears: equal to transformers' merged ones, found by structure, with the names that the files have."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,24 +46,41 @@ def test_the_model_computes_what_it_did(name: str, tmp_path: Path) -> None:
     assert experts.prove(layer) < 1e-13
 
 
+class Twice(nn.Linear):
+    """A linear with another result than its weight's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
 def test_a_proof_fails_where_the_linears_are_not_what_was_merged(tmp_path: Path) -> None:
     _, streamed = stream("mixtral", tmp_path)
     block = streamed.load(0)
     experts.demand_equal(block, "model.layers.0")
     (layer,) = experts.found_in(block).values()
-    layer.get_submodule("1").first.reverse()  # type: ignore[union-attr, operator]
+    layer.get_submodule("1.w1").__class__ = Twice
     with pytest.raises(InputError, match=r"architecture-unsupported.*differ by"):
         experts.demand_equal(block, "model.layers.0")
 
 
-def test_what_has_biases_or_no_rule_is_left_as_it_is() -> None:
-    layer = nn.Module()
-    layer.up, layer.down = (nn.Parameter(torch.zeros(2, 4, 4)) for _ in range(2))
+class Odd(nn.Module):
+    """Experts whose matrices are added up before the product: no linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.zeros(2, 4, 4)) for _ in range(2))
+
+    def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return hidden_states @ (self.up + self.down)[0]
+
+
+def test_a_forward_that_is_not_understood_is_left_as_it_is() -> None:
     model = nn.Module()
-    model.experts = layer
+    model.experts = Odd()
+    model.config = SimpleNamespace(num_experts=2)  # type: ignore[assignment]
     experts.split(model, [])
-    assert model.experts is layer
-    assert experts.is_merged(layer)
+    assert type(model.experts) is Odd
+    assert experts.is_merged(model.experts)
     assert not experts.is_merged(nn.Conv1d(2, 2, 3))
 
 

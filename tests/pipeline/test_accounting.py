@@ -37,8 +37,14 @@ def test_all_elements_of_the_files_are_counted_once(tmp_path: Path) -> None:
         assert sum(entry.tensors for entry in entries) == len(stored)
 
 
+@pytest.fixture
+def unsplit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave merged experts as they are, as those whose forward is not understood."""
+    monkeypatch.setattr("quantkit.model.structure.experts.split", lambda *_: None)
+
+
+@pytest.mark.usefixtures("unsplit")
 def test_experts_that_are_no_linears_are_a_warning_and_an_error_under_strict(tmp_path: Path) -> None:
-    """DBRX keeps its experts in parameters of two dimensions, which no pass sees."""
     stream = stream_of("DbrxForCausalLM", tmp_path)
     entries = account(stream, linears(stream) - routers(stream.skeleton), [], head=False)
     share = left_in_floats(entries, unasked=True)
@@ -51,6 +57,7 @@ def test_experts_that_are_no_linears_are_a_warning_and_an_error_under_strict(tmp
         refuse([taken])
 
 
+@pytest.mark.usefixtures("unsplit")
 @pytest.mark.parametrize(
     ("name", "glob"),
     [("GptOssForCausalLM", None), ("GraniteMoeForCausalLM", None), ("DbrxForCausalLM", "*.experts.mlp")],
@@ -71,6 +78,18 @@ def test_experts_that_keep_names_are_asked_for(name: str, glob: str | None, tmp_
     refuse(taken(glob or caught.value.remedy.split("'")[1]))
     with pytest.raises(InputError, match="keep-unmatched"):
         taken("*.no_such")
+
+
+def test_a_glob_of_the_module_keeps_all_its_experts(tmp_path: Path) -> None:
+    stream = stream_of("GptOssForCausalLM", tmp_path)
+    weights = {"format": "int8", "granularity": "channel"}
+    asked = {"summary": "a", "scheme": {"weights": weights}, "passes": [{"rtn": {}}], "keep": ["lm_head", "*.experts"]}
+    layers = lay_out(
+        Recipe.from_dict({"schema": 1, **asked}, name="a"), stream.skeleton, stream.block_names, stream.source.dtype
+    )
+    assert layers.merged and not any(name in layers.schemes for name in layers.merged)
+    assert {taken.code for taken in layers.decisions if ".experts." in taken.where} == {"kept-as-asked"}
+    assert not about(account(stream, layers.schemes, layers.decisions, head=False))
 
 
 def test_routers_of_any_name_stay(tmp_path: Path) -> None:

@@ -67,6 +67,13 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         "Qwen2MoeForCausalLM",
         {"num_experts": 8, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "mlp_only_layers": [0]},
     ),
+    ("granitemoe", "GraniteMoeForCausalLM", {"num_local_experts": 4, "attention_bias": True}),
+    ("gpt_oss", "GptOssForCausalLM", {"num_local_experts": 4, "head_dim": 16, "num_experts_per_tok": 2}),
+    (
+        "llama4_text",
+        "Llama4ForCausalLM",
+        {"num_local_experts": 4, "head_dim": 16, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 112},
+    ),
     ("bert", "BertModel", {}),
     ("bert", "BertForMaskedLM", {}),
     ("bert", "BertForPreTraining", {"tie_word_embeddings": False}),
@@ -113,7 +120,7 @@ def linears(model: Any) -> dict[str, tuple[int, int]]:
     return {
         name: (each.weight.shape[0], each.weight.shape[1])
         for name, each in found.items()
-        if any(part.isdigit() for part in name.split(".")) and not name.endswith("shared_expert_gate")  # a router
+        if any(part.isdigit() for part in name.split(".")) and not name.endswith(("shared_expert_gate", "router"))
     }
 
 

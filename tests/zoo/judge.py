@@ -245,7 +245,11 @@ def linears(folder: Path) -> int:
     # tables that are no `nn.Embedding`: the classes that hold them say what they are
     tables = [each for each in model.modules() if type(each).__name__.endswith("Embedding")]
     others |= {id(value) for each in tables for value in each.parameters(recurse=False)}
-    found = {id(each): each.numel() for each in model.parameters() if each.dim() > 1 and id(each) not in others}
+    found = {
+        id(each): each.numel()
+        for name, each in model.named_parameters()
+        if each.dim() > 1 and id(each) not in others and not name.endswith("bias")
+    }
     return sum(found.values())
 
 

@@ -96,7 +96,7 @@ def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
 def _works(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:
     yield (
         "\nA share after a name is the part of its linear weights that the recipe quantized, if below "
-        f"{_WHOLE:.0%}. The rest is in\nmatrices that belong to no linear, mostly of experts, or in linears whose "
+        f"{_WHOLE:.0%}. The rest is in\nmatrices that belong to no linear, or in linears whose "
         "inputs no group divides. Every compile\nsays so.\n"
     )
     for table in dict.fromkeys(row["table"] for row in rows):

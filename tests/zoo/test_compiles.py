@@ -40,11 +40,19 @@ def test_a_graph_of_a_masked_language_model_gives_its_hidden_states(tmp_path: Pa
 
 
 def test_what_stays_in_floats_is_said() -> None:
-    """DBRX keeps its experts in matrices of two dimensions, in which no linear is found."""
-    found = judge.whole_compile(shrink.named("DbrxForCausalLM"))
+    """XLNet multiplies by matrices that belong to no linear."""
+    found = judge.whole_compile(shrink.named("XLNetLMHeadModel"))
     assert found.verdict == "right", found
     assert found.share is not None
     assert found.share < 0.5
+
+
+@pytest.mark.parametrize("name", beside(["DbrxForCausalLM"], ["DbrxForCausalLM", "GptOssForCausalLM"]))
+def test_merged_experts_are_quantized(name: str) -> None:
+    found = judge.whole_compile(shrink.named(name))
+    assert found.verdict == "right", found
+    assert found.share is not None
+    assert found.share > 0.95
 
 
 def test_an_image_model_is_refused() -> None:

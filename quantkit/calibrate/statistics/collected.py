@@ -363,15 +363,27 @@ def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[st
         path: torch.zeros(len(experts), dtype=torch.int64, device=calls.device) for path, experts in layers.items()
     }
 
-    def note(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def note(path: str) -> Hook:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            counts[path] += torch.bincount(args[1].flatten(), minlength=len(counts[path]))
+            counts[path] += torch.bincount(args[1].flatten(), minlength=len(counts[path]))[: len(counts[path])]
             if len(layers) == 1:
                 raise _Counted
 
         return hook
 
-    with hooked(experts.register_forward_pre_hook(note(path)) for path, experts in layers.items()):
+    def reached(path: str, number: int) -> Hook:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            # inputs of zeros stand for tokens of other experts
+            counts[path][number] += args[0].reshape(-1, args[0].shape[-1]).any(dim=-1).sum()
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(note(path)) for path, layer in layers.items() if layer.routed]
+    for path, layer in layers.items():
+        for number in range(0 if layer.routed else len(layer)):
+            first = next(layer.get_submodule(str(number)).children())
+            hooks.append(first.register_forward_pre_hook(reached(path, number)))
+    with hooked(hooks):
         for number, part in enumerate(calls.chunks(hidden)):
             with suppress(_Counted):
                 calls.run(block, stage, part, number)
@@ -379,7 +391,10 @@ def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[st
 
 
 def force(block: nn.Module, names: list[str]) -> None:
-    """Run these experts of a block on every token from now on, for observers of their inputs."""
+    """Run these experts of a block on every token from now on, for observers of their inputs.
+
+    Experts whose forward does not take the experts of each token stay as they are.
+    """
     for path, experts in found_in(block).items():
         numbers = [name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")]
         experts.forced = frozenset(int(number) for number in numbers)

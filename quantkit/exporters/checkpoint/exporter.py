@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
 
@@ -21,7 +21,7 @@ from quantkit.exporters import Exporter, LayerSpec, Trial, unheld
 from quantkit.exporters.checkpoint import reload
 from quantkit.exporters.checkpoint.writer import Writer, torn
 from quantkit.model import layouts, run_time
-from quantkit.model.layouts import Layout
+from quantkit.model.layouts import VLLM_ALONE, Layout
 from quantkit.model.sizes.storage import padded
 from quantkit.model.source import converted
 from quantkit.passes import decision
@@ -45,9 +45,11 @@ class CheckpointOptions(Closed):
 
     Args:
         layout: name in `quantkit/model/layouts`, or `dense`: dequantized, in the source's dtype.
+        readers: `all`: transformers and vLLM load it; `vllm`: it may have packed experts that only vLLM loads.
     """
 
     layout: str = "pack-quantized"
+    readers: Literal["all", "vllm"] = "all"
 
     @field_validator("layout")
     @classmethod
@@ -84,17 +86,30 @@ class Checkpoint(Exporter):
             )
         symmetric = all(scheme.symmetric for scheme in schemes.values())
         run_time.refuse(asked.activations, asked.cache, options.layout if schemes else DENSE, symmetric)
-        for linear in sorted(set(asked.merged) & set(asked.activations))[:1]:
+        libraries = set(layout.libraries) if layout is not None and schemes else set[str]()
+        single = [f"{path}." for path, known in asked.apart.items() if not libraries.isdisjoint(known)]
+        merged = {linear for linear in asked.merged if not linear.startswith(tuple(single))}
+        for linear in sorted(merged & set(asked.activations))[:1]:
             rule = "transformers merges experts while it loads them, and does not quantize their inputs"
             remedy = "add an override for the experts with `activations: null`"
             raise unheld(linear, "belongs to a mixture of experts", rule, remedy)
         if layout is None or not schemes:
             return
-        demand_loadable(options.layout, schemes, asked.merged, asked.partly)
+        demand_loadable(options.layout, schemes, merged & set(asked.ruled), asked.partly)
+        left = sorted(linear for linear in asked.merged if linear not in schemes)
+        if layout.stacks and (left or asked.partly):
+            rule, remedy = "this layout holds all experts of a model, or none", "--set calibration.experts=force"
+            raise unheld(left[0] if left else "calibration.experts", "an expert in high precision", rule, remedy)
         for obstacle in asked.obstacles:
-            if obstacle.hinders(schemes, layout.libraries):
+            # vLLM's names of an expert's linears have no joined gate and up
+            alone = obstacle.merged and not obstacle.where.endswith(".gate_up_proj")
+            spared = (obstacle.merged and layout.stacks) or (alone and options.readers == "vllm")
+            if obstacle.hinders(schemes, layout.libraries) and not spared:
                 override = "an override that leaves it in high precision (weights: null), or "
                 remedy = ("" if obstacle.always else override) + _DENSE
+                if alone:
+                    changed = f"{{layout: {options.layout}, readers: vllm}}"
+                    remedy += f", or for vLLM alone --set 'export=[{{checkpoint: {changed}}}]'"
                 raise unheld(obstacle.where, obstacle.why, "transformers alone must load the checkpoint", remedy)
         for linear, scheme in schemes.items():
             if linear in asked.padded:
@@ -146,6 +161,10 @@ class Checkpoint(Exporter):
                 "transformers expands packed weights as it loads them, and then leaves the cache alone; vLLM does not"
             )
             taken.append(decision("checkpoint", "cache-elsewhere", "scheme.kv_cache", reason))
+        if writer.unread:
+            reason = "transformers has no rule for packed experts of this class, and would leave them at random; "
+            reason += "`verify` tells whether vLLM loads them"
+            taken.append(decision("checkpoint", VLLM_ALONE, writer.unread[0], reason))
         if any(isinstance(entry, converted.ConvertedTensor) for entry in writer.source.weights.entries.values()):
             taken.append(decision("checkpoint", "converted-names", "model/", converted.NOTE))
         if absent := layouts.missing(writer.layout) if writer.layout is not None else []:
@@ -175,10 +194,11 @@ class Checkpoint(Exporter):
         if values is None:
             return reload.check_bundle(Path(bundle), inputs=inputs, blocks=blocks)
         writer = Writer.of(values, (options or CheckpointOptions()).found)
-        names, used = list(writer.source.weights.entries), set(writer.files.values())
-        leftover = [name for name in names if name not in used]
+        used = set(writer.files.values())
+        leftover = [name for name in writer.source.weights.entries if name not in used]
         there = None if values.device is None else (values.device, partial(writer.expected, device=values.device))
-        wanted = reload.Expected(names, writer.expected, writer.layout, writer.packed, leftover, writer.run_time, there)
+        shown = (writer.names, writer.expected, writer.layout, writer.packed, leftover, writer.run_time, there)
+        wanted = reload.Expected(*shown, writer.joined, unread=bool(writer.unread))
         return reload.check(bundle / self.place, wanted, inputs=inputs, blocks=blocks, beside=beside)
 
 

@@ -34,11 +34,11 @@ from quantkit.model import layouts, run_time
 from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.model.layouts import Layout
 from quantkit.model.run_time import RunTime
-from quantkit.model.source import pretrained
+from quantkit.model.source import converted, pretrained
 from quantkit.model.source.open import in_float32, model_class_of, open_written, quiet_loading
 from quantkit.model.source.weights import Weights, strict_json
 from quantkit.model.structure.kinds import cut_config, positions
-from quantkit.model.structure.names import match_names, same
+from quantkit.model.structure.names import match_names, same, unread_experts
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -73,6 +73,13 @@ class Expected:
     run_time: RunTime = field(default_factory=RunTime)  # quantization of inputs and cache at run time
     # device to expand and compare packed linears on, and name -> value there; None: the processor
     there: tuple[torch.device, Callable[[str], torch.Tensor]] | None = None
+    joined: Mapping[str, Sequence[str]] = field(default_factory=dict)  # one of `names` -> its parts in the files
+    unread: bool = False  # whether transformers would not load all of it
+
+    @property
+    def stored(self) -> list[str]:
+        """`names`, with parts in the place of those that the files have in parts."""
+        return [part for name in self.names for part in self.joined.get(name, (name,))]
 
 
 def check(
@@ -84,7 +91,7 @@ def check(
     beside: Answering | None = None,
 ) -> list[Check]:
     """Check a checkpoint; a check runs only if the earlier ones hold. `beside` as for `reload`."""
-    weights = Weights.open(folder)
+    weights = _opened(folder, wanted.layout)
     checks: list[Check] = []
     sizes = {name: 4 * math.prod(entry.shape) for name, entry in weights.entries.items()}
     if wanted.layout is not None:
@@ -97,6 +104,8 @@ def check(
         checks += _stored(weights, wanted.layout, wanted.packed, shapes)
         if all(check.ok for check in checks):
             checks.append(_expanded(folder, weights, wanted.layout, wanted, sizes))
+    if wanted.unread and all(check.ok for check in checks):
+        return [*checks, _tensors(folder, weights, wanted, sizes)]
     loadable = wanted.layout is None or not layouts.missing(wanted.layout)
     if loadable and all(check.ok for check in checks):
         if blocks is None:
@@ -109,10 +118,18 @@ def check(
     return checks
 
 
+def _opened(folder: Path, layout: Layout | None) -> Weights:
+    """Open the files; a layer's experts that a layout holds in one tensor are seen one by one."""
+    weights = Weights.open(folder)
+    if layout is None or not layout.stacks:
+        return weights
+    return converted.unstacked(weights, open_written(folder).skeleton(), layout.parts)
+
+
 def _tensors(folder: Path, weights: Weights, wanted: Expected, sizes: Mapping[str, int]) -> Check:
     """Make the check `reload.tensors`: all tensors that are not packed; the packed ones were compared before."""
     packed = {f"{prefix}.weight" for prefix in wanted.packed}
-    plain = [name for name in wanted.names if name not in packed]
+    plain = [name for name in wanted.stored if name not in packed]
     missing = [name for name in plain if name not in weights.entries]
     if missing:
         return _judge(APART, None, f"missing {missing[0]}")
@@ -123,6 +140,7 @@ def check_bundle(
     path: Path, *, inputs: Mapping[str, torch.Tensor] | None = None, blocks: int | None = None
 ) -> list[Check]:
     """Check a finished bundle, by its own manifest."""
+    from quantkit.model.structure import experts
     from quantkit.runtimes.torch.reloaded import expanded
 
     bundle = Bundle.load(path)
@@ -139,9 +157,12 @@ def check_bundle(
     if quantization is None or run_time.weights_are_dense(quantization):
         return check(folder, Expected(plain, weights.read, None, {}, plain, how), inputs=inputs, blocks=blocks)
     layout = layouts.of(quantization)
+    weights = _opened(folder, layout)
+    plain = [name for name in weights.entries if not name.endswith(run_time.PARTS)]
     # the manifest has the class's names; files may have others, which the class renames on loading
     dense = expanded(open_written(folder))
-    files = match_names(dense.weights, dense.skeleton())
+    skeleton = dense.skeleton()
+    files = match_names(dense.weights, skeleton)
     stored = {files.get(f"{name}.weight", name).removesuffix(".weight"): scheme for name, scheme in schemes.items()}
     packed = {prefix: _scheme_of(prefix, stored) for prefix in layout.prefixes(weights.entries)}
     parts = {prefix + part for prefix in packed for part in layout.parts}
@@ -154,8 +175,20 @@ def check_bundle(
 
     # other tensors may be unused ones of the source
     plain = [name for name in plain if name not in parts]
-    names = [*plain, *(f"{prefix}.weight" for prefix in packed)]
-    return check(folder, Expected(names, expected, layout, packed, plain, how), inputs=inputs, blocks=blocks)
+    stored_names = [*plain, *(f"{prefix}.weight" for prefix in packed)]
+    joined = experts.joined(skeleton, stored_names)
+    inside, wholes = {part for parts in joined.values() for part in parts}, experts.wholes(skeleton)
+
+    def whole(name: str) -> torch.Tensor:
+        if name not in joined:
+            return expected(name)
+        merged, path, leaf = wholes[name]
+        return merged.whole(leaf, lambda part: expected(f"{path}.{part}"))
+
+    names = [*(name for name in stored_names if name not in inside), *joined]
+    unread = bool(unread_experts(skeleton, layout, packed))
+    wanted = Expected(names, whole, layout, packed, plain, how, None, joined, unread)
+    return check(folder, wanted, inputs=inputs, blocks=blocks)
 
 
 def reload(
@@ -282,7 +315,7 @@ def _expanded(folder: Path, weights: Weights, layout: Layout, wanted: Expected, 
     def read(tensor: str) -> torch.Tensor:
         return expansion.weight(dense[tensor], packed) if tensor in dense else weights.read(tensor)
 
-    tensors, reader = dense if expansion.library else wanted.names, expansion.library or "own_reader"
+    tensors, reader = dense if expansion.library else wanted.stored, expansion.library or "own_reader"
     expected = wanted.read if there is None else there[1]
     # on a GPU one tensor at a time: its memory is less than a block's solve has taken there
     fitting = _fitting(tensors, sizes) if there is None else ([tensor] for tensor in tensors)

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,16 @@ from quantkit.machine import in_order
 from quantkit.model import run_time
 from quantkit.model.layouts import REGEX, Header, Layout
 from quantkit.model.run_time import RunTime
-from quantkit.model.source.weights import INDEX, SINGLE, dtype_name, torch_dtype, write_json, write_safetensors
+from quantkit.model.source.converted import ExpertTensor
+from quantkit.model.source.weights import (
+    INDEX,
+    SINGLE,
+    TensorEntry,
+    dtype_name,
+    torch_dtype,
+    write_json,
+    write_safetensors,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -57,10 +66,13 @@ class Writer:
     stored_as: Layout | None  # layout of quantized linears; None: stored as values
     blocks: Sequence[str] = ()  # names of the skeleton's blocks
     attention: str = ""  # name of the attention in a block; needed only for a quantized cache
+    apart: Collection[str] = ()  # modules of merged experts that are written linear by linear
+    unread: Sequence[str] = ()  # packed linears of experts that transformers would not load
 
     @classmethod
     def of(cls, values: Values, stored_as: Layout | None) -> Writer:
         """Make a writer for a compile's results."""
+        from quantkit.model.structure.names import apart, unread_experts
         from quantkit.model.structure.traced import is_linear, is_transposed
 
         stream, finished = values.original, values.finished
@@ -70,7 +82,12 @@ class Writer:
         embedding = stream.skeleton.get_input_embeddings()  # type: ignore[operator]
         table = next((f"{name}.weight" for name, module in modules.items() if module is embedding), "")
         attention = run_time.attention_of(stream.blocks[0]) if finished.cache is not None else ""
-        return cls(stream.source, finished, stream.files, linears, table, stored_as, stream.block_names, attention)
+        libraries = set(stored_as.libraries) if stored_as is not None and finished.schemes else set[str]()
+        known = apart(stream.skeleton) if libraries else {}  # type: ignore[arg-type]
+        alone = [path for path, others in known.items() if not libraries.isdisjoint(others)]
+        named = (stream.files, linears, table, stored_as, stream.block_names, attention)
+        unread = unread_experts(stream.skeleton, stored_as, finished.schemes) if stored_as is not None else []  # type: ignore[arg-type]
+        return cls(stream.source, finished, *named, alone, unread)
 
     @cached_property
     def run_time(self) -> RunTime:
@@ -110,6 +127,60 @@ class Writer:
         return {self.files[f"{linear}.weight"].removesuffix(".weight"): linear for linear in self.finished.schemes}
 
     @cached_property
+    def wholes(self) -> dict[str, list[ExpertTensor]]:
+        """Tensor of the source -> its parts, for merged experts."""
+        wholes: dict[str, list[ExpertTensor]] = {}
+        for entry in self.source.weights.entries.values():
+            if isinstance(entry, ExpertTensor):
+                wholes.setdefault(entry.whole.name, []).append(entry)
+        return wholes
+
+    @cached_property
+    def merged(self) -> dict[str, list[ExpertTensor]]:
+        """`wholes` for writing as one tensor."""
+        alone = tuple(f"{path}." for path in self.apart)
+        return {
+            name: parts
+            for name, parts in self.wholes.items()
+            if not parts[0].parameter.startswith(alone)
+            and not any(part.name.removesuffix(".weight") in self.stored for part in parts)
+        }
+
+    @cached_property
+    def joined(self) -> dict[str, list[str]]:
+        """`wholes` for writing part by part -> names of the parts."""
+        split = self.wholes.keys() - self.merged.keys()
+        return {name: [part.name for part in self.wholes[name]] for name in self.wholes if name in split}
+
+    @cached_property
+    def stacks(self) -> dict[str, tuple[list[ExpertTensor], str]]:
+        """Layout's tensor of all experts -> their parts, and its suffix."""
+        if self.layout is None or not self.layout.stacks:
+            return {}
+        return {
+            parts[0].parameter + part: (parts, part)
+            for parts in self.wholes.values()
+            if parts[0].name.removesuffix(".weight") in self.stored
+            for part in self.layout.parts
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors of the dense model, in the source's order; merged experts are one."""
+        entries = self.source.weights.entries.values()
+        return list(dict.fromkeys(one.whole.name if isinstance(one, ExpertTensor) else one.name for one in entries))
+
+    def _written(self) -> Iterator[TensorEntry]:
+        """Yield the tensors to write, unpacked: those of merged experts as one, in the place of its first part."""
+        seen = set[str]()
+        for entry in self.source.weights.entries.values():
+            if not isinstance(entry, ExpertTensor) or entry.whole.name not in self.merged:
+                yield entry
+            elif entry.whole.name not in seen:
+                seen.add(entry.whole.name)
+                yield replace(entry.whole, shard=entry.shard)
+
+    @cached_property
     def packed(self) -> dict[str, WeightScheme]:
         """Prefix in the files -> scheme, for linears in the layout."""
         return {prefix: self.finished.schemes[linear] for prefix, linear in self.stored.items()}
@@ -137,8 +208,9 @@ class Writer:
 
         Unused tensors are those without a place in the class (draft heads, towers); they are copied unchanged.
         """
-        left = {name: 2 for name in self.linears if name not in self.finished.schemes}
-        for entry in self.source.weights.entries.values():
+        one = {part.name.removesuffix(".weight") for parts in self.merged.values() for part in parts}
+        left = {name: 2 for name in self.linears if name not in self.finished.schemes and name not in one}
+        for entry in self._written():
             prefix = entry.name.removesuffix(".weight")
             # a depthwise convolution over time is neither a matrix nor a group of experts
             if len(entry.shape) > 1 and entry.name != self.files.get(self.table) and prefix not in self.stored:
@@ -148,13 +220,18 @@ class Writer:
     def headers(self, shard: str) -> list[Header]:
         """List the tensors of a shard, in the source's order."""
         headers: list[Header] = []
-        for entry in self.source.weights.entries.values():
+        for entry in self._written():
             if entry.shard != shard:
                 continue
             prefix = entry.name.removesuffix(".weight")
             if self.layout is not None and prefix in self.stored:
                 rows, columns = entry.shape
-                headers += self.layout.headers(prefix, (rows, columns), self.packed[prefix])
+                named = self.layout.headers(prefix, (rows, columns), self.packed[prefix])
+                if self.layout.stacks and isinstance(entry, ExpertTensor):
+                    whole, count = entry.parameter, entry.cut.shape[0]
+                    named = [(whole + name.removeprefix(prefix), kind, (count, *shape)) for name, kind, shape in named]
+                    named = named if entry.number == 0 else []
+                headers += named
             else:
                 headers.append((entry.name, entry.dtype, entry.shape))
         fixed = {name: value for name, (place, value) in self.fixed.items() if place == shard}
@@ -174,6 +251,8 @@ class Writer:
         def produced(name: str) -> torch.Tensor:
             if name in self.fixed:
                 return self.fixed[name][1]
+            if name in self.stacks:
+                return self._stacked(*self.stacks[name])
             if layout is None or name not in prefixes:
                 return self.dense(name)
             if name in waiting:
@@ -188,11 +267,24 @@ class Writer:
 
         write_safetensors(path, self.headers(shard), produced, hashed=False)
 
+    def _stacked(self, experts: Sequence[ExpertTensor], part: str) -> torch.Tensor:
+        """Make one part of a layout's tensors for all experts."""
+        layout, whole = self.layout, None
+        assert layout is not None
+        for entry in experts:
+            prefix = entry.name.removesuffix(".weight")
+            tensor = self.finished.quantized(self.stored[prefix], codes=part == layout.codes)
+            one = layout.packed(tensor) if part == layout.codes else layout.companions("", tensor, self.dtype)[part]
+            whole = one.new_empty((len(experts), *one.shape)) if whole is None else whole
+            whole[entry.number] = one
+        assert whole is not None
+        return whole
+
     def write(self, folder: Path) -> None:
         """Write every shard, config.json, the index, and the copied files."""
         folder.mkdir(parents=True, exist_ok=True)
         headers = [(header, shard) for shard in self.shards for header in self.headers(shard)]  # before the threads
-        largest = max((math.prod(entry.shape) for entry in self.source.weights.entries.values()), default=0)
+        largest = max((math.prod(entry.shape) for entry in self._written()), default=0)
         beside = in_order if _BESIDE * largest <= machine.memory_available() else map
         for _ in beside(lambda shard: self.write_shard(shard, folder / shard), self.shards):
             pass
@@ -215,6 +307,8 @@ class Writer:
             device: device of a packed one.
         """
         prefix = name.removesuffix(".weight")
+        if name in self.joined:
+            return self._whole(self.wholes[name], self.expected)
         if self.layout is not None and prefix in self.stored:
             tensor = self.finished.quantized(self.stored[prefix], device=device)
             return self.layout.as_loaded(tensor, self.dtype, self.quantization or {})
@@ -222,7 +316,14 @@ class Writer:
 
     def dense(self, name: str) -> torch.Tensor:
         """Return a tensor of the dense model, in its dtype and shape in the source."""
+        if name in self.merged:
+            return self._whole(self.merged[name], self.dense)
         return self._decided.read(name).to(torch_dtype(self.source.weights.entries[name].dtype))
+
+    def _whole(self, parts: Sequence[ExpertTensor], read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Make the tensor of all experts from its parts."""
+        names = {(part.number, part.leaf): part.name for part in parts}
+        return parts[0].cut.whole(lambda number, leaf: read(names[number, leaf]))
 
     @cached_property
     def _decided(self) -> DenseWeights:

@@ -7,7 +7,8 @@ computes by them. Three things differ from transformers:
 - rotary embedding of `llama` turns neighbouring rows (2i, 2i + 1) of a head, transformers' turns (i, i + d/2): the rows
   of q and k are reordered, `W.reshape(heads, 2, d/2, K).swapaxes(1, 2)`, d = 4: rows 0 2 1 3;
 - Gemma's norms multiply by 1 + w, and a file holds 1 + w;
-- tied embeddings and heads are one tensor.
+- tied embeddings and heads are one tensor;
+- the experts of a layer are one tensor for gate, up and down each, [E, N, K]: `ffn_gate_exps`.
 
 A config that llama.cpp would compute differently is refused.
 """
@@ -15,6 +16,7 @@ A config that llama.cpp would compute differently is refused.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -66,6 +68,12 @@ def _gemma3(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_sliding_window(config["sliding_window"])
 
 
+def _qwen3moe(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
 _QKV = frozenset({"q_proj", "k_proj", "v_proj"})
 _ROPES = frozenset({"default", "linear", "yarn"})
 _LLAMA = LlamaCppClass("llama", turns_neighbours=True, more=_llama, biases=_QKV | {"o_proj"}, ropes=_ROPES | {"llama3"})
@@ -75,6 +83,7 @@ KNOWN = {
     "MistralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": LlamaCppClass("qwen2", biases=_QKV, head_dim=False),
     "Qwen3ForCausalLM": LlamaCppClass("qwen3"),
+    "Qwen3MoeForCausalLM": LlamaCppClass("qwen3moe", more=_qwen3moe),
     "Gemma2ForCausalLM": LlamaCppClass("gemma2", more=_gemma2, untied=False, larger=46, **_GEMMA),  # type: ignore[arg-type]
     # YaRN's factors would also apply to the layers with a window
     "Gemma3ForCausalLM": LlamaCppClass("gemma3", more=_gemma3, ropes=_ROPES - {"yarn"}, larger=62, **_GEMMA),  # type: ignore[arg-type]
@@ -102,6 +111,11 @@ def architecture_of(class_name: str, config: Config, where: str = "config.json")
         raise _refused(where, "use_bidirectional_attention", f"in {theirs} a token sees those before it")
     if not config.get("tie_word_embeddings", True) and not own.untied:
         raise _refused(where, "a head of its own", f"{theirs} reads its head off the embeddings")
+    if own.name == "qwen3moe":
+        if not config.get("norm_topk_prob"):
+            raise _refused(where, "norm_topk_prob false", f"{theirs} lets the weights of a token's experts add up to 1")
+        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+            raise _refused(where, "layers without experts", f"in {theirs} every layer has experts")
     whole = config["hidden_size"] // config["num_attention_heads"]
     if _head_dim(config) != whole and not own.head_dim:
         rule = f"{theirs} has heads of hidden_size / num_attention_heads, here {whole}"
@@ -246,10 +260,22 @@ def rope_factors(config: Config) -> torch.Tensor | None:
     return torch.tensor(factors, dtype=torch.float32)
 
 
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+\.weight)")
+
+
+def grouped(parameters: Iterable[str]) -> dict[str, list[str]]:
+    """Map names -> parameters: those of a layer's experts together, in order, under one name without a number."""
+    groups: dict[str, list[str]] = {}
+    for name in parameters:
+        one = _EXPERT.fullmatch(name)
+        groups.setdefault(f"{one[1]}.{one[2]}" if one else name, []).append(name)
+    return groups
+
+
 def names_of(
     parameters: Iterable[str], architecture: LlamaCppClass, config: Config, where: str = "config.json"
 ) -> dict[str, str]:
-    """Map every parameter to llama.cpp's name of its tensor.
+    """Map every parameter, of experts every group (`grouped`), to llama.cpp's name of its tensor.
 
     Raises InputError: `layout-unsupported`, naming an unknown one.
     """
@@ -258,7 +284,7 @@ def names_of(
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
     table = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     names = {}
-    for name in parameters:
+    for name in grouped(parameters):
         theirs = table.get_name(key=name, try_suffixes=(".weight", ".bias"))
         linear, _, kind = name.rpartition(".")
         if theirs is None or (kind == "bias" and linear.rpartition(".")[2] not in architecture.biases):

@@ -38,7 +38,8 @@ _TOKENS = 8
 # transformers 5.23 does not read these fields, but llama.cpp does: `_fields` checks them
 _UNREAD = {
     *("attention_bias", "head_dim", "query_pre_attn_scalar", "layer_types"),
-    *("attn_logit_softcapping", "final_logit_softcapping"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "norm_topk_prob", "moe_intermediate_size"),
+    *("mlp_only_layers", "decoder_sparse_step"),
 }
 TEXTS = (
     "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n  Yes: 3.14159!",
@@ -114,6 +115,7 @@ def _fields(path: Path, content: Content) -> Check:
         keys.Attention.VALUE_LENGTH: config.get("head_dim"),
         keys.LLM.ATTN_LOGIT_SOFTCAPPING: config.get("attn_logit_softcapping"),
         keys.LLM.FINAL_LOGIT_SOFTCAPPING: config.get("final_logit_softcapping"),
+        keys.LLM.EXPERT_FEED_FORWARD_LENGTH: config.get("moe_intermediate_size"),
     }
     kind, context = rope.get("rope_type"), config["max_position_embeddings"]
     if rope:
@@ -191,6 +193,6 @@ def read_options(path: Path) -> Mapping[str, Any]:
         kinds = {tensor.name: (tensor.tensor_type.name, len(tensor.shape)) for tensor in tensors(path)}
     floats = {theirs: ours for ours, theirs in FLOATS.items()}
     table = kinds.get(TABLE, ("F32", 2))[0]
-    norms = ("_norm.weight", ".bias")
+    norms = ("_norm.weight", ".bias", "ffn_gate_inp.weight")
     high = next((k for name, (k, n) in kinds.items() if n > 1 and k in floats and not name.endswith(norms)), "F16")
     return {"floats": floats[high], "embedding": None if table in floats else WeightScheme(format=table.lower())}

@@ -15,7 +15,7 @@ from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import MissingDependency
 from quantkit.exporters import Exporter, LayerSpec, unheld
-from quantkit.exporters.gguf.architecture import KNOWN, architecture_of, names_of, overflow, type_of
+from quantkit.exporters.gguf.architecture import KNOWN, architecture_of, grouped, names_of, overflow, type_of
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quantkit.target import State
 
 FOLDER, MODEL = "gguf", "model.gguf"
-_LEAVE = "leave `gguf` out of `export`"
+_LEAVE, _ONE = "leave `gguf` out of `export`", "experts of a layer are one tensor in the file"
 # CPU flags for products in bfloat16, x86's and Arm's
 _BFLOAT16 = {"avx512_bf16", "bf16"}
 
@@ -75,6 +75,12 @@ class Gguf(Exporter):
             config |= {"tie_word_embeddings": False} if source.untied else {}
             own = architecture_of(source.architecture, config, source.ref)
             names_of((name for name, _ in source.skeleton().named_parameters()), own, config, source.ref)
+            for name, members in grouped(f"{linear}.weight" for linear in {**asked.shapes, **asked.schemes}).items():
+                if len({asked.schemes.get(member.removesuffix(".weight")) for member in members}) > 1:
+                    raise unheld(name, "experts of several types", _ONE, _LEAVE)
+            if asked.partly:
+                value, remedy = "keep may leave an expert in high precision", "--set calibration.experts=force"
+                raise unheld("calibration.experts", value, _ONE, remedy)
             demand_held(source)
             _demand_reach(asked, source, options)
 

@@ -38,6 +38,7 @@ from quantkit.exporters.gguf.architecture import (
     LlamaCppClass,
     add_parameters,
     architecture_of,
+    grouped,
     names_of,
     overflow,
     rope_factors,
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 
 
 ALIGNMENT = 32
+# ends of names of matrices in float32: norms of heads, routers
+_IN_FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight")
 TABLE, HEAD = "token_embd.weight", "output.weight"
 
 
@@ -94,7 +97,7 @@ class Held(Weights):
 class StoredTensor:
     """A tensor of the file: ggml's type, the shape of its values, and a function for its data.
 
-    `source` is its parameter; "" for one from the config.
+    `source` is its parameter; "" for one from the config. `members` are its parameters: those of experts are several.
     """
 
     name: str
@@ -102,6 +105,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     produce: Callable[[], NDArray[Any]]
     source: str = ""
+    members: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -143,19 +147,27 @@ class Content:
         parameters = dict(values.skeleton.named_parameters(remove_duplicate=False))
         if self.tied:
             del parameters[f"{head}.weight"]
-        stored = []
+        stored, groups = [], grouped(parameters)
         for name, theirs in names_of(parameters, self.architecture, self.config).items():
-            shape = tuple(parameters[name].shape)
-            linear = head if self.tied and name == self.table else name.removesuffix(".weight")
+            members = tuple(groups[name])
+            first = members[0]
+            experts = first != name
+            shape = (*([len(members)] if experts else []), *parameters[first].shape)
+            linear = head if self.tied and name == self.table else first.removesuffix(".weight")
+            produce: Callable[[], NDArray[Any]]
             if linear in values.schemes:
-                kind, produce = type_of(values.schemes[linear], linear), partial(self._coded, linear)
+                kind, linears = (
+                    type_of(values.schemes[linear], linear),
+                    [one.removesuffix(".weight") for one in members],
+                )
+                produce = partial(self._coded_experts, linears) if experts else partial(self._coded, linear)
             elif name == self.table and self.embedding is not None:
                 kind, produce = type_of(self.embedding, name), partial(self._rounded_bytes, name)
             else:
-                # vectors, and norms of heads, are always float32
-                kind = "F32" if len(shape) < 2 or theirs.endswith("_norm.weight") else self.high
-                produce = partial(self._float, name, kind)
-            stored.append(StoredTensor(theirs, kind, shape, produce, name))
+                # vectors, norms of heads and routers are always float32
+                kind = "F32" if len(shape) < 2 or theirs.endswith(_IN_FLOAT32) else self.high
+                produce = partial(self._float_experts, members, kind) if experts else partial(self._float, name, kind)
+            stored.append(StoredTensor(theirs, kind, shape, produce, name, members))
         factors = rope_factors(self.config)
         if factors is not None:
             stored.append(StoredTensor(ROPE_FACTORS, "F32", tuple(factors.shape), factors.numpy))
@@ -213,7 +225,9 @@ class Content:
         elif self.embedding is not None:
             round_table = partial(self._rounded, self.table)
         dtypes = {theirs: getattr(torch, ours) for ours, theirs in FLOATS.items()}
-        kinds = {files[one.source]: dtypes[one.kind] for one in self.tensors if one.source and one.kind in dtypes}
+        kinds = {
+            files[member]: dtypes[one.kind] for one in self.tensors if one.kind in dtypes for member in one.members
+        }
         of_file = Held(weights.entries, weights.folder, weights.shards, weights, kinds, table, round_table)
         changed = stream.on(stream.device, stream.place)
         changed.source, changed.files = replace(stream.source, weights=of_file), files
@@ -227,6 +241,12 @@ class Content:
         tensor = self.values.quantized(linear)
         order = self._order(linear, tensor.shape[0])
         return packed(tensor if order is None else _turned(tensor, order), linear)[1]
+
+    def _coded_experts(self, linears: Sequence[str]) -> NDArray[Any]:
+        return np.stack([self._coded(linear) for linear in linears])
+
+    def _float_experts(self, names: Sequence[str], kind: str) -> NDArray[Any]:
+        return np.stack([self._float(name, kind) for name in names])
 
     def _rounded(self, name: str) -> QuantTensor:
         """Round the embedding to nearest, some rows at a time."""
@@ -255,7 +275,10 @@ class Content:
 
     def decided(self, stored: StoredTensor) -> torch.Tensor:
         """Return the expected values of a tensor, float32."""
-        return self._laid(stored.source, self.held) if stored.source else torch.from_numpy(stored.produce())
+        if not stored.source:
+            return torch.from_numpy(stored.produce())
+        values = [self._laid(member, self.held) for member in stored.members]
+        return values[0] if stored.members == (stored.source,) else torch.stack(values)
 
     def head_writer(self) -> gguf.GGUFWriter:
         """Return the package's writer with everything except the tensors' data.
@@ -341,7 +364,7 @@ def file_type(tensors: Sequence[StoredTensor], head: str) -> int:
     last = next((tensor for tensor in ends if tensor.name == HEAD), ends[0])
     if last.kind not in FLOATS.values():
         named[head] = last
-    shapes = {name: (tensor.shape[0], tensor.shape[1]) for name, tensor in named.items()}
+    shapes = {name: (tensor.shape[-2], tensor.shape[-1]) for name, tensor in named.items()}
     for mixture in MIXTURES:
         wanted = mixed(mixture, shapes, head)
         if all(type_of(instead(how, shapes[name][1])) == named[name].kind for name, how in wanted.items()):

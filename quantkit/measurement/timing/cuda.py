@@ -213,10 +213,12 @@ def engine_sides(
 
 def _floats(source: Source, dtype: torch.dtype, at: str) -> Any:
     from quantkit.model.source.open import model_class_of
+    from quantkit.model.structure.experts import loadable
 
     kind = model_class_of(source.config, source.path, source.ref, source.trust_remote_code)
     config = kind.config_class.from_dict(dict(source.config))
-    state = {name: source.weights.read(name).to(dtype) for name in source.weights.entries}
+    names = list(source.weights.entries)
+    state = loadable(source.skeleton(), names, lambda name: source.weights.read(name).to(dtype))
     return built(kind, config, state, dtype).to(at)
 
 

@@ -25,6 +25,8 @@ MARLIN_GROUPS = (-1, 32, 64, 128)
 # prefix of a regular expression among names
 REGEX = "re:"
 DENSE = "--set 'export=[{checkpoint: {layout: dense}}]'"
+# decision: a checkpoint with packed experts that transformers does not load
+VLLM_ALONE = "checkpoint-vllm-alone"
 Header = tuple[str, str, tuple[int, ...]]
 # linear -> scheme; linear -> [N, K]
 Schemes = Mapping[str, WeightScheme]
@@ -56,6 +58,7 @@ class Layout(Protocol):
     Attributes:
         name: stem of its file; recipes write `-` for `_`.
         libraries: import names of the packages that transformers needs to load it.
+        stacks: True if a tensor of its files holds all experts of a layer; the parts of one linear are then slices.
         kernels: True if the loaded model multiplies in the library's own kernels, with their own rounding.
         serving: extra requirement or deviation of vLLM; "" without any.
         codes: suffix of the tensor with the codes; it is large, so it is made last.
@@ -64,6 +67,7 @@ class Layout(Protocol):
 
     name: str
     libraries: ClassVar[tuple[str, ...]]
+    stacks: ClassVar[bool] = False
     kernels: ClassVar[bool] = False
     serving: str
     codes: ClassVar[str]

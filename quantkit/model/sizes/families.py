@@ -58,7 +58,7 @@ class Family:
     tied: bool = False
     windows: int | Literal["", "all", "switched", "late", "unrotated"] = ""
     head_dim: bool = True
-    experts: Literal["", "mixtral", "qwen", "deepseek"] = ""
+    experts: Literal["", "mixtral", "qwen", "deepseek", "granite", "gpt_oss", "llama4"] = ""
     corrected: bool = False
     latent: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -113,6 +113,23 @@ FAMILIES: dict[str, Family] = {
         experts="qwen",
         defaults={"sliding_window": 4096, "qkv_bias": True},
     ),
+    "granitemoe": Family(experts="granite", defaults={"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "gpt_oss": Family(
+        qkv_bias="attention_bias",
+        windows=2,
+        experts="gpt_oss",
+        defaults={
+            **{"attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128},
+            **{"num_local_experts": 128, "num_experts_per_tok": 4},
+        },
+    ),
+    "llama4_text": Family(
+        experts="llama4",
+        defaults={
+            **{"num_key_value_heads": 8, "num_local_experts": 16, "num_experts_per_tok": 1},
+            **{"intermediate_size_mlp": 16384, "interleave_moe_layer_step": 1},
+        },
+    ),
     "deepseek_v2": Family(experts="deepseek", latent=True, defaults={"q_lora_rank": 1536, "n_shared_experts": 2}),
     "deepseek_v3": Family(
         experts="deepseek", corrected=True, latent=True, defaults={"q_lora_rank": 1536, "n_shared_experts": 1}
@@ -136,6 +153,17 @@ _EXPERTS = {
     "mixtral": ("num_local_experts", "num_experts"),
     "qwen": ("num_experts", "num_local_experts"),
     "deepseek": ("n_routed_experts", "num_local_experts"),
+    **dict.fromkeys(("granite", "gpt_oss", "llama4"), ("num_local_experts", "num_experts")),
+}
+_GATED = ("gate_proj", "up_proj", "down_proj")
+# naming scheme -> module of the mixture, its router, linears of an expert, key of their width
+_MIXTURES: dict[str, tuple[str, str, tuple[str, ...], str]] = {
+    "mixtral": ("mlp", "gate", ("w1", "w3", "w2"), "intermediate_size"),
+    "qwen": ("mlp", "gate", _GATED, "moe_intermediate_size"),
+    "deepseek": ("mlp", "gate", _GATED, "moe_intermediate_size"),
+    "granite": ("block_sparse_moe", "router", _GATED, "intermediate_size"),
+    "gpt_oss": ("mlp", "router", ("gate_up_proj", "down_proj"), "intermediate_size"),
+    "llama4": ("feed_forward", "router", _GATED, "intermediate_size"),
 }
 
 
@@ -290,12 +318,17 @@ def _forwards(figures: Figures, family: Family, hidden: int, count: int) -> list
     chosen = figures.size("num_experts_per_tok")
     if chosen > routed:
         raise figures.wrong("num_experts_per_tok", f"{chosen} of {routed} experts", "a token goes to at most all")
-    leaves = ("w1", "w3", "w2") if family.experts == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    wide = figures.size("intermediate_size" if family.experts == "mixtral" else "moe_intermediate_size")
-    first, second, last = (f"mlp.experts.*.{leaf}" for leaf in leaves)
-    sparse = [Matrix("mlp.gate", routed, hidden, router=True)]
-    sparse += [Matrix(name, wide, hidden, routed, chosen) for name in (first, second)]
+    place, router, leaves, key = _MIXTURES[family.experts]
+    wide, joined = figures.size(key), 3 - len(leaves)  # gate and up may be one
+    *first, last = (f"{place}.experts.*.{leaf}" for leaf in leaves)
+    sparse = [Matrix(f"{place}.{router}", routed, hidden, router=True)]
+    sparse += [Matrix(name, (1 + joined) * wide, hidden, routed, chosen) for name in first]
     sparse.append(Matrix(last, hidden, wide, routed, chosen))
+    others = routed * family.corrected
+    if family.experts == "gpt_oss":  # biases of experts and router, and an attention sink for each head
+        others = routed * (2 * wide + hidden + 1) + figures.size("num_attention_heads")
+    if family.experts == "llama4":
+        sparse += _gated(f"{place}.shared_expert", wide, hidden, figures, family)
     if family.experts == "deepseek" and (common := figures.size("n_shared_experts", default=0, least=0)):
         sparse += _gated("mlp.shared_experts", common * wide, hidden, figures, family)
     if figures.model_type == "qwen2_moe":
@@ -303,14 +336,21 @@ def _forwards(figures: Figures, family: Family, hidden: int, count: int) -> list
         sparse += _gated("mlp.shared_expert", common, hidden, figures, family)
         sparse.append(Matrix("mlp.shared_expert_gate", 1, hidden, router=True))
     dense = _dense_layers(figures, family, count)
-    plain = _gated("mlp", figures.size("intermediate_size"), hidden, figures, family) if any(dense) else []
-    return [(plain, 0) if is_dense else (sparse, routed * family.corrected) for is_dense in dense]
+    if not any(dense):
+        return [(sparse, others)] * count
+    own = "intermediate_size_mlp" if family.experts == "llama4" else "intermediate_size"
+    plain = _gated(place, figures.size(own), hidden, figures, family)
+    return [(plain, 0) if is_dense else (sparse, others) for is_dense in dense]
 
 
 def _dense_layers(figures: Figures, family: Family, count: int) -> list[bool]:
     """Mark the layers without experts."""
-    if family.experts == "mixtral":
+    if family.experts in ("mixtral", "granite", "gpt_oss"):
         return [False] * count
+    if family.experts == "llama4":
+        every = figures.size("interleave_moe_layer_step", default=1)
+        mixed = set(figures.numbers("moe_layers")) or set(range(every - 1, count, every))
+        return [index not in mixed for index in range(count)]
     if family.experts == "qwen":
         every, without = figures.size("decoder_sparse_step", default=1), set(figures.numbers("mlp_only_layers"))
         return [index in without or (index + 1) % every != 0 for index in range(count)]

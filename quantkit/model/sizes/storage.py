@@ -230,7 +230,6 @@ class LaidOver:
         Raises
         InputError (`layout-unsupported`).
         """
-        self._refuse_experts("files cannot store experts")
         architecture = self.architecture
         last = _in_file(self.head, dtype) if self.head is not None else None
         width = float(WIDTHS[dtype])

@@ -417,10 +417,11 @@ def _open_folder(
         trust_remote_code=trust,
         architecture=model_class.__name__,
     )
-    if kind != "network" and converted.may_apply(model_class, loaded):
-        seen = converted.converted(weights, source.skeleton())
-        if seen is not weights:
-            return replace(source, weights=seen, notes=[*notes, converted.NOTE])
+    if kind != "network" and (converted.may_apply(model_class, loaded) or converted.may_cut(loaded)):
+        skeleton = source.skeleton()
+        seen = converted.converted(weights, skeleton)
+        notes = notes if seen is weights else [*notes, converted.NOTE]
+        return replace(source, weights=converted.cut(seen, skeleton), notes=notes)
     return source
 
 

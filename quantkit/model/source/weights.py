@@ -199,6 +199,13 @@ class Weights:
         row = entry.bytes // max(entry.shape[0], 1)
         return self._read(replace(entry, shape=(kept, *entry.shape[1:]), end=entry.start + kept * row))
 
+    def part(self, name: str, number: int, count: int) -> torch.Tensor:
+        """Read one of `count` equal parts of a tensor of the files, in order of the first dimension, and only that."""
+        entry = self.entries[name]
+        size, rows = entry.bytes // count, entry.shape[0] // count
+        at = entry.start + number * size
+        return self._read(replace(entry, shape=(rows, *entry.shape[1:]), start=at, end=at + size))
+
     def _read(self, entry: TensorEntry, device: torch.device | None = None) -> torch.Tensor:
         where = f"{entry.shard}: {entry.name}"
         if isinstance(entry, MadeTensor):
@@ -463,7 +470,12 @@ def write_safetensors(
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     """Write tensors into a temporary file of a build, whose commit syncs it, and return the file's sha256."""
     headers = [(name, dtype_name(value.dtype), tuple(value.shape)) for name, value in tensors.items()]
-    return disk.write_unsynced(path, _chunks(headers, tensors.__getitem__))
+    return write_headers(path, headers, tensors.__getitem__)
+
+
+def write_headers(path: Path, headers: Iterable[Header], producer: Callable[[str], torch.Tensor]) -> str:
+    """Write them likewise, each made by `producer` in its turn."""
+    return disk.write_unsynced(path, _chunks(headers, producer))
 
 
 def _chunks(headers: Iterable[Header], producer: Callable[[str], torch.Tensor]) -> Iterator[memoryview]:

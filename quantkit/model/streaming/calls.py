@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from quantkit import content
+from quantkit.bundle.disk import stopping_when_full
 from quantkit.errors import InputError
 
 ON_DISK = 1 << 30
@@ -377,9 +379,15 @@ def in_file(count: int, dtype: torch.dtype) -> Tensor:
     """Allocate elements in an unnamed file; it is deleted with the last reference."""
     folder = content.cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="hidden-") as file:
-        file.truncate(count * dtype.itemsize)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="hidden-") as file, stopping_when_full(folder):
+        if count:  # a full disk would end the process later, where a page is written
+            os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)
         return torch.from_file(file.name, shared=True, size=count, dtype=dtype)
+
+
+def filed(tensor: Tensor) -> Tensor:
+    """Copy a tensor into an unnamed file; the system drops its pages from memory where others are needed."""
+    return in_file(tensor.numel(), tensor.dtype).reshape(tensor.shape).copy_(tensor)
 
 
 class Shelf:
@@ -391,7 +399,7 @@ class Shelf:
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Copy a tensor into a file; small ones, and those in a file, stay."""
-        if tensor.nbytes < _LEAST or _is_in_file(tensor):
+        if tensor.nbytes < _LEAST or is_in_file(tensor):
             return tensor
         file, start = self._room(tensor.nbytes)
         place = file[start : start + tensor.nbytes]
@@ -407,7 +415,7 @@ class Shelf:
         for users in _by_storage(tensors):
             storage = users[0].untyped_storage()
             count = storage.nbytes()
-            if count < _LEAST or storage.data_ptr() in fixed or _is_in_file(users[0]) or not all(map(_can_move, users)):
+            if count < _LEAST or storage.data_ptr() in fixed or is_in_file(users[0]) or not all(map(_can_move, users)):
                 continue
             if torch._C._storage_Use_Count(storage._cdata) != len(users) + 1:  # ours, while we look
                 continue
@@ -453,7 +461,8 @@ def _by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return [list(group.values()) for group in groups.values()]
 
 
-def _is_in_file(tensor: Tensor) -> bool:
+def is_in_file(tensor: Tensor) -> bool:
+    """Tell whether the values of a tensor lie in a file."""
     return tensor.untyped_storage().filename is not None
 
 

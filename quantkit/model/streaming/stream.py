@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.model.device import Lane
+from quantkit.model.sizes.architecture import EXPERTS_IN_MEMORY
 from quantkit.model.source.open import Source
 from quantkit.model.streaming.calls import (
     Calls,
     Given,
     Kept,
     Shelf,
+    filed,
     forward,
     gathered,
     same,
@@ -39,6 +41,7 @@ from quantkit.model.streaming.calls import (
     uncached,
 )
 from quantkit.model.streaming.transforms import Transform
+from quantkit.model.structure.experts import Expert
 from quantkit.model.structure.flow import Flow, learn
 from quantkit.model.structure.names import match_names
 from quantkit.model.structure.traced import find_blocks, find_head
@@ -191,6 +194,17 @@ def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
         owner._buffers[leaf] = value
 
 
+def experts_in_files(block: nn.Module) -> set[str]:
+    """Name the weights of a block's experts, if they are too large to be in memory together."""
+    weights = {
+        f"{path}.weight": module
+        for path, module in block.named_modules()
+        if isinstance(module, nn.Linear) and isinstance(block.get_submodule(path.rpartition(".")[0]), Expert)
+    }
+    size = 4 * sum(module.out_features * module.in_features for module in weights.values())
+    return set(weights) if size > EXPERTS_IN_MEMORY else set()
+
+
 class StreamedModel:
     """A model on disk, block by block.
 
@@ -296,9 +310,11 @@ class StreamedModel:
         configs = {id(one): one for part in self.blocks[index].modules() if (one := vars(part).get("config"))}
         block: nn.Module = copy.deepcopy(self.blocks[index], configs)
         prefix = self.block_names[index] + "."
+        apart = experts_in_files(block) if self.device.type == "cpu" else set[str]()
         for name, _ in [*block.named_parameters(), *block.named_buffers()]:
             if prefix + name in self.files:  # a class may draw a parameter's values even on the meta device
-                set_tensor(block, name, self.tensor(prefix + name))
+                value = self.tensor(prefix + name)
+                set_tensor(block, name, filed(value) if name in apart else value)
         put_on(self.device, block)
         for transform in self.transforms:
             transform.block(index, block)

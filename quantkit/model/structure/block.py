@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale, Moved
+from quantkit.model.streaming.calls import filed, is_in_file
 from quantkit.model.streaming.transforms import QuantizedCache, QuantizedInput
 from quantkit.model.structure import fold as folds
 from quantkit.model.structure.fold import Fold, Ways
@@ -119,7 +120,8 @@ class Block:
         module = self.module.get_submodule(linear)
         weight = weight_of(module).float()
         values = known[0] if known else load_format(tensor.scheme.format).dequantize(tensor)[:, : weight.shape[1]]
-        self.tensors[linear] = tensor
+        # codes of a weight in a file go into one too, or those of all experts would be in memory
+        self.tensors[linear] = tensor.replace(codes=filed(tensor.codes)) if is_in_file(module.weight) else tensor  # type: ignore[arg-type]
         if self.keeps_errors and getattr(module, "bias", None) is not None:
             # if a later pass improves codes, this includes the error of the first ones
             self.weight_errors[linear] = weight - values + self.weight_errors.get(linear, 0.0)

@@ -1,22 +1,26 @@
 """Splitting of merged experts into linears.
 
-transformers merges the experts of a layer in 3-D parameters, [experts, N, K], while checkpoints store a linear for
-each.
-Here such a module is replaced by one with the linears and names of the files:
+transformers merges the experts of a layer in parameters such as [experts, N, K], while checkpoints may store a linear
+for each. Here the merged parameters of such a module are replaced by linears, and its own forward runs on them:
 
     y = Σ_e  p_e · down_e( act(gate_e x) · (up_e x) )      over the experts on the route of token x
 
-Merged parameters are found in transformers' own conversion rules, by structure: a rule that stacks
-`experts.*.NAME.weight` to a 3-D parameter. Nothing here depends on a particular model. `prove` compares both forms in
-float64.
+The forward is traced for the layout of each parameter (`stacked.py`): which slice is multiplied by what, transposed or
+not, in halves or interleaved. So nothing here depends on a particular model. A rule of transformers that stacks
+`experts.*.NAME.weight` gives the names of the linears; without one they follow from the parameter's name:
+
+    gate_up_proj [E, 2N, K], used in halves     ->  experts.0.gate_proj [N, K], experts.0.up_proj [N, K], ...
+    gate_up_proj [E, K, 2N], interleaved        ->  experts.0.gate_up_proj [2N, K], ...
+
+`prove` compares both forms in float64.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import InputError
+from quantkit.model.structure.stacked import CALLS, Cut, Form, Stack, own_forward, trace_form
 
 TOLERANCE = 1e-10
 # a rule's pattern: place of the expert's number, suffix of a linear's weight
@@ -38,71 +43,90 @@ _EXPERTS, _TOKENS, _CHOSEN = 4, 16, 2
 class Expert(nn.Module):
     """One expert: its linears under their names in the files."""
 
-    def __init__(self, first: Mapping[str, tuple[int, int]], last: str, sizes: tuple[int, int]) -> None:
+    def __init__(self, sizes: Mapping[str, tuple[int, int]]) -> None:
         super().__init__()
-        self.first, self.last = list(first), last
-        for name, (rows, columns) in {**first, last: sizes}.items():
+        for name, (rows, columns) in sizes.items():
             self.add_module(name, nn.Linear(columns, rows, bias=False))
 
 
 class Experts(nn.Module):
-    """The experts of one layer, with the interface of the merged module.
-
-    Args:
-        merged: transformers' module, with its parameters on the meta device.
-        first: names of the linears on the layer's input, in the order of merging.
-        last: name of the linear of its output.
+    """Mixin of a module with its merged parameters replaced by linears `NUMBER.NAME`; see `split`.
 
     Attributes:
+        cuts: merged parameter -> its linears.
+        by_rule: merged parameters that transformers makes from the linears of the files.
+        form: call form of the forward, a key of `CALLS`.
         every: True to run each expert on every token and add its output, so that a trace or a proof reaches all.
         forced: experts that run on every token first, for observers of their inputs; the output is unchanged.
     """
 
-    def __init__(self, merged: nn.Module, first: Sequence[str], last: str) -> None:
-        super().__init__()
-        up, down = (value for _, value in _stacked(merged))
-        count, rows, columns = up.shape
-        sizes = {name: (rows // len(first), columns) for name in first}
-        with torch.device("meta"):
-            for number in range(count):
-                self.add_module(str(number), Expert(sizes, last, (down.shape[1], down.shape[2])))
-        # in a list, so that its parameters are not registered here
-        self._merged = [merged]
-        self.every = False
-        self.forced: frozenset[int] = frozenset()
+    cuts: dict[str, Cut]
+    by_rule: frozenset[str]
+    form: str
+    every: bool
+    forced: frozenset[int]
+    plain: type[nn.Module]
 
-    @property
-    def merged(self) -> nn.Module:
-        """transformers' module: its activation, and the reference of `prove`."""
-        return self._merged[0]
+    def __getattr__(self, name: str) -> Any:
+        if (cut := self.__dict__.get("cuts", {}).get(name)) is not None:
+            return Stack.of(self, name, cut.shape)
+        return super().__getattr__(name)
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return max(cut.shape[0] for cut in self.cuts.values())
 
-    def run(self, number: int, x: Tensor) -> Tensor:
-        """Run one expert on tokens [n, K]."""
-        expert = self.get_submodule(str(number))
-        assert isinstance(expert, Expert)
-        inner = torch.cat([expert.get_submodule(name)(x) for name in expert.first], dim=-1)
-        gated = len(expert.first) > 1
-        inner = self.merged._apply_gate(inner) if gated else self.merged.act_fn(inner)  # type: ignore[operator]
-        output: Tensor = expert.get_submodule(expert.last)(inner)
-        return output
+    @property
+    def routed(self) -> bool:
+        """True if the forward takes the experts of each token."""
+        return self.form == "routed"
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute tokens [n, K] with their experts [n, k] and weights [n, k]: [n, K]."""
-        result = torch.zeros_like(hidden_states)
-        for number in range(len(self)):
-            if self.every:
+    def product(self, name: str, number: int, x: Tensor, transposed: bool) -> Tensor:
+        """Multiply inputs [..., K] by one expert's part of a merged parameter: [..., N]."""
+        cut = self.cuts[name]
+        if transposed != cut.transposed:
+            raise _unclear(type(self).__name__, f"{name} is used both as it is and transposed")
+        outputs = [self.get_submodule(f"{number}.{leaf}")(x) for leaf in cut.names]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the class's own loop over the experts."""
+        own = own_forward(self.plain)
+        result = None
+        if self.routed and (self.every or self.forced):
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            tokens = hidden.reshape(-1, hidden.shape[-1]).shape[0]
+            for number in range(len(self)) if self.every else sorted(self.forced):
                 # a copy, so that experts do not seem to share an input
-                result += self.run(number, hidden_states.clone()) / len(self)
-            elif number in self.forced:
-                self.run(number, hidden_states.clone())
-            token, place = torch.where(top_k_index == number)
-            if token.numel():
-                out = self.run(number, hidden_states[token]) * top_k_weights[token, place, None]
-                result.index_add_(0, token, out.to(result.dtype))
-        return result
+                index = torch.full((tokens, 1), number, dtype=torch.int64, device=hidden.device)
+                output = own(self, hidden.clone(), index, hidden.new_full((tokens, 1), 1 / len(self)))
+                if self.every:
+                    result = output if result is None else result + output
+        output = own(self, *args, **kwargs)
+        return output if result is None else result + output
+
+    def whole(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        """Make a merged parameter from its linears' weights; `read` takes their names in this module."""
+        return self.cuts[name].whole(lambda number, leaf: read(f"{number}.{leaf}{_WEIGHT}"))
+
+
+class _Holder(nn.Module):
+    """Mixin of a module inside of experts, whose parameters are those experts'."""
+
+    hosts: list[Experts]
+    prefix: str
+
+    def __getattr__(self, name: str) -> Any:
+        hosts = self.__dict__.get("hosts")
+        if hosts and (cut := hosts[0].cuts.get(self.prefix + name)) is not None:
+            return Stack.of(hosts[0], self.prefix + name, cut.stored)
+        return super().__getattr__(name)
+
+
+@functools.cache
+def _mixed(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of a class with a mixin, of the same name."""
+    body = {"plain": kind} if mixin is Experts else {"forward": kind.forward}
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__, **body})
 
 
 def found_in(module: nn.Module) -> dict[str, Experts]:
@@ -137,7 +161,7 @@ def are_apart(one: str, other: str, module: nn.Module) -> bool:
 
 def is_merged(module: nn.Module) -> bool:
     """Tell whether a module has several linears' weights in 3-D parameters, as unsplit experts do."""
-    return sum(value.dim() == 3 for _, value in _stacked(module)) > 1
+    return sum(value.dim() == 3 for _, value in _own(module)) > 1
 
 
 def routers(model: nn.Module) -> set[str]:
@@ -174,20 +198,121 @@ def _counts(config: Any) -> set[int]:
     return own.union(*(_counts(part) for part in parts))
 
 
+def has_experts(config: Any) -> bool:
+    """Tell whether a config states a number of experts."""
+    return bool(_counts(config))
+
+
 def split(model: nn.Module, rules: Sequence[Any]) -> None:
-    """Replace every module of merged experts in place, in a model on the meta device."""
+    """Replace merged experts in place, in a model on the meta device, wherever their forward is understood."""
+    counts = _counts(getattr(model, "config", None))
     for path, module in list(model.named_modules()):
-        names = _names(path, module, rules)
-        if names is not None:
-            owner, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, Experts(module, *names))
+        if isinstance(module, Experts | _Holder | nn.Linear | nn.Embedding):
+            continue
+        for shapes in _candidates(module, counts):
+            form = _traced(module, tuple(shapes.items()))
+            if form is not None:
+                _replace(module, form, _names(path, module, form, rules))
+                break
+
+
+def _candidates(module: nn.Module, counts: Collection[int]) -> Iterator[dict[str, tuple[int, int, int]]]:
+    """Yield possible merged parameters of a module: name -> [experts, ...]."""
+    cubes = [(name, value) for name, value in _own(module) if value.dim() == 3]
+    stacked = {name: tuple(value.shape) for name, value in cubes if min(value.shape[1:]) > 1}
+    named = "expert" in type(module).__name__.lower()
+    if stacked and len({shape[0] for shape in stacked.values()}) == 1:
+        if named or next(iter(stacked.values()))[0] in counts:
+            yield stacked  # type: ignore[misc]
+        return
+    for name, child in module.named_children() if named else ():
+        flat = {f"{name}.{leaf}": value.shape for leaf, value in _own(child) if value.dim() == 2}
+        if len(flat) > 1 and not isinstance(child, nn.Linear | nn.Embedding):
+            for count in counts:
+                if all(shape[0] % count == 0 for shape in flat.values()):
+                    yield {leaf: (count, shape[0] // count, shape[1]) for leaf, shape in flat.items()}
+
+
+_FORMS: dict[Any, Form | None] = {}
+
+
+def _traced(module: nn.Module, shapes: tuple[tuple[str, tuple[int, int, int]], ...]) -> Form | None:
+    """Trace a module's forward, once for modules of one class and size."""
+    key = type(module), shapes
+    if key not in _FORMS:
+
+        def recording(recorder: Any) -> nn.Module:
+            other = copy.deepcopy(module)
+            for name, value in list(other.named_parameters()):
+                if name not in recorder.cuts:
+                    owner, _, leaf = name.rpartition(".")
+                    setattr(other.get_submodule(owner), leaf, nn.Parameter(torch.zeros(value.shape), False))
+            _replace(other, None, {name: Cut(shape, shape, (), False) for name, shape in shapes}, recorder)
+            return other
+
+        stored = {name: tuple(module.get_parameter(name).shape) for name, _ in shapes}
+        _FORMS[key] = trace_form(recording, dict(shapes), stored)
+    return _FORMS[key]
+
+
+def _replace(module: nn.Module, form: Form | None, cuts: Mapping[str, Cut], recorder: Any = None) -> None:
+    """Replace merged parameters by linears on the meta device; with a recorder, by nothing."""
+    for name in cuts:
+        owner, _, leaf = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        del holder._parameters[leaf]
+        if owner and not isinstance(holder, _Holder):
+            holder.__class__ = _mixed(type(holder), _Holder)  # type: ignore[arg-type]
+            holder.hosts, holder.prefix = [recorder or module], f"{owner}."  # type: ignore[assignment]
+    if recorder is not None:
+        recorder.__dict__["cuts"] = cuts
+        module.__class__ = _mixed(type(module), _Recorded)  # type: ignore[arg-type]
+        module.recorder = recorder
+        return
+    assert form is not None
+    module.__class__ = _mixed(type(module), Experts)  # type: ignore[arg-type]
+    assert isinstance(module, Experts)
+    module.cuts, module.form = dict(cuts), form.call
+    module.every, module.forced = False, frozenset()
+    with torch.device("meta"):
+        for number in range(len(module)):
+            sizes = {leaf: cut.size for cut in cuts.values() if number < cut.shape[0] for leaf in cut.names}
+            module.add_module(str(number), Expert(sizes))
+
+
+class _Recorded(nn.Module):
+    """Mixin of a module that is traced: its merged parameters are a recorder's."""
+
+    recorder: Any
+
+    def __getattr__(self, name: str) -> Any:
+        recorder = self.__dict__.get("recorder")
+        if recorder is not None and (cut := recorder.cuts.get(name)) is not None:
+            return Stack.of(recorder, name, cut.shape)
+        return super().__getattr__(name)
+
+
+def _names(path: str, module: nn.Module, form: Form, rules: Sequence[Any]) -> dict[str, Cut]:
+    """Name the linears of each merged parameter, and note those that transformers makes from such linears."""
+    cuts, ruled = dict[str, Cut](), set[str]()
+    for name, cut in form.cuts.items():
+        rule = next((rule for rule in rules if _makes(rule, f".{path}.{name}")), None)
+        names = [name.rpartition(".")[2]]
+        if rule is not None:
+            names = [pattern.rpartition(_PLACE)[2].removesuffix(_WEIGHT) for pattern in rule.source_patterns]
+            ruled.add(name)
+        elif name in form.halves and (two := re.fullmatch(r"([a-z]+)_([a-z]+)(_proj)", names[0])):
+            names = [two[1] + two[3], two[2] + two[3]]
+        elif names == ["weight"]:  # loaders match the first `weight` in a name
+            names = ["proj"]
+        cuts[name] = cut.named(names)
+    module.by_rule = frozenset(ruled)  # type: ignore[assignment]
+    return cuts
 
 
 def other_rules(model: nn.Module, rules: Sequence[Any]) -> list[Any]:
     """Return the rules except those for split experts."""
-    merged = [
-        f".{path}.{name}" for path, experts in found_in(model).items() for name, _ in experts.merged.named_parameters()
-    ]
+    merged = [f".{path}.{name}" for path, experts in found_in(model).items() for name in experts.cuts]
     return [rule for rule in rules if not any(_makes(rule, name) for name in merged)]
 
 
@@ -196,30 +321,74 @@ def stacks(rule: Any) -> bool:
     return all(_PLACE in source and source.endswith(_WEIGHT) for source in rule.source_patterns)
 
 
+def wholes(model: nn.Module) -> dict[str, tuple[Experts, str, str]]:
+    """Map each merged parameter of a model -> its experts, their path, and its name there."""
+    return {
+        f"{path}.{name}" if path else name: (experts, path, name)
+        for path, experts in found_in(model).items()
+        for name in experts.cuts
+    }
+
+
+def parts_of(experts: Experts, path: str, name: str) -> list[str]:
+    """List the full names of a merged parameter's linears' weights."""
+    cut = experts.cuts[name]
+    return [f"{path}.{number}.{leaf}{_WEIGHT}" for number in range(cut.shape[0]) for leaf in cut.names]
+
+
+def joined(model: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
+    """Map merged parameters without a rule of transformers -> their linears' weights, if all are in `names`."""
+    parts = {
+        whole: parts_of(experts, path, name)
+        for whole, (experts, path, name) in wholes(model).items()
+        if name not in experts.by_rule
+    }
+    held = set(names)
+    return {whole: listed for whole, listed in parts.items() if held.issuperset(listed)}
+
+
+def loadable(model: nn.Module, names: Collection[str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Read a model's tensors under names that its class loads: merged experts as one."""
+    merged = joined(model, names)
+    inside = {part for parts in merged.values() for part in parts}
+    state = {name: read(name) for name in names if name not in inside}
+    for whole in merged:
+        experts, path, name = wholes(model)[whole]
+        state[whole] = experts.whole(name, lambda leaf, path=path: read(f"{path}.{leaf}"))  # type: ignore[misc]
+    return state
+
+
 def prove(experts: Experts) -> float:
     """Return the difference between both forms on a few experts, relative to the largest value, in float64."""
-    count = min(_EXPERTS, len(experts))
-    generator = torch.Generator().manual_seed(0)
-    ours = copy.deepcopy(experts)
-    for number in range(count, len(experts)):
-        delattr(ours, str(number))
+    size = len(experts)
+    count = min(_EXPERTS, size)
+    ours = copy.copy(experts)  # only a few are copied: all may be larger than the memory
+    ours._modules = {name: child for name, child in experts._modules.items() if not name.isdigit() or int(name) < count}
+    ours._parameters = dict(experts._parameters)
+    ours = copy.deepcopy(ours)
+    ours.cuts = {name: cut.of(count) for name, cut in ours.cuts.items()}
+    for name, value in list(vars(ours).items()):
+        if value == size and "expert" in name and isinstance(value, int):
+            setattr(ours, name, count)
+    for name, value in list(ours.named_parameters(recurse=False)):  # biases of all experts
+        setattr(ours, name, nn.Parameter(value[:count] if value.dim() > 1 and len(value) == size else value, False))
     ours.double()
-    theirs = copy.deepcopy(experts.merged)
-    children = [child for child in ours.children() if isinstance(child, Expert)]
-    for (name, _), parts in zip(_stacked(theirs), (children[0].first, [children[0].last]), strict=True):
-        rows = [torch.cat([child.get_submodule(part).weight for part in parts]) for child in children]  # type: ignore[misc]
-        setattr(theirs, name, nn.Parameter(torch.stack(rows).detach(), requires_grad=False))
-    if hasattr(theirs, "num_experts"):
-        theirs.num_experts = count  # type: ignore[assignment]
-    width = _stacked(experts.merged)[0][1].shape[-1]
-    x = torch.randn(_TOKENS, width, generator=generator, dtype=torch.float64)
-    chosen = min(_CHOSEN, count)
-    index = torch.stack([torch.randperm(count, generator=generator)[:chosen] for _ in range(_TOKENS)])
-    weights = torch.rand(_TOKENS, chosen, generator=generator, dtype=torch.float64)
+    theirs = copy.deepcopy(ours)
+    values = {name: theirs.whole(name, lambda leaf: theirs.get_parameter(leaf).detach()) for name in theirs.cuts}
+    theirs.__class__ = experts.plain  # type: ignore[assignment]
+    for name, value in values.items():
+        owner, _, leaf = name.rpartition(".")
+        holder = theirs.get_submodule(owner)
+        if isinstance(holder, _Holder):
+            holder.__class__ = type(holder).__mro__[2]
+        setattr(holder, leaf, nn.Parameter(value, requires_grad=False))
+    generator = torch.Generator().manual_seed(0)
+    width = experts.cuts[next(iter(experts.cuts))].size[1]
+    args = CALLS[experts.form](width, count, _TOKENS, min(_CHOSEN, count), generator, torch.float64)
     with torch.no_grad():
         # the class's own loop, not a faster replacement
-        expected = inspect.unwrap(type(theirs).forward)(theirs, x, index, weights)
-        actual = ours(x, index, weights)
+        expected = own_forward(experts.plain)(theirs, *args)
+        actual = ours(*args)
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-300))
 
 
@@ -228,37 +397,17 @@ def demand_equal(block: nn.Module, name: str) -> None:
     for path, experts in found_in(block).items():
         difference = prove(experts)
         if difference > TOLERANCE:
-            value = f"its experts as linears differ by {difference:.1e} in float64"
-            rule, remedy = "experts are a gated product of two linears, and a third", "this model cannot be quantized"
-            raise InputError("architecture-unsupported", f"{name}.{path}", value, rule, remedy)
+            raise _unclear(f"{name}.{path}", f"its experts as linears differ by {difference:.1e} in float64")
 
 
-def _stacked(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """List the parameters of merged experts: the first and the last linear."""
+def _unclear(where: str, value: str) -> InputError:
+    rule, remedy = "experts are linears, merged", "this model cannot be quantized"
+    return InputError("architecture-unsupported", where, value, rule, remedy)
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """List the parameters of a module itself."""
     return [(name, value) for name, value in module._parameters.items() if value is not None]
-
-
-def _names(path: str, module: nn.Module, rules: Sequence[Any]) -> tuple[list[str], str] | None:
-    """Return the names of the linears of merged experts; None for other modules, or unclear ones."""
-    stacked = _stacked(module)
-    if len(stacked) != 2 or any(value.dim() != 3 for _, value in stacked):
-        return None
-    if stacked[0][1].shape[0] != stacked[1][1].shape[0]:  # some experts have no weights
-        return None
-    odd = ("is_transposed", "has_bias", "has_post_expert_norm")
-    if any(getattr(module, name, False) for name in odd) or not getattr(module, "is_concatenated", True):
-        return None
-    parts: list[list[str]] = []
-    for name, _ in stacked:
-        rule = next((rule for rule in rules if _makes(rule, f".{path}.{name}")), None)
-        if rule is None:
-            return None
-        parts.append([pattern.rpartition(_PLACE)[2].removesuffix(_WEIGHT) for pattern in rule.source_patterns])
-    first, last = parts
-    plain = all("." not in name and "*" not in name for name in [*first, *last])
-    if not plain or len(last) != 1 or len(first) != (2 if getattr(module, "has_gate", True) else 1):
-        return None
-    return first, last[0]
 
 
 def _makes(rule: Any, name: str) -> bool:

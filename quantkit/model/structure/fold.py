@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantkit.model.streaming.calls import Call
+from quantkit.model.streaming.calls import Call, filed, is_in_file
 from quantkit.model.structure.experts import are_apart
 from quantkit.model.structure.traced import SharedInput, Structure, hooked, is_linear, is_transposed, set_parameter
 
@@ -167,12 +167,14 @@ def disagreement(before: Tensor, after: Tensor) -> float:
 
 def in_double(block: nn.Module) -> nn.Module:
     """Copy a block in float64; unlike `Module.double`, this accepts tensors without values."""
-    exact = copy.deepcopy(block)
+    exact = copy.deepcopy(block, {id(value): value for value in (*block.parameters(), *block.buffers())})
     for module in exact.modules():
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
             if value is not None and value.is_floating_point():
                 if isinstance(value, nn.Parameter):
-                    module._parameters[name] = nn.Parameter(value.detach().double(), requires_grad=False)
+                    double = value.detach().double()
+                    double = filed(double) if is_in_file(value) else double
+                    module._parameters[name] = nn.Parameter(double, requires_grad=False)
                 else:
                     module._buffers[name] = value.double()
     return exact

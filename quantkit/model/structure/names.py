@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError
+from quantkit.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from quantkit.model.layouts import Layout
     from quantkit.model.source.weights import Weights
 
 _FLOATS = ("F32", "F16", "BF16")
@@ -201,16 +203,20 @@ class Obstacle:
         why: reason.
         libraries: import names of the libraries concerned; empty for all.
         always: True if it does not depend on the packed linears.
+        spared: import names of the libraries that are not concerned.
+        merged: True for an expert's linear that transformers holds in one tensor with the others.
     """
 
     where: str
     why: str
     libraries: frozenset[str] = frozenset()
     always: bool = False
+    spared: frozenset[str] = frozenset()
+    merged: bool = False
 
     def hinders(self, linears: Collection[str], libraries: Collection[str]) -> bool:
         """Tell whether a checkpoint with these packed linears, in a layout of these libraries, fails to load."""
-        if self.libraries and self.libraries.isdisjoint(libraries):
+        if (self.libraries and self.libraries.isdisjoint(libraries)) or not self.spared.isdisjoint(libraries):
             return False
         return self.always or self.where in linears
 
@@ -219,18 +225,23 @@ def obstacles(skeleton: PreTrainedModel, files: Mapping[str, str]) -> list[Obsta
     """List all obstacles of a model; `files` maps its parameters to tensors of the files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
-    from transformers.quantizers import base
 
+    from quantkit.model.structure.experts import found_in, parts_of
     from quantkit.model.structure.traced import is_linear
 
     mapping = get_model_conversion_mapping(skeleton)
-    table: Mapping[str, Any] = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
     why = "transformers replaces its class when it loads a packed checkpoint"
-    listed = []
-    for path, module in skeleton.named_modules():
-        if (name := type(module).__name__) in table:
-            methods = (str(method.value).replace("-", "_") for method in table[name]["quantization_methods"])
-            listed.append(Obstacle(path, why, frozenset(methods), always=True))
+    single = apart(skeleton)
+    listed = [
+        Obstacle(path, why, methods, always=True) for path, _, methods in _replaced(skeleton) if path not in single
+    ]
+    why = "transformers holds it in one tensor with the other experts, and has no rule for packed ones"
+    for path, experts in found_in(skeleton).items():
+        merged = (
+            part for name in experts.cuts if name not in experts.by_rule for part in parts_of(experts, path, name)
+        )
+        spared = single.get(path, frozenset())
+        listed += [Obstacle(part.removesuffix(_WEIGHT), why, spared=spared, merged=True) for part in merged]
     for rule in mapping:
         sources = rule.source_patterns
         gathers = isinstance(rule, WeightConverter) and all(source.endswith(_WEIGHT) for source in sources)
@@ -241,6 +252,58 @@ def obstacles(skeleton: PreTrainedModel, files: Mapping[str, str]) -> list[Obsta
     why = "transformers cannot load a packed linear whose name ends in `weight`"
     listed += [Obstacle(linear, why, _COMPRESSED) for linear in linears if _CALLED_WEIGHT.search(linear)]
     return listed + _misnamed(skeleton, files, linears, mapping)
+
+
+def apart(skeleton: PreTrainedModel) -> dict[str, frozenset[str]]:
+    """Map modules of experts -> libraries with which transformers loads a packed checkpoint's experts as linears.
+
+    It then has a module of linears in the place of the merged ones; their names must be ours.
+    """
+    from quantkit.model.structure.experts import Experts
+
+    known: dict[str, frozenset[str]] = {}
+    for path, other, methods in _replaced(skeleton):
+        module = skeleton.get_submodule(path)
+        if not isinstance(module, Experts):
+            continue
+        with torch.device("meta"):
+            theirs = other(skeleton.config.get_text_config()).state_dict()
+        if {name: value.shape for name, value in theirs.items()} == {
+            name: value.shape for name, value in module.state_dict().items()
+        }:
+            known[path] = methods
+    return known
+
+
+def unread_experts(skeleton: PreTrainedModel, layout: Layout, packed: Collection[str]) -> list[str]:
+    """List packed linears of experts that transformers would not load: it holds them in one tensor, without a rule."""
+    from quantkit.model.structure.experts import found_in, parts_of
+
+    if layout.stacks:
+        return []
+    known, libraries = apart(skeleton), set(layout.libraries)
+    return [
+        linear
+        for path, experts in found_in(skeleton).items()
+        if libraries.isdisjoint(known.get(path, ()))
+        for name in experts.cuts
+        if name not in experts.by_rule
+        for part in parts_of(experts, path, name)
+        if (linear := part.removesuffix(_WEIGHT)) in packed
+    ]
+
+
+def _replaced(skeleton: PreTrainedModel) -> list[tuple[str, Any, frozenset[str]]]:
+    """List the modules with another class in packed checkpoints: path, this class, libraries."""
+    from transformers.quantizers import base
+
+    table: Mapping[str, Any] = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
+    listed = []
+    for path, module in skeleton.named_modules():
+        if (entry := table.get(type(module).__name__)) is not None:
+            methods = (str(method.value).replace("-", "_") for method in entry["quantization_methods"])
+            listed.append((path, entry["module_name"], frozenset(methods)))
+    return listed
 
 
 def _misnamed(

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from quantkit.errors import InputError
+from quantkit.model.streaming.calls import filed, is_in_file
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -46,8 +47,8 @@ def weight_of(module: nn.Module) -> Tensor:
 def set_weight(module: nn.Module, weight: Tensor) -> None:
     """Replace a linear's weight by [N, K] values, in its dtype."""
     value = weight.T if is_transposed(module) else weight
-    old = module.weight
-    set_parameter(module, "weight", value.to(old.dtype))  # type: ignore[arg-type, union-attr]
+    value = value.to(module.weight.dtype)  # type: ignore[union-attr, arg-type]
+    set_parameter(module, "weight", filed(value) if is_in_file(module.weight) else value)  # type: ignore[arg-type]
 
 
 def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:

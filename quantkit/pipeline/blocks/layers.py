@@ -152,7 +152,7 @@ def _fate(
 def no_product(module: nn.Module, leaf: str) -> str:
     """Name the use of a parameter other than in a matrix product; empty for a linear weight."""
     value = getattr(module, leaf)
-    if value.dim() < 2 or min(value.shape[-2:]) == 1:
+    if value.dim() < 2 or min(value.shape[-2:]) == 1 or leaf.endswith("bias"):
         return "norms, biases and scalars"
     if isinstance(module, nn.Embedding) or "embed" in f"{leaf} {type(module).__name__}".lower():
         return "embeddings"
@@ -195,7 +195,8 @@ class Layers:
         head: name of the language-model head, if it is to be quantized.
         tied: the same, if it shares its weight with the embedding.
         activations: full name -> scheme of a quantized input; the names are in `schemes` and never the head's.
-        merged: names of experts' linears that transformers merges while it loads them.
+        merged: names of experts' linears.
+        ruled: those of them that transformers merges while it loads them.
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -206,6 +207,7 @@ class Layers:
     tied: frozenset[str] = frozenset()
     activations: Mapping[str, ActivationScheme] = field(default_factory=dict)
     merged: frozenset[str] = frozenset()
+    ruled: frozenset[str] = frozenset()
 
     @property
     def inside(self) -> Mapping[str, tuple[int, int]]:
@@ -224,7 +226,7 @@ class Layers:
     def asked(self, *, partly: bool = False, cache: CacheScheme | None = None) -> LayerSpec:
         """Return the demands of a compile of these layers on an export."""
         stored = (self.schemes, self.plain, self.padded(), self.tied, self.shapes, self.merged)
-        return LayerSpec(*stored, partly, self.activations, cache)
+        return LayerSpec(*stored, partly, self.activations, cache, ruled=self.ruled)
 
     def entry(
         self, name: str, tensor: QuantTensor, error: float | None, static: InputScale | None = None
@@ -269,12 +271,15 @@ def lay_out(
     Raises InputError: `override-unmatched`, `keep-unmatched`, `group-indivisible`, `nothing-to-quantize`.
     """
     shapes: dict[str, tuple[int, int]] = {}
-    plain, merged = set(), set()
+    plain, merged, ruled = set(), set(), set[str]()
     apart: dict[str, bool] = {}
     owners: dict[int, list[str]] = {}  # linears with one weight in common
     for block in block_names:
         for path, module in model.get_submodule(block).named_modules():
             name = f"{block}.{path}" if block else path
+            if isinstance(module, experts.Experts):
+                weights = {part for leaf in module.by_rule for part in experts.parts_of(module, name, leaf)}
+                ruled |= {weight.removesuffix(".weight") for weight in weights}
             if isinstance(module, experts.Expert):
                 merged |= {f"{name}.{leaf}" for leaf, _ in module.named_children()}
             if is_linear(module):
@@ -310,5 +315,5 @@ def lay_out(
     if head is not None and chosen.head is None:
         del shapes[head]
         tied = frozenset()
-    more = (chosen.decisions, chosen.head, tied, chosen.activations, frozenset(merged))
+    more = (chosen.decisions, chosen.head, tied, chosen.activations, frozenset(merged), frozenset(ruled))
     return Layers(shapes, chosen.schemes, frozenset(plain), *more)

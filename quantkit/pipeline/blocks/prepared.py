@@ -135,7 +135,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     """
     from quantkit.model.source.merged import open_merged
     from quantkit.model.streaming.stream import StreamedModel
-    from quantkit.model.structure.names import obstacles
+    from quantkit.model.structure.names import apart, obstacles
     from quantkit.model.structure.traced import has_interface
     from quantkit.pipeline.blocks.work import PassRun, check_order, looks_at_data
 
@@ -166,6 +166,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     asked = replace(
         layers.asked(partly=partly, cache=recipe.scheme.kv_cache),
         obstacles=obstacles(stream.skeleton, stream.files),
+        apart=apart(stream.skeleton),
         stacked=[kept.where for kept in layers.decisions if kept.code in (EXPERTS, EXPERTS_KEPT)],
         untraced="" if has_interface(stream.skeleton) else type(stream.skeleton).__name__,
         source=source,

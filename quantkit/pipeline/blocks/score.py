@@ -326,9 +326,11 @@ def _reloaded(folder: Path, asked: Answering) -> Tensor | None:
     """Run a written checkpoint, expanded by its library; None where transformers leaves out what was scored."""
     from quantkit.model import layouts, run_time
     from quantkit.model.source.open import open_written
+    from quantkit.runtimes.torch.reloaded import unread
 
     config = _quantization(folder)
-    if config is not None and not run_time.weights_are_dense(config) and layouts.missing(layouts.of(config)):
+    packed = {} if config is None or run_time.weights_are_dense(config) else config
+    if packed and (layouts.missing(layouts.of(packed)) or unread(folder)):
         return None
     if run_time.expands_at_load(folder) and run_time.is_named(config):
         return None  # weights alone are expanded: inputs and cache stay floats there

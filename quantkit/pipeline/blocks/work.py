@@ -451,6 +451,7 @@ def _about_scales(block: Block, scales: Scales) -> list[Decision]:
 _DONE = {
     "force": ("forced", "it is calibrated on all tokens that reach its layer"),
     "keep": ("kept", "it stays in high precision"),
+    "few": ("fitted to few", "its layer routes by itself, so its codes are fitted to these alone"),
 }
 
 
@@ -466,7 +467,7 @@ def settle(block: Block, counts: Mapping[str, int], rare: Rare) -> tuple[dict[st
     owners = {linear: owner for linear in block.linears() if (owner := collected.expert_of(linear, block.module))}
     routed = {block.full_name(linear): counts[owner] for linear, owner in owners.items() if owner in counts}
     chosen = [expert for expert, seen in counts.items() if seen < rare.tokens and expert in owners.values()]
-    done, reason = _DONE[rare.action]
+    layers = experts.found_in(block.module)
     if rare.action == "force":
         for module in (block.module, block.original):
             if module is not None:
@@ -476,6 +477,8 @@ def settle(block: Block, counts: Mapping[str, int], rare: Rare) -> tuple[dict[st
     decisions = []
     for expert in chosen:
         name, count = block.full_name(expert), counts[expert]
+        forced = rare.action == "keep" or layers[expert.rpartition(".")[0]].routed
+        done, reason = _DONE[rare.action if forced else "few"]
         why = f"{count} calibration tokens were routed to it, fewer than {rare.tokens}; {reason}"
         decisions.append(decision("calibrate", "expert-unrouted", name, why, count, done))
     return routed, decisions

@@ -14,7 +14,7 @@ from quantkit.content import near
 from quantkit.errors import InputError, install
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.model import layouts
-from quantkit.model.layouts import Layout
+from quantkit.model.layouts import VLLM_ALONE, Layout
 from quantkit.model.source.files import remembered
 from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT
 from quantkit.report.kit.tree import Code
@@ -97,7 +97,8 @@ def commands(manifest: Manifest) -> list[Code]:
         lines = [f"# pip install {needs}", f"from transformers import {auto}, AutoTokenizer", ""]
         lines.append(f'model = {auto}.from_pretrained("./model")')
         lines.append('tokenizer = AutoTokenizer.from_pretrained("./model")')
-        listed.append(Code("transformers", "\n".join(lines), "python"))
+        if not any(decision.code == VLLM_ALONE for decision in manifest.decisions):
+            listed.append(Code("transformers", "\n".join(lines), "python"))
     if has(manifest, "onnx/"):
         lines = [f"# {install('onnx')}", *([generate(".", "onnxruntime")] if decodes else [])]
         listed.append(Code("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))

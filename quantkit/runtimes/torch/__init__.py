@@ -78,12 +78,12 @@ class TorchRuntime(Runtime):
 
     def _whole(self, folder: Path, **settings: Any) -> Any:
         """Load the model and expand every weight, now or at the first forward."""
-        from quantkit.runtimes.torch.reloaded import described
+        from quantkit.runtimes.torch.reloaded import described, unread
 
         model_class, config = described(folder)
         quantization = getattr(config, "quantization_config", None) or {}
         packed = quantization and not run_time.weights_are_dense(quantization)
-        if packed and layouts.missing(layouts.of(quantization)):
+        if packed and (layouts.missing(layouts.of(quantization)) or unread(folder)):
             return self._expanded(model_class, config, folder)
         return pretrained.network(model_class, folder, **{"dtype": "auto", **settings}).eval()
 
@@ -116,11 +116,13 @@ class TorchRuntime(Runtime):
         import torch
 
         from quantkit.model.source.open import open_written
+        from quantkit.model.structure.experts import loadable
         from quantkit.runtimes.torch.reloaded import built, expanded
 
-        weights = expanded(open_written(folder)).weights
+        source = expanded(open_written(folder))
         dtype = getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
-        return built(model_class, config, {name: weights.read(name) for name in weights.entries}, dtype)
+        state = loadable(source.skeleton(), list(source.weights.entries), source.weights.read)
+        return built(model_class, config, state, dtype)
 
     def folder(self, bundle: Bundle) -> Path:
         """Return the folder of the checkpoint."""

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from quantkit.errors import MissingDependency
-from quantkit.model import run_time
+from quantkit.model import layouts, run_time
 from quantkit.model.finished import DenseWeights
-from quantkit.model.source import pretrained
+from quantkit.model.source import converted, pretrained
 from quantkit.model.source.open import Source, model_class_of, open_written
 from quantkit.model.streaming.stream import StreamedModel
+from quantkit.model.structure.experts import has_experts
+from quantkit.model.structure.names import unread_experts
 from quantkit.model.structure.traced import is_linear
 
 
@@ -53,7 +55,18 @@ def expanded(source: Source) -> Source:
     kept = {name: entry for name, entry in stored.entries.items() if not name.endswith(run_time.PARTS)}
     rest = replace(stored, entries=kept)
     dense = run_time.weights_are_dense(config)
+    if not dense and (layout := layouts.of(config)).stacks:
+        rest = converted.unstacked(rest, source.skeleton(), layout.parts)
     return replace(source, weights=rest if dense else DenseWeights.of_checkpoint(rest, config, source.dtype))
+
+
+def unread(folder: Path) -> bool:
+    """Tell whether a packed checkpoint has experts that transformers would not load."""
+    config = pretrained.config(folder)
+    if not has_experts(config):
+        return False
+    source, layout = open_written(folder), layouts.of(config.quantization_config)
+    return bool(unread_experts(source.skeleton(), layout, set(layout.prefixes(source.weights.entries))))
 
 
 def described(folder: Path) -> tuple[Any, Any]:
