@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from quantkit.scheme import ActivationScheme, WeightScheme
 
 State = Literal["native", "emulated", "absent"]
-# parts of a model that can be in a format: weights, inputs of products whose weights are in it too, keys and values
-Part = Literal["weights", "inputs", "kv_cache"]
+# parts of a model that can be in a format: weights, inputs of products whose weights are in it too, keys and values,
+# packed weights of experts
+Part = Literal["weights", "inputs", "kv_cache", "experts"]
 # types that arithmetic units multiply; not storage formats: float32 weights may be computed in tf32
 ComputeType = Literal["fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp4", "int8", "int4"]
 # formats and runtimes that quantkit does not implement itself, but that a target may name; files in `formats/` and
@@ -119,7 +120,7 @@ class Memory(Closed):
 
 
 class Use(Closed):
-    """Support of a format for inputs or for keys and values; `state` and `source` as in `Cell`."""
+    """Support of a format for inputs, for keys and values or for experts; `state` and `source` as in `Cell`."""
 
     state: State
     source: str = Field(min_length=1)
@@ -136,6 +137,7 @@ class Cell(Closed):
         pairs: granularities of weights and of their inputs that run together; empty: all, and weights alone.
         inputs: support for products whose weights and inputs are both in it; None if unknown.
         kv_cache: support for keys and values; None if unknown.
+        experts: support for packed weights of experts, where it differs from that of other weights.
     """
 
     state: State
@@ -144,13 +146,14 @@ class Cell(Closed):
     pairs: list[tuple[str, str]] = Field(default=[])
     inputs: Use | None = None
     kv_cache: Use | None = None
+    experts: Use | None = None
 
     @model_serializer(mode="wrap")
-    def _without_empty_pairs(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in dumped(self).items() if name != "pairs" or value}
+    def _without_empty(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dumped(self).items() if name not in ("pairs", "experts") or value}
 
     def of(self, part: Part) -> Use | None:
-        """Return the support for weights, inputs, or keys and values."""
+        """Return the support for a part of a model."""
         return Use(state=self.state, source=self.source) if part == "weights" else getattr(self, part)
 
 
@@ -383,6 +386,14 @@ class Target(Closed):
         able = ", ".join(f"weights by {left} and inputs by {right}" for left, right in cell.pairs)
         remedy = self._instead(Stored(weights.format, weights.symmetric), runtime)
         raise InputError("target-cannot-run", self.name or "target", value, f"{able}; source: {cell.source}", remedy)
+
+    def demand_experts(self, form: str, runtime: str) -> None:
+        """Refuse packed experts where only other weights run. Raises InputError `target-cannot-run`."""
+        use = self.supports(form, runtime).experts
+        if use is not None and use.state == "absent":
+            value = f"experts in {form}: they do not run in {runtime}, other weights do"
+            remedy = "an override with `weights: null` for them, or --set 'export=[{checkpoint: {layout: dense}}]'"
+            raise InputError("target-cannot-run", self.name or "target", value, f"source: {use.source}", remedy)
 
     def _instead(self, stored: Stored, runtime: str) -> str:
         native = [name for name in self.formats if self.use(stored._replace(format=name), runtime).state == "native"]

@@ -88,7 +88,7 @@ def test_every_cell_says_how_it_is_known(name: str) -> None:
     vague = {"", "documentation", "source", "todo", "?"}
     for format_, cells in loaded(name).formats.items():
         for runtime, cell in cells.items():
-            for part in ("weights", "inputs", "kv_cache"):
+            for part in ("weights", "inputs", "kv_cache", "experts"):
                 use = cell.of(part)
                 assert use is None or use.source.strip().lower() not in vague, (format_, runtime, part)
             if cell.state == "absent":  # what does not read the weights reads no inputs beside them
@@ -100,7 +100,7 @@ def test_cells_of_what_changes_with_its_version_name_it(name: str) -> None:
     known = {"vllm": r"vLLM \d+\.\d+|vLLM documentation|vllm-bnb-plugin \d", "llama_cpp": "llama.cpp [0-9a-f]{9}"}
     for format_, cells in loaded(name).formats.items():
         for runtime in set(known) & set(cells):
-            for use in (cells[runtime], cells[runtime].inputs, cells[runtime].kv_cache):
+            for use in (cells[runtime], *(cells[runtime].of(part) for part in ("inputs", "kv_cache", "experts"))):
                 assert use is None or re.search(known[runtime], use.source), (format_, runtime, use.source)
 
 

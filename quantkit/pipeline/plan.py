@@ -14,7 +14,7 @@ from quantkit import content, machine, plugins
 from quantkit.bundle import Bundle
 from quantkit.bundle.manifest import MANIFEST, Manifest
 from quantkit.errors import InputError, unknown_name
-from quantkit.exporters import load_exporter
+from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.kinds import Kind
 from quantkit.model.device import CPU
 from quantkit.model.sizes import configs
@@ -297,6 +297,7 @@ class _Planning:
         """Plan the recipe. Raises InputError: `devices-uneven`, and refusals of the compile by sizes."""
         recipe, target, workload = self.recipe, self.target, self.workload
         assigned = assign_sizes(recipe, self.architecture)
+        self._demand_experts(assigned)
         served = self._served(assigned, samples)
         kept = storage(self.architecture, recipe, self._export())
         footprint = self._footprint(served, assigned, kept)
@@ -341,6 +342,15 @@ class _Planning:
             code=bool(recipe.code),
             changed=bool(self.question.changes) or content.is_path(self.label),
         )
+
+    def _demand_experts(self, assigned: Assigned) -> None:
+        """Refuse packed experts that its runtime does not multiply. Raises InputError `target-cannot-run`."""
+        several = [matrix.name for matrix in self.architecture.inside() if matrix.count > 1]
+        schemes = {name: assigned.schemes[name] for name in several if name in assigned.schemes}
+        alone, asked = self.target.model_copy(update={"runtimes": [self.runtime]}), LayerSpec(schemes, merged=several)
+        for step in self.recipe.export if schemes else ():
+            if step.name == self._export():
+                load_exporter(step.name).for_target(step.settings, alone, asked)
 
     def _export(self) -> str | None:
         """Return the export for its runtime."""

@@ -1,7 +1,7 @@
 """Formats by hardware by runtime: the cells of all targets in one table, each with its source.
 
     rows        targets
-    columns     formats of weights, of products with inputs in the same format, of keys and values
+    columns     formats of weights, of products with inputs in the same format, of keys and values, of experts
     cells       runtimes: those that compute in the stored form, and those that expand it to floats first
 
 A combination that no target lists is unknown and not shown; `Target.use` treats it as absent.
@@ -30,7 +30,7 @@ _KNOWN = {
     "torch": ("P", "transformers (PyTorch)"),
 }
 PARTS: tuple[Part, ...] = get_args(Part)
-_PART = {"weights": "", "inputs": " inputs", "kv_cache": " KV cache"}
+_PART = {"weights": "", "inputs": " inputs", "kv_cache": " KV cache", "experts": " experts"}
 _ORDER = ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "mxfp8", "int8", "int7", "int4", "int3", "int2")
 _INTRO = """# Formats by hardware by runtime
 
@@ -39,7 +39,8 @@ _INTRO = """# Formats by hardware by runtime
 
 **Native**: a kernel reads the stored form. **Emulated**: it runs, but weights are expanded to floats first: smaller,
 not faster. **Absent**: it does not run. A plain column is about weights only, *inputs* about products whose weights and
-inputs both have the format, *KV cache* about keys and values. An empty cell is unknown.
+inputs both have the format, *KV cache* about keys and values, *experts* about packed experts, where they differ from other
+weights. An empty cell is unknown.
 """
 
 

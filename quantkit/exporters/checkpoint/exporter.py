@@ -138,10 +138,21 @@ class Checkpoint(Exporter):
     def for_target(
         self, options: CheckpointOptions, target: Target, asked: LayerSpec, trial: Trial | None = None
     ) -> tuple[Mapping[str, Any], str]:
-        """Warn if vLLM would refuse a checkpoint that transformers loads."""
+        """Warn if vLLM would refuse a checkpoint that transformers loads.
+
+        Raises InputError `target-cannot-run`: no other runtime of the target reads it.
+        """
         kinds = {name: (scheme, asked.activations.get(name)) for name, scheme in asked.schemes.items()}
         split = torn(kinds, asked.shapes) if options.found is not None else ""
         why = f"vLLM does not load it: its {split} is made of several linears, which are not stored alike"
+        if options.found is not None and (packed := sorted(set(asked.merged) & asked.schemes.keys())):
+            form = asked.schemes[packed[0]].format
+            try:
+                target.demand_experts(form, "vllm")
+            except InputError as problem:
+                if {*self.runtimes} & {*target.runtimes} == {"vllm"}:
+                    raise
+                return {}, f"vLLM does not load its experts in {form}: {problem.rule.removeprefix('source: ')}"
         return {}, why if split else ""
 
     def caveat(self, options: CheckpointOptions, runtime: str) -> str:

@@ -303,9 +303,9 @@ def last_error(log: BinaryIO) -> str:
     """Return the last line of a log that states an error, without what vLLM puts before it; else the last line."""
     log.seek(0)
     lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    stated = [match[0] for line in lines if (match := re.search(r"(?:\w*Error|Exception|Value error)[:,] .*", line))]
+    stated = [match[0] for line in lines if (match := re.search(r"(?:\w*Error|Exception|Value error)[:,] .*|.* \[type=", line))]
     told = [line for line in stated if "Engine core initialization failed" not in line] or lines or [""]
-    return told[-1].removeprefix("Value error, ").partition(" [type=")[0][:300]
+    return _reason(told[-1:])
 
 
 def page(url: str) -> str | None:
@@ -360,13 +360,15 @@ def sent(job: Job, url: str, one: Job, seed: int, server: ServerProcess | None, 
         raise
     demand_alive(server, log)
     if all(result["errors"]):
-        raise JobRefused("load-failed", _reason(result["errors"][0]), "the server answers completions")
+        lines = [line.strip() for line in result["errors"][0].splitlines() if line.strip()]
+        raise JobRefused("load-failed", (lines or ["no answer"])[-1][:300], "the server answers completions")
     return result
 
 
-def _reason(text: str) -> str:
-    """Return the last line of a request's error: its exception."""
-    return ([line.strip() for line in text.splitlines() if line.strip()] or ["no answer"])[-1][:300]
+def _reason(lines: list[str]) -> str:
+    """Return the first line with a reason of pydantic's, without what it puts around it; else the first line."""
+    told = next((line for line in lines if " [type=" in line), lines[0])
+    return re.sub(r"^(Value error|Assertion failed), ", "", told).partition(" [type=")[0][:300]
 
 
 def say(kind: str, what: Any, share: float = 0.0) -> None:
@@ -377,14 +379,13 @@ def say(kind: str, what: Any, share: float = 0.0) -> None:
 
 
 def _line(problem: BaseException) -> str:
-    """Return the reason in a message: the first line of the first cause, or pydantic's value error."""
+    """Return the reason in a message: the first line of the first cause, or of pydantic's reasons."""
     while problem.__cause__ is not None:
         problem = problem.__cause__
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("Value error, ")] or lines or [type(problem).__name__]
-    if told[0].endswith("Reasons:"):  # one for each kernel follows; the platform's own is the last
-        told = [" ".join(dict.fromkeys((told[0], lines[-1])))]
-    return told[0].removeprefix("Value error, ").partition(" [type=")[0][:300]
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [type(problem).__name__]
+    if lines[0].endswith("Reasons:"):  # one for each kernel follows; the platform's own is the last
+        lines = [" ".join(dict.fromkeys((lines[0], lines[-1])))]
+    return _reason(lines)
 
 
 def _end_with_parent() -> None:
