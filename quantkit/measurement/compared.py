@@ -20,6 +20,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from quantkit.bundle import LayerEntry
+from quantkit.measurement.rows import Row
 from quantkit.stats.decision import Answer, CellDecision, decide
 from quantkit.stats.evidence import EACH_WAY, Doubt, Evidence, Interval
 
@@ -299,6 +300,7 @@ class Compared:
         flips: flipped next words; None for a model without next words.
         layers: layers that either side quantizes.
         notes: quantities that were not compared, with the command that compares them.
+        load: rows of B's load beside A's (`load.beside`), if both have one of the same requests.
     """
 
     model: str
@@ -313,6 +315,7 @@ class Compared:
     flips: WordFlips | None = None
     layers: Sequence[LayerPair] = ()
     notes: Sequence[str] = field(default=())
+    load: Sequence[Row] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return its JSON form."""
@@ -322,4 +325,5 @@ class Compared:
         data["cells"] = [cell.as_dict() for cell in self.cells]
         data["flips"] = None if self.flips is None else asdict(self.flips)
         data["layers"] = [pair.as_dict() for pair in self.layers]
+        data |= {"load": [row.as_dict() for row in self.load]} if self.load else {}
         return {**data, "notes": list(self.notes)}

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from quantkit.errors import InputError, unknown_name
 from quantkit.measurement.rows import Baseline, Interval, Row
+from quantkit.measurement.timing.schedule import Timing
 from quantkit.measurement.verdict import speed_up
 from quantkit.stats.abba import NOISY, P99_FROM, tail_of
 from quantkit.stats.evidence import MeasuredValue, difference
@@ -109,11 +110,9 @@ class Run:
         values: dict[str, list[Array]] = {name: [] for name in LATENCIES}
         good = []
         for at in np.argsort(answer["start_times"], kind="stable"):
-            if answer["failed"][at]:
+            if not (one := _of_request(answer, at)):
                 good.append(False)
                 continue
-            ttft, whole, count = answer["ttfts"][at], answer["latencies"][at], answer["output_lens"][at]
-            one = {"ttft": ttft, "e2el": whole} | ({"tpot": (whole - ttft) / (count - 1)} if count > 1 else {})
             good.append(all(one.get(name, 0.0) <= most for name, most in slo.items()))
             for name, value in {**one, "itl": answer["itls"][at]}.items():
                 values[name].append(np.atleast_1d(np.asarray(value, dtype=np.float64)))
@@ -149,6 +148,47 @@ def rows(load: ServerLoad, answers: Iterable[Mapping[str, Any]], *, against: str
         flags = ["failed-requests"] if failed else []
         listed += [row.model_copy(update={"flags": [*row.flags, *flags]}) for row in both]
     return listed + _whole(load, answers, against, about)
+
+
+def paired(answers: Iterable[Mapping[str, Any]], latency: str) -> Timing:
+    """Pair the requests of sides that were visited twice at one rate, for a comparison by blocks (`stats.slowdown`).
+
+    A block holds neighbouring requests, the same ones in both visits of every side, in up to ten blocks. Requests that
+    failed anywhere are left out.
+
+    Raises InputError: `load-failed`, fewer than two requests were answered everywhere.
+    """
+    visits: dict[str, list[tuple[Array, Array]]] = {}
+    order: list[str] = []
+    for answer in answers:
+        if "rate" not in answer:
+            continue
+        at = np.argsort(answer["start_times"], kind="stable")
+        starts = np.asarray(answer["start_times"], np.float64)[at]
+        values = [_of_request(answer, i).get(latency, np.nan) for i in at]
+        visits.setdefault(answer["side"], []).append((np.array(values), answer["began"] + starts - starts[0]))
+        order += [] if answer["side"] in order else [answer["side"]]
+    whole = np.all([np.isfinite(values) for side in visits.values() for values, _ in side], axis=0)
+    blocks = min(_STRETCHES, int(whole.sum()))
+    if blocks < 2:
+        raise InputError("load-failed", "load", "fewer than two requests", "every side answers them", "more requests")
+    burst = int(whole.sum()) // blocks
+
+    def shaped(of: int) -> dict[str, Array]:
+        return {
+            side: np.stack([visit[of][whole][: blocks * burst].reshape(blocks, burst) for visit in both], axis=1)
+            for side, both in visits.items()
+        }
+
+    return Timing(shaped(0), shaped(1), [order] * blocks, (blocks,))
+
+
+def _of_request(answer: Mapping[str, Any], at: int) -> dict[str, float]:
+    """Return the latencies of a request but its gaps; none if it failed."""
+    if answer["failed"][at]:
+        return {}
+    ttft, whole, count = answer["ttfts"][at], answer["latencies"][at], answer["output_lens"][at]
+    return {"ttft": ttft, "e2el": whole} | ({"tpot": (whole - ttft) / (count - 1)} if count > 1 else {})
 
 
 def _latencies(own: Sequence[Run], other: Sequence[Run], against: str | None, about: dict[str, Any]) -> Iterator[Row]:
@@ -304,29 +344,71 @@ class _Served:
         return f"{'at least ' if self.most else ''}{self.value:.3g} requests/s" if self.value else "none"
 
 
-def outcome(rows: Sequence[Row]) -> LoadVerdict | None:
+def served_words(load: ServerLoad, answers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """State the goodput of every side in words; nothing without limits."""
+    sides: dict[str, list[Run]] = {}
+    for answer in answers if load.slo else ():
+        if "rate" in answer:
+            sides.setdefault(answer["side"], []).append(Run.of(answer, load.slo))
+    good = {side: sum(run.good.sum() for run in runs) / sum(run.duration for run in runs) for side, runs in sides.items()}
+    told = ", ".join(f"{side} {rate:.3g}" for side, rate in sorted(good.items()))
+    return [f"goodput: requests/s within the limits at {load.rates[0]:g} requests/s: {told}"] if told else []
+
+
+def beside(a: Sequence[Row], b: Sequence[Row], subject: str) -> list[Row]:
+    """Set the rows of one load against those of another of the same requests: B's rows, with A's as their baseline.
+
+    Args:
+        subject: identity of A. Both were measured against a third, at different times, so that ratios have no interval.
+    """
+
+    def key(row: Row) -> tuple[Any, ...]:
+        same = {name: row.settings.get(name) for name in ("rate", "quantile", "eager", *(f"slo_{x}" for x in LIMITS))}
+        where = row.device.id if row.device else None
+        return row.name, row.runtime, where, str(row.shape), *same.values()
+
+    known = {key(row): row for row in a if row.name.startswith("load.")}
+    listed = []
+    for row in b:
+        other = known.get(key(row)) if row.name.startswith("load.") else None
+        if other is None or other.value is None or row.value is None:
+            continue
+        above, below = (other.value, row.value) if row.better == "lower" else (row.value, other.value)
+        baseline = Baseline(subject=subject, value=other.value, ratio=above / below if below else None)
+        ends = dict(zip(("baseline_low", "baseline_high"), other.ci95 or (), strict=False))
+        share = {"baseline_share": other.settings["share"]} if "share" in other.settings else {}
+        spread = max((one.aa_spread or 0.0 for one in (row, other)))
+        flags = list(dict.fromkeys([*row.flags, *other.flags]))
+        told = {**row.settings, **ends, **share}
+        listed.append(row.model_copy(update={"baseline": baseline, "settings": told, "aa_spread": spread, "flags": flags}))
+    return listed
+
+
+def outcome(rows: Sequence[Row], this: str = "", other: str = "the original") -> LoadVerdict | None:
     """Judge the rows of a load: by the largest goodput, else by the median request; None without a baseline.
+
+    `this`, `other`: words for the bundle and the baseline.
 
     A side serves its largest goodput over the rates. It is `at least` that if 95 % of the requests at the largest rate
     are within the limits.
     """
     good = [row for row in rows if row.name == "load.goodput" and row.value is not None and row.baseline is not None]
     if good:
-        return _by_goodput(good)
+        return _by_goodput(good, this, other)
     whole = [row for row in rows if row.name == "load.e2el" and row.settings.get("quantile") == "p50"]
     row = max(whole, key=_rate, default=None)
     speed = speed_up(row) if row is not None else None
     if row is None or speed is None or row.baseline is None:
         return None
     low, high = speed.interval
-    text = f"at {_rate(row):g} requests/s a request takes {_moment(row.value or 0.0)}, of the original"
+    text = f"at {_rate(row):g} requests/s a request takes {_moment(row.value or 0.0)}, of {other}"
     text += f" {_moment(row.baseline.value)}: {speed.ratio:.3g} times as fast ({low:.3g} to {high:.3g})"
     if speed.doubt or low <= 1 <= high:
         return LoadVerdict(f"not decided: {text}", None, "more requests: --requests, or a quieter machine")
     return LoadVerdict(text, low > 1)
 
 
-def _by_goodput(good: Sequence[Row]) -> LoadVerdict:
+def _by_goodput(good: Sequence[Row], this: str, other: str) -> LoadVerdict:
     def side(of: Any) -> _Served:
         best = max(good, key=lambda row: of(row)[0])
         value, ci95, share = of(best)
@@ -340,7 +422,7 @@ def _by_goodput(good: Sequence[Row]) -> LoadVerdict:
 
     ours = side(lambda row: (row.value, row.ci95, _number(row, "share")))
     theirs = side(original)
-    text = f"serves {ours.told()} within the limit, the original {theirs.told()}"
+    text = f"{this} serves {ours.told()} within the limit, {other} {theirs.told()}".strip()
     if ours.most and theirs.most:
         why = f"both serve the largest rate within the limit, {max(map(_rate, good)):g} requests/s"
         return LoadVerdict(f"not decided: {why}", None, "higher rates: --load rate=")

@@ -20,6 +20,7 @@ from quantkit.bundle import Bundle, Manifest
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError, QuantkitError, Stopped
+from quantkit.measurement import load as loads
 from quantkit.measurement.size import folder_of, weight_bytes
 from quantkit.measurement.timing.rounds import CANDIDATE, Task
 from quantkit.nightly import items, timing
@@ -155,9 +156,9 @@ class _Measuring:
         sides: dict[Side, Bundle] = {CANDIDATE: bundle, **others.bundles}
         if load_runtime(cell.program).own is not None:
             sides = self._scored(cell, sides)
-            rows: timing.Taken = []
+            rows, served = self._loaded(cell, sides)
         else:
-            rows = self._timed(cell, sides, samples)
+            rows, served = self._timed(cell, sides, samples), []
         lost = {side: InputError(**error).line() for side, error in timing.unloadable(rows).items()}
         missing = {**others.missing, **lost}
         here = {side: other for side, other in sides.items() if side not in missing}
@@ -173,7 +174,7 @@ class _Measuring:
             "release_sha256": hashes.get("release"),
             "bytes": _bytes(bundle, cell.program),
             "baseline_bytes": _bytes(here["baseline"], cell.program) if "baseline" in here else None,
-            "flags": [f"{UNLOADABLE[side]}: {why}" for side, why in missing.items()],
+            "flags": [*served, *(f"{UNLOADABLE[side]}: {why}" for side, why in missing.items())],
         }
         return result, rows, answered
 
@@ -186,6 +187,31 @@ class _Measuring:
             if not (bundle.path / f"items-{cell.program}.safetensors").is_file():
                 measure_bundle(bundle, self.request.model, self.progress, runtime=cell.program, speed=False)
         return {side: Bundle.load(bundle.path) for side, bundle in sides.items()}
+
+    def _loaded(self, cell: NightCell, sides: Mapping[Side, Bundle]) -> tuple[timing.Taken, list[str]]:
+        """Load each side's server in turns, if the night asks for it: times of requests, and the goodput in words."""
+        from quantkit.pipeline.load import in_turns
+
+        if (asked := self.config.load) is None:
+            return [], []
+        folders = {str(side): load_runtime(cell.program).checked(bundle) for side, bundle in sides.items()}
+        lost: list[dict[str, Any]] = []
+        while True:
+            order = [*folders] if zlib.crc32(f"{self.job.night} {cell.key}".encode()) % 2 else [*reversed(folders)]
+            try:
+                turns = [*order, *reversed(order)]
+                answers, _ = in_turns(
+                    asked.asked(), folders, turns, lambda share, words: self.progress.at("timing", share, words)
+                )
+                break
+            except InputError as problem:
+                refused = [side for side, folder in folders.items() if problem.where == str(folder)]
+                if not refused or refused[0] == CANDIDATE:
+                    raise
+                del folders[refused[0]]
+                lost.append({"unloadable": refused[0], "error": problem.as_dict()})
+        times = {"round": 0, "turns": loads.paired(answers, asked.gate).as_dict(), "state": {}}
+        return [*lost, times], loads.served_words(asked.asked(), answers)
 
     def _timed(self, cell: NightCell, sides: Mapping[Side, Bundle], samples: Path | None) -> timing.Taken:
         budget = self.config.budget

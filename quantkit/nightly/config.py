@@ -20,6 +20,7 @@ from quantkit.bundle.manifest import MANIFEST
 from quantkit.content import Closed, is_path, known_keys, read_yaml
 from quantkit.devices import named
 from quantkit.errors import InputError, did_you_mean, from_validation
+from quantkit.measurement.load import ServerLoad
 from quantkit.model.source.alias import ALIASES, unknown_model
 from quantkit.nightly.records import HERE, ON, SEPARATOR, BaselineKind, NightCell
 from quantkit.pipeline.request import Request, kind_of, with_own_runtime
@@ -171,6 +172,38 @@ class TimeBudget(Closed):
         return None if self.seconds is not None else self.blocks or self.rounds * BLOCKS
 
 
+class NightLoad(Closed):
+    """Load of the servers of cells in a runtime that is not timed by steps: `vllm`.
+
+    Args:
+        rate: requests a second.
+        requests: requests of a visit; each side is visited twice.
+        prompt, output: tokens of a request.
+        slo: limits for the goodput, as of `measure --slo`; the result's flags state it.
+        gate: latency of a request that is compared and gated: `ttft`, `tpot` or `e2el`.
+    """
+
+    rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    requests: Annotated[int, Field(ge=20)] = 40
+    prompt: Annotated[int, Field(gt=0)] = 256
+    output: Annotated[int, Field(gt=1)] = 128
+    slo: str | None = None
+    gate: Literal["ttft", "tpot", "e2el"] = "e2el"
+
+    def asked(self) -> ServerLoad:
+        """Return the load. Raises InputError as `ServerLoad.parse`."""
+        sizes = {"prompt": self.prompt, "output": self.output, "requests": self.requests}
+        return ServerLoad.parse(f"rate={self.rate:.12g}", self.slo, **sizes)
+
+    @model_validator(mode="after")
+    def _limits_are_known(self) -> Self:
+        try:
+            self.asked()
+        except InputError as problem:
+            raise ValueError(problem.line()) from None
+        return self
+
+
 class Nightly(Closed):
     """The configuration of a night.
 
@@ -190,6 +223,7 @@ class Nightly(Closed):
         baselines: model -> its own baseline.
         release: last release, a bundle or a folder of them; drift is measured against it.
         budget: time budget of a cell.
+        load: load of cells in vLLM; None scores them alone.
         limit: most hours of a build; a longer one is ended and fails.
         store: folder of the results.
         bundles: folder of the bundles.
@@ -212,6 +246,7 @@ class Nightly(Closed):
     baselines: dict[str, Annotated[BaselineChoice, BeforeValidator(BaselineChoice.read)]] = Field(default={})
     release: str | None = None
     budget: TimeBudget = TimeBudget()
+    load: NightLoad | None = None
     limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 6.0
     store: str = "nightly/store"
     bundles: str = "nightly/bundles"

@@ -35,6 +35,7 @@ from quantkit.measurement.compared import (
     layer_pairs,
     verdict,
 )
+from quantkit.measurement.load import beside
 from quantkit.measurement.rows import Data, Row
 from quantkit.model.source import pretrained
 from quantkit.pipeline import sides as timing_of
@@ -300,6 +301,7 @@ def compare_bundles(
         flips=scored.flips,
         layers=layer_pairs(layers[0], layers[1], (errors[0], errors[1])),
         notes=[*identical, *scored.notes, *notes, *untimed],
+        load=() if first.floating or second.floating else beside(first.rows, second.rows, first.subject),
     )
 
 

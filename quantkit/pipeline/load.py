@@ -24,6 +24,7 @@ from quantkit.pipeline.measure import opened_original
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import keep
 from quantkit.runtimes import apart
+from quantkit.runtimes.child import Report
 from quantkit.runtimes.generate import demand_decoder, too_long
 from quantkit.runtimes.vllm import OWN, RUNTIME, VllmModel, environment
 
@@ -55,6 +56,31 @@ def load_bundle(
         rule = "vLLM loads the original as a checkpoint of transformers"
         raise InputError("baseline-needed", "--baseline", "no checkpoint", rule, "a folder, or a bundle that has one")
     folders["original"] = original.stream.source.in_files().path
+    progress.plan({"load": 1.0})
+    progress.note("one server runs at a time: original, bundle, bundle, original")
+    answers, about = in_turns(load, folders, loads.ORDER, lambda share, words: progress.at("load", share, words))
+    form = VllmModel(folders["original"]).dtype if original.format == "float32" else original.format
+    about["settings"] |= {"baseline_format": form}
+    subject = bundle.manifest.content_sha256
+    rows = loads.rows(load, answers, against=original.subject, subject=subject, **about)
+    keep(bundle, rows, None, OWN.name, original.subject, progress)
+    return rows
+
+
+def in_turns(
+    load: ServerLoad, folders: Mapping[str, Path], order: Sequence[str], report: Report
+) -> tuple[list[Any], dict[str, Any]]:
+    """Load the servers of some checkpoints, one after another.
+
+    Args:
+        folders: side -> folder of its checkpoint; the first one's tokenizer writes the prompts.
+        order: sides of the visits.
+
+    Returns:
+        The answers of the job `load`; runtime, device, versions and settings of their rows.
+
+    Raises InputError: `prompt-too-long`, `out-of-memory`, `server-failed`, `load-failed`.
+    """
     for folder in folders.values():
         most = RUNTIME.context(folder)
         if load.prompt + load.output > most:
@@ -64,18 +90,12 @@ def load_bundle(
     on_gpu = bool(machine.gpus()[0])
     space = None if on_gpu else cache_space(folders.values())
     dtypes = {side: VllmModel(folder).dtype for side, folder in folders.items()}
-    visits = [_visit(side, folders[side], dtypes[side], load, eager=not on_gpu) for side in loads.ORDER]
-    progress.note("one server runs at a time: original, bundle, bundle, original")
-    answers = _answers(load, visits, folders["bundle"], progress, {"VLLM_CPU_KVCACHE_SPACE": str(space or 0)})
-    form = dtypes["original"] if original.format == "float32" else original.format
-    settings = {"dtype": dtypes["bundle"], "baseline_format": form, "eager": not on_gpu}
-    settings |= {"cache_gib": space} if space else {}
+    visits = [_visit(side, folders[side], dtypes[side], load, eager=not on_gpu) for side in order]
+    tokenizer = next(iter(folders.values()))
+    answers = _answers(load, visits, tokenizer, report, {"VLLM_CPU_KVCACHE_SPACE": str(space or 0)})
+    settings = {"dtype": next(iter(dtypes.values())), "eager": not on_gpu, **({"cache_gib": space} if space else {})}
     where = machine.gpu(str(machine.gpus()[0][0]["name"])) if on_gpu else machine.device()
-    about = {"runtime": OWN.name, "device": where, "versions": _versions(), "settings": settings}
-    subject = bundle.manifest.content_sha256
-    rows = loads.rows(load, answers, against=original.subject, subject=subject, **about)
-    keep(bundle, rows, None, OWN.name, original.subject, progress)
-    return rows
+    return answers, {"runtime": OWN.name, "device": where, "versions": _versions(), "settings": settings}
 
 
 def load_endpoint(bundle: Bundle, load: ServerLoad, url: str, progress: Progress | None = None) -> list[Row]:
@@ -91,7 +111,9 @@ def load_endpoint(bundle: Bundle, load: ServerLoad, url: str, progress: Progress
     folder = RUNTIME.folder(bundle)
     base = url.rstrip("/").removesuffix("/v1")
     visits = [{"side": side, "command": None, "url": base, "where": base} for side in loads.ALONE]
-    answers = _answers(load, visits, folder, progress or Progress(), {})
+    progress = progress or Progress()
+    progress.plan({"load": 1.0})
+    answers = _answers(load, visits, folder, lambda share, words: progress.at("load", share, words), {})
     about: dict[str, Any] = {"runtime": ENDPOINT, "settings": {"url": base}, "versions": _versions()}
     return loads.rows(load, answers, against=None, subject=bundle.manifest.content_sha256, **about)
 
@@ -127,18 +149,13 @@ def _visit(side: str, folder: Path, dtype: str, load: ServerLoad, *, eager: bool
 
 
 def _answers(
-    load: ServerLoad, visits: Sequence[Mapping[str, Any]], tokenizer: Path, progress: Progress, more: Mapping[str, str]
+    load: ServerLoad, visits: Sequence[Mapping[str, Any]], tokenizer: Path, report: Report, more: Mapping[str, str]
 ) -> list[Any]:
     job = {"do": "load", "visits": list(visits), "rates": load.runs(), "prompt": load.prompt, "output": load.output}
     job |= {"tokenizer": str(tokenizer.absolute()), "ready": _READY, "idle": _IDLE}
     variables = {**environment(), **more, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     variables |= dict.fromkeys(("no_proxy", "NO_PROXY"), "127.0.0.1") if visits[0]["command"] else {}
-    progress.plan({"load": 1.0})
-
-    def tell(share: float, words: str) -> None:
-        progress.at("load", share, words)
-
-    return apart.demand(OWN.name).run(OWN, job, tell, where="--load", environment=variables)
+    return apart.demand(OWN.name).run(OWN, job, report, where="--load", environment=variables)
 
 
 def _versions() -> dict[str, str]:

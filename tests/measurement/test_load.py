@@ -7,37 +7,16 @@ from typing import Any
 import numpy as np
 import planted
 import pytest
+from planted_load import TOKENS, answer
 from report.shown import page, text_of
 
 from quantkit.errors import InputError
 from quantkit.measurement import load as loads
 from quantkit.measurement.load import LoadVerdict, ServerLoad, outcome
 from quantkit.measurement.rows import Row
+from quantkit.stats.slowdown import slowdown
 
-TOKENS = 5
 ABOUT: dict[str, Any] = {"subject": planted.CONTENT, "runtime": "vllm", "settings": {"dtype": "bfloat16"}}
-
-
-def answer(
-    side: str, turn: int, rate: float, ttft: Any, gap: Any, *, failed: int = 0, seconds: float | None = None
-) -> dict[str, Any]:
-    """Return an answer whose requests take these times; the last ones failed."""
-    ttft, gap = np.broadcast_arrays(np.asarray(ttft, dtype=float), np.asarray(gap, dtype=float))
-    count = len(ttft)
-    lost = [at >= count - failed for at in range(count)]
-    return {
-        "side": side,
-        "turn": turn,
-        "rate": rate,
-        "ttfts": ttft.tolist(),
-        "itls": [[float(one)] * (TOKENS - 1) for one in gap],
-        "latencies": (ttft + (TOKENS - 1) * gap).tolist(),
-        "output_lens": [0 if one else TOKENS for one in lost],
-        "start_times": [at / rate for at in range(count)],
-        "failed": lost,
-        "duration": seconds or count / rate,
-        "in_flight": 3.0,
-    }
 
 
 def loaded(times: dict[float, tuple[Any, Any]], slo: dict[str, float], count: int = 40, **how: Any) -> list[Row]:
@@ -155,6 +134,38 @@ def test_without_limits_the_median_request_at_the_largest_rate_decides() -> None
     assert judged.text.startswith("at 2 requests/s a request takes 179 ms, of the original 299 ms: 1.67 times as fast")
     judged = outcome(loaded({2: (0.02, 0.0201)}, {}))
     assert judged is not None and judged.better is None
+
+
+def test_the_same_requests_of_two_sides_are_paired_in_blocks() -> None:
+    gaps = np.linspace(0.01, 0.02, 43)
+    order = [("baseline", 2), ("candidate", 1), ("candidate", 1), ("baseline", 2)]
+    answers = [answer(side, n % 2, 2, 0.1, gaps * by, failed=3 * (n == 2)) for n, (side, by) in enumerate(order)]
+    timing = loads.paired([*answers, {"side": "candidate", "kv_blocks": 3}], "tpot")
+    assert {side: times.shape for side, times in timing.seconds.items()} == dict.fromkeys(
+        ("baseline", "candidate"), (10, 2, 4)
+    )
+    assert timing.seconds["candidate"].reshape(10, 2, 4)[3, 1].tolist() == pytest.approx(gaps[12:16].tolist())
+    steps = list(timing.steps())
+    assert [side for side, *_ in steps[:16]] == ["baseline"] * 4 + ["candidate"] * 8 + ["baseline"] * 4
+    found = slowdown(timing.seconds["candidate"], timing.seconds["baseline"], rounds=timing.rounds, quantile=0.5)
+    assert found.effect == pytest.approx(-np.log(2))
+    with pytest.raises(InputError, match="load-failed"):
+        loads.paired([answer("candidate", 0, 2, 0.1, gaps, failed=42)], "tpot")
+
+
+def test_the_load_of_one_bundle_stands_beside_that_of_another() -> None:
+    a = loaded({1: (0.02, 0.04), 2: (0.06, 0.06)}, {"tpot": 0.05})
+    b = loaded({1: (0.02, 0.04), 2: (0.03, 0.06), 4: (0.06, 0.06)}, {"tpot": 0.05})
+    rows = loads.beside(a, b, "a" * 64)
+    assert {row.settings["rate"] for row in rows if "rate" in row.settings} == {1, 2}
+    good = one(rows, "goodput", rate=2)
+    assert good.baseline is not None and (good.value, good.baseline.value, good.baseline.subject) == (2, 0, "a" * 64)
+    assert one(rows, "tpot", "p50", 2).baseline.ratio == pytest.approx(2, rel=0.02)  # type: ignore[union-attr]
+    judged = outcome(rows, "B", "A")
+    assert judged is not None and judged.better is True
+    assert judged.text.startswith("B serves at least 2 requests/s within the limit, A 1 requests/s (")
+    # other requests are not comparable
+    assert loads.beside(loaded({1: (0.02, 0.04)}, {"tpot": 0.1}), b, "a" * 64) == []
 
 
 def test_the_page_draws_both_sides_against_the_rate() -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import numpy as np
 import pytest
 import standin_vllm
 import yaml
 import zoo
+from planted_load import TOKENS, answer
 
 from quantkit import content, machine
 from quantkit.bundle import Bundle
@@ -326,7 +328,7 @@ def test_a_file_for_llama_cpp_is_timed_and_scored_there(tmp_path: Path, merging_
     assert times and all(each.side == "candidate" for each in times)
 
 
-def test_a_cell_in_vllm_is_scored_there_and_not_timed(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_in_vllm_is_scored_there_and_loaded_if_the_night_says_so(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(home.path / "cache"))
     monkeypatch.setenv("XDG_DATA_HOME", str(home.path / "data"))
     monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
@@ -337,16 +339,29 @@ def test_a_cell_in_vllm_is_scored_there_and_not_timed(home: Home, monkeypatch: p
     (home.path / "here.yaml").write_text(yaml.safe_dump({**target, "runtimes": ["onnxruntime", "vllm"]}))
     recipe = {**RECIPE, "export": [{"checkpoint": {}}]}
     (home.path / "packed.yaml").write_text(yaml.safe_dump(recipe))
-    home.write(recipes=["./packed.yaml"], targets=["./here.yaml"], runtimes=["vllm"], batches=[1])
+    cells = {"recipes": ["./packed.yaml"], "targets": ["./here.yaml"], "runtimes": ["vllm"], "batches": [1]}
+    home.write(**cells)
     (first,) = home.night(SECOND)
     assert (first.state, first.runtime, first.error) == ("done", "vllm", None)
     assert not first.flags and not home.store.times(SECOND)
     items = home.store.items(SECOND)
     # the original and the bundle have the same table and head
     assert len(items) >= 300 and all(each.kl == 0.0 for each in items)
+    home.write(**cells, load={"rate": 2, "requests": 20, "output": TOKENS, "slo": "tpot=40ms", "gate": "tpot"})
+
+    def served(load: Any, folders: Any, order: Any, report: Any) -> Any:
+        assert (load.rates, load.requests, {**load.slo}) == ([2], 20, {"tpot": 0.04})
+        assert list(folders) == ["candidate", "baseline"] and order == order[::-1] and len(order) == 4
+        gaps = np.random.default_rng(0).normal(1, 0.01, 20)
+        return [answer(side, 0, 2, 0.1, gaps * (0.03 if side == "baseline" else 0.05)) for side in order], {}
+
+    monkeypatch.setattr("quantkit.pipeline.load.in_turns", served)
     (second,) = home.night(THIRD)
-    assert second.baseline_sha256 == first.content_sha256
+    assert second.baseline_sha256 == first.content_sha256 and second.error is None
+    assert "goodput: requests/s within the limits at 2 requests/s: baseline 2, candidate 0" in second.flags
+    assert sides(home.store.times(THIRD)) == {"candidate": 40, "baseline": 40}
     judged = decide_night(home.store, THIRD, home.config)
     answers = {one.what: one.answer for one in judged.decisions}
     # of so few items the margin of flipped words is out of reach
-    assert answers == {"accuracy": "inconclusive", "kl": "same", "size": "same"}
+    assert answers == {"latency": "worse", "accuracy": "inconclusive", "kl": "same", "size": "same"}
+    assert [cell.runtime for cell in judged.repeat] == ["vllm"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from quantkit.bundle import Manifest
-from quantkit.measurement.load import LATENCIES, QUANTILES, outcome
+from quantkit.measurement.load import LATENCIES, QUANTILES, LoadVerdict, outcome
 from quantkit.measurement.rows import Row
 from quantkit.report.bundle import curves
 from quantkit.report.kit import words
@@ -28,15 +28,24 @@ def parts(manifest: Manifest, rows: Sequence[Row]) -> list[Part]:
     loaded = [row for row in rows if row.name.startswith("load.")]
     if not loaded:
         return []
-    this, other = curves.names(manifest, loaded[0])
+    turns = "one server at a time, A B B A, the same prompts and arrivals for both"
+    return _parts(loaded, *curves.names(manifest, loaded[0]), outcome(loaded), turns)
+
+
+def against(loaded: Sequence[Row]) -> list[Part]:
+    """Build the section of a comparison of two bundles."""
+    turns = "each in a run of its own, beside its original, with the same prompts and arrivals"
+    return _parts(loaded, "B", "A", outcome(loaded, "B", "A"), turns)
+
+
+def _parts(loaded: Sequence[Row], this: str, other: str, judged: LoadVerdict | None, turns: str) -> list[Part]:
     rates = sorted({_rate(row) for row in loaded if "rate" in row.settings})
-    judged = outcome(loaded)
     head: list[Part] = []
     if judged is not None:
         tone = "inconclusive" if judged.better is None else "good" if judged.better else "bad"
         head.append(Remark((Styled(f"{words.sentence(judged.text)}.", tone),)))
     plots = [*_latencies(loaded, rates, this, other), *_goodput(loaded, rates, this, other)] if len(rates) > 1 else []
-    how = [f"{words.sentence(text)}." for text in _how(loaded)]
+    how = [f"{words.sentence(text)}." for text in _how(loaded, turns)]
     brief = [_brief(loaded, rates), *(Remark(text, "caption") for text in how)]
     caution = [Remark("Some requests failed.", "caution")] if any("failed" in row.settings for row in loaded) else []
     several = Exhibit([], plots, how, _sheet(loaded, rates), title="Latency and goodput by rate")
@@ -52,7 +61,7 @@ def _on_screen(part: Part) -> Part:
     return part
 
 
-def _how(rows: Sequence[Row]) -> list[str]:
+def _how(rows: Sequence[Row], turns: str) -> list[str]:
     row, shape = rows[0], rows[0].shape or {}
     limits = {name: row.settings.get(f"slo_{name}") for name in LATENCIES}
     within = ", ".join(f"{name} {words.moment(float(most))}" for name, most in limits.items() if most)
@@ -60,7 +69,7 @@ def _how(rows: Sequence[Row]) -> list[str]:
     told = [
         f"{shape.get('prompt')} prompt tokens and {shape.get('output')} output tokens a request, Poisson arrivals",
         f"runtime {row.runtime} {row.version}".strip() + (f", {row.device.name}" if row.device else ""),
-        "one server at a time, A B B A, the same prompts and arrivals for both" if row.baseline else "",
+        turns if row.baseline else "",
         f"up to {count} requests a side at a rate" if count else "",
         f"goodput counts requests within {within}" if within else "",
     ]

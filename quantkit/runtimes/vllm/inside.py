@@ -215,9 +215,11 @@ def load(job: Job, say: Any) -> None:
             for number, one in enumerate(rates):
                 say("at", f"{side}: {one['requests']} requests at {one['rate']:g} a second", step / steps)
                 # the same prompts and arrivals for both sides; others at each rate, so that no prefix is known already
+                began = time.time()
                 result = sent(job, url, one, 1 + turn * len(rates) + number, server, log)
                 row = {name: result[name] for name in LISTS} | {"in_flight": result["max_concurrent_requests"]}
                 row |= {"failed": [bool(text) for text in result["errors"]], "duration": result["duration"]}
+                row["began"] = began
                 say("row", {"side": side, "turn": turn, "rate": one["rate"], **row})
                 step += 1
             peak = {} if server is None else {"peak_bytes": server.peak}
