@@ -289,9 +289,38 @@ class SampleOutputs(_Answer):
 
 
 class SessionSettings(_Answer):
-    """Settings of a session on the device, for its rows."""
+    """Settings of a session on the device, for its rows; versions of a runtime's own Python."""
 
     settings: Settings
+    versions: dict[Name, Name] = Field(default_factory=dict, max_length=50)
+
+
+_Latencies = Annotated[list[Finite], Field(max_length=NUMBERS)]
+
+
+class LoadedPart(_Answer):
+    """Consecutive requests of a visit at one rate; or a whole visit, without a rate.
+
+    Args:
+        began: start of the visit at this rate, in seconds since 1970.
+    """
+
+    side: Name
+    turn: Natural
+    rate: Finite | None = None
+    ttfts: _Latencies = []
+    itls: Annotated[list[_Latencies], Field(max_length=NUMBERS)] = []
+    latencies: _Latencies = []
+    output_lens: Annotated[list[Natural], Field(max_length=NUMBERS)] = []
+    start_times: _Latencies = []
+    failed: Annotated[list[bool], Field(max_length=NUMBERS)] = []
+    in_flight: Finite | None = None
+    duration: Taken | None = None
+    began: Finite | None = None
+    seconds: Finite | None = None
+    kv_blocks: Bytes | None = None
+    block_size: Positive | None = None
+    peak_bytes: Bytes | None = None
 
 
 class MadeTokens(_Answer):

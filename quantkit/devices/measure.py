@@ -18,10 +18,29 @@ import numpy as np
 
 from quantkit.bundle import Bundle, Decision
 from quantkit.bundle.manifest import MEASUREMENTS
-from quantkit.devices.answers import Cells, Footprints, SideCosts, Times, believed, ceilings_of
+from quantkit.devices.answers import (
+    Cells,
+    Footprints,
+    LoadedPart,
+    SessionSettings,
+    SideCosts,
+    Times,
+    believed,
+    ceilings_of,
+    invalid,
+)
 from quantkit.devices.named import Reached
-from quantkit.devices.sides import GraphSides, ModelSides, StreamedSides
+from quantkit.devices.sides import (
+    APART,
+    ApartSides,
+    GraphSides,
+    ModelSides,
+    StreamedSides,
+    files_below,
+    largest,
+)
 from quantkit.devices.there import cell_of
+from quantkit.measurement.load import ServerLoad
 from quantkit.measurement.rows import Row, read_rows
 from quantkit.measurement.timing import latency
 from quantkit.measurement.timing.latency import Side, explained
@@ -33,7 +52,11 @@ from quantkit.pipeline.measure import original_of
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import keep
 from quantkit.runtimes import load_runtime
+from quantkit.runtimes.child import Report
+from quantkit.runtimes.vllm import OWN
+from quantkit.runtimes.vllm.inside import LISTS as _OF_A_REQUEST
 
+VLLM, LISTS = OWN.name, (*_OF_A_REQUEST, "failed")
 _TIMED = ("latency.decode_step", "latency.prefill")
 
 
@@ -67,9 +90,12 @@ def measure_on(
     runner, name = load_runtime(runtime), reached.link.name
     bundle.demand_writable()
     bundle.demand_intact()
-    side: GraphSides | ModelSides | StreamedSides
+    side: GraphSides | ModelSides | StreamedSides | ApartSides
     if holds_graph(bundle):
         side = GraphSides(bundle, original_of(bundle, baseline, None, calibration), runtime)
+    elif runner.own is not None:
+        original = original_of(bundle, baseline, None, calibration)
+        side = ApartSides(bundle, original, runtime, calibration, decisions, reached.about)
     else:
         of = (original_of(bundle, baseline, runner.floats, calibration), runtime, calibration, decisions)
         side = StreamedSides(bundle, *of, reached.about, name) if runner.floats is None else ModelSides(bundle, *of)
@@ -91,6 +117,38 @@ def measure_on(
     return rows
 
 
+def loaded_on(
+    reached: Reached, load: ServerLoad, folders: Mapping[str, Path], order: Sequence[str], report: Report
+) -> tuple[list[Any], dict[str, Any]]:
+    """Load servers on a device, as `pipeline.load.in_turns` does here.
+
+    Raises InputError: `answer-invalid`; those of `in_turns` and of the link. Stopped: `device-gone`.
+    """
+    link, files = reached.link, {side: files_below(folder) for side, folder in folders.items()}
+    reached.prepare(largest(files.values()), float(APART), report)
+    places = {side: link.carry("checkpoint", of, report) for side, of in files.items()}
+    job = {"runtime": VLLM, "load": asdict(load), "folders": places, "order": list(order)}
+    answers = link.run("load", job, report)
+    about, session = answers.about, answers.one(SessionSettings, "settings")
+    joined: dict[str, dict[str, Any]] = {}
+    for cell, part in answers.all(LoadedPart, "load-"):
+        known = joined.setdefault(cell.rpartition("-")[0], {})
+        for name, value in part.model_dump(exclude_defaults=True).items():
+            known[name] = known.get(name, []) + value if isinstance(value, list) else value
+    asked = [(side, run["rate"]) for side in order for run in (*load.runs(), {"rate": None})]
+    counts = {run["rate"]: run["requests"] for run in load.runs()}
+    if [(one["side"], one.get("rate")) for one in joined.values()] != asked:
+        raise invalid(link.name, f"{len(joined)} loads, not the {len(asked)} that were asked for")
+    for one in joined.values():
+        sizes = {len(one.get(name, ())) for name in LISTS}
+        if "rate" in one and (sizes != {counts[one["rate"]]} or not {"duration", "began"} <= one.keys()):
+            raise invalid(link.name, f"{sorted(sizes)} requests at {one['rate']:g} a second")
+    settings = {name: value for name, value in session.settings.items() if name != "on_gpu"}
+    device = about.device(link.name, gpu=session.settings.get("on_gpu") is True)
+    told = {"runtime": VLLM, "device": device, "versions": {**about.versions, **session.versions}}
+    return [*joined.values()], {**told, "settings": settings}
+
+
 def _kept(bundle: Bundle, on: str, against: str, runtime: str) -> list[Row]:
     """Return the bundle's rows of a device and a runtime there against one baseline.
 
@@ -107,7 +165,7 @@ class _Measuring:
         self,
         bundle: Bundle,
         reached: Reached,
-        side: GraphSides | ModelSides | StreamedSides,
+        side: GraphSides | ModelSides | StreamedSides | ApartSides,
         progress: Progress,
         kept: Sequence[Row],
     ) -> None:

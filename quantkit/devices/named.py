@@ -179,17 +179,13 @@ def reach(on: str | NamedDevice, *, wheelhouse: Path | None = None, runtimes: It
         runtimes: runtimes to run there; their packages are carried unless present.
 
     Raises:
-        InputError: `runtime-unsupported`, it has a Python of its own; `runtime-not-here`, a package that is never
+        InputError: `runtime-not-here`, a package that is never
             carried is missing; no such device; OpenSSH fails; the device cannot run jobs; `file-missing`, no such
             wheelhouse.
         Stopped: `device-gone`.
     """
     device = find(on) if isinstance(on, str) else on
     used = [load_runtime(name) for name in dict.fromkeys(runtimes)]
-    for runtime in used:
-        if runtime.own is not None:
-            rule, remedy = "its own Python is on this machine", "leave out --on, or work on the device itself"
-            raise InputError("runtime-unsupported", "--on, --runtime", runtime.name, rule, remedy)
     house = wheelhouse or (Path(device.wheelhouse).expanduser() if device.wheelhouse else None)
     if house is not None and not house.is_dir():
         rule, remedy = "a wheelhouse is a folder of wheels", "pip download -d FOLDER, or leave out --wheelhouse"
@@ -213,7 +209,7 @@ def demand_sessions(runtimes: Iterable[str], *, text: bool = False) -> None:
     what = what if text else "a device times in turns in ONNX Runtime, OpenVINO and llama.cpp"
     for name in runtimes:
         runner = load_runtime(name)
-        if runner.engines if text else runner.floats is None:
+        if (runner.engines or runner.own is not None) if text else runner.floats is None:
             rule, remedy = (
                 f"{what}; use {name} with `measure`",
                 "--runtime onnxruntime, or work on the device itself",

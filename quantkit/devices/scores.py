@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from quantkit import machine
 from quantkit.devices.answers import (
     NUMBERS,
     POSITIONS,
+    LoadedPart,
     MadeTokens,
     Rows,
     SampleOutputs,
@@ -29,13 +31,15 @@ from quantkit.devices.answers import (
 )
 from quantkit.errors import GateError, InputError
 from quantkit.measurement.timing import speed
-from quantkit.runtimes import child, load_runtime
+from quantkit.runtimes import apart, child, load_runtime
 from quantkit.runtimes.generate import Sampling, stream
 from quantkit.runtimes.torch import RUNTIME as TORCH
 
 Array = NDArray[Any]
 # logits of one model in memory at one time; samples of a graph in one run; texts of one cell
 _LOGITS, _SAMPLES, _TEXTS = 1 << 22, 8, 32
+# positions whose logits, of both models, are in memory at one time
+_ROWS = 64
 # most output numbers of all samples: see `answers.ANSWER`
 _MOST = 10_000_000
 
@@ -70,6 +74,8 @@ def score(job: Mapping[str, Any], outbox: Outbox) -> None:
         _network(job, outbox)
     elif job["of"] == "encoder":
         _encoder(job, outbox)
+    elif load_runtime(job["ours"]["runtime"]).own is not None:
+        _apart(job, outbox)
     elif job["streams"]:
         _streamed(job, outbox)
     else:
@@ -175,6 +181,67 @@ def _streamed(job: Mapping[str, Any], outbox: Outbox) -> None:
     for sequence in range(len(ids)):
         of = items.sequence == sequence
         _give_stretches(outbox, "", sequence, {n: v[of] for n, v in vars(items).items() if n != "sequence"})
+
+
+def _apart(job: Mapping[str, Any], outbox: Outbox) -> None:
+    """Score a decoder in its runtime's own Python, which opens the bundle, then the float model."""
+    import torch
+
+    ids, runner = speed.samples_of(job["data"])["ids"], load_runtime(job["ours"]["runtime"])
+    apart.add_this(runner.name)
+    models, sides = [], []
+    for number, side in enumerate(("ours", "theirs")):
+        report = partial(_half, outbox, number)
+        models.append(runner.opens_apart(Path(job[side]["path"]), report))
+        sides.append(models[-1].scores(torch.from_numpy(ids)))
+    settings = {**models[0].settings, "baseline_runtime": runner.name}
+    outbox.give("settings", SessionSettings(settings=settings, versions=dict(models[0].versions)))
+    for sequence, tokens in enumerate(ids):
+        parts: list[dict[str, Array]] = []
+        for start in range(0, len(tokens) - 1, _ROWS):
+            part = slice(start, min(start + _ROWS, len(tokens) - 1))
+            own, other = (scores(sequence, part).numpy() for scores in sides)
+            parts.append(positions(tokens[start + 1 : part.stop + 1], other, own))
+        numbers = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        _demand_finite(numbers, sequence)
+        _give_stretches(outbox, "", sequence, numbers)
+
+
+def _half(outbox: Outbox, number: int, share: float, words: str) -> None:
+    outbox.at((number + share) / 2, f"{('the bundle', 'the float model')[number]}: {words}")
+
+
+def load(job: Mapping[str, Any], outbox: Outbox) -> None:
+    """Send `settings`, then the answers of servers that were loaded in turns, in parts.
+
+    Args:
+        job: `runtime`; `load`, fields of `ServerLoad`; `folders`, side -> its checkpoint; `order`, sides of the visits.
+    """
+    from quantkit.measurement.load import ServerLoad
+    from quantkit.pipeline.load import in_turns
+
+    apart.add_this(job["runtime"])
+    folders = {side: Path(place) for side, place in job["folders"].items()}
+    asked = ServerLoad(**job["load"])
+    answers, about = in_turns(asked, folders, job["order"], outbox.at)
+    settings = {**about["settings"], "on_gpu": about["device"]["kind"] == "gpu"}
+    outbox.give("settings", SessionSettings(settings=settings, versions=about["versions"]))
+    step = max(1, NUMBERS // asked.output)
+    for number, answer in enumerate(answers):
+        known = {name: value for name, value in answer.items() if not isinstance(value, list)}
+        lists = {name: value for name, value in answer.items() if isinstance(value, list)}
+        for first in range(0, max(map(len, lists.values()), default=1), step):
+            part = {name: values[first : first + step] for name, values in lists.items()}
+            outbox.give(f"load-{number}-{first}", LoadedPart.model_validate(known | _rounded(part)))
+
+
+def _rounded(value: Any) -> Any:
+    """Round numbers to seven digits, in lists and dictionaries: more than any clock has, in half the bytes."""
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _candidate(job: Mapping[str, Any], outbox: Outbox) -> Any:

@@ -40,6 +40,7 @@ from quantkit.planning.compiling import CompileSpec, peaks
 from quantkit.planning.memory import Footprint, cache_of, taken_by
 from quantkit.recipe import ExportStep, Recipe
 from quantkit.runtimes import load_runtime, of_graphs
+from quantkit.runtimes.generate import demand_decoder
 from quantkit.runtimes.tensorrt.file import choose, descriptions, verified
 from quantkit.runtimes.tensorrt.library import InstalledLibrary
 
@@ -210,15 +211,15 @@ class _TransformerSides(_Sides):
         from quantkit.measurement.accuracy.purpose import rows_of
 
         assert self.tokens is not None and self.against.stream is not None
-        about = answers.about
+        about, session = answers.about, answers.one(SessionSettings, "settings")
         what = What(
             subject=self.bundle.manifest.content_sha256,
             baseline=self.subject,
             runtime=self.runtime,
             data=data_of(self.tokens),
             device=Device.model_validate(about.device(answers.on, gpu=self.scored_on_gpu)),
-            versions=about.versions,
-            settings=answers.one(SessionSettings, "settings").settings,
+            versions={**about.versions, **session.versions},
+            settings=session.settings,
         )
         if self.result is not None:
             vectors = outputs_of(answers, len(self.result.ids))["pooled"]
@@ -326,6 +327,59 @@ class StreamedSides(_TransformerSides):
             profiles = json.loads(limits.read(next(described)))["profiles"] if self.scored_on_gpu else []
             context = max(int(profile["inputs"]["attention_mask"][2][1]) for profile in profiles)
         return fitting(plan, context or load_runtime(self.floats).context(self._source.path), self.of)
+
+
+class ApartSides(_TransformerSides):
+    """A decoder's checkpoint in a runtime with a Python of its own there, which opens the float model too.
+
+    Args:
+        about: facts of the device.
+
+    Raises InputError: `not-a-decoder`, `bundle-without-checkpoint`.
+    """
+
+    timed, untimed = False, "its speed is measured under load: --load rate=1,2,4"
+    ways = frozenset({""})
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        against: MeasuredAgainst,
+        runtime: str,
+        calibration: str | None,
+        decisions: list[Decision],
+        about: Probed,
+    ) -> None:
+        demand_decoder(bundle)
+        folder = load_runtime(runtime).folder(bundle)
+        super().__init__(bundle, against, runtime, calibration, decisions, runtime)
+        assert against.stream is not None, "there is nothing to score against without torch"
+        self.scored_on_gpu = bool(about.gpus)
+        self.files = files_below(folder), files_below(against.stream.source.path)
+
+    def needs(self, plan: TimingPlan | None) -> tuple[list[Path], float]:
+        """Return files and bytes: see `_Sides`; one model is open at a time."""
+        return largest(self.files), float(APART)
+
+    def fitting(self, plan: TimingPlan) -> TimingPlan:
+        """Return the plan: nothing is timed."""
+        return plan
+
+
+# bytes that a runtime of its own takes besides the weights
+APART = 3 << 30
+# files of a checkpoint and its tokenizer
+_KINDS = (".json", ".safetensors", ".model", ".txt", ".jinja")
+
+
+def files_below(folder: Path) -> dict[str, Path]:
+    """Return the files of a checkpoint and its tokenizer: place below the folder -> path."""
+    return {path.relative_to(folder).as_posix(): path for path in walk(folder) if path.suffix in _KINDS}
+
+
+def largest(sides: Iterable[_Files]) -> list[Path]:
+    """Return the files of the largest side."""
+    return max((list(files.values()) for files in sides), key=lambda of: sum(path.stat().st_size for path in of))
 
 
 def _engine(bundle: Bundle, runtime: str, about: Probed, name: str) -> dict[str, Path]:

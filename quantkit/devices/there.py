@@ -33,7 +33,7 @@ from quantkit.devices.answers import (
     Times,
     read,
 )
-from quantkit.devices.scores import Outbox, generate, score
+from quantkit.devices.scores import Outbox, generate, load, score
 from quantkit.devices.sent import probe
 from quantkit.errors import InputError, QuantkitError
 from quantkit.measurement.operators import ceilings
@@ -415,6 +415,7 @@ _DONE_BY: Mapping[str, Callable[[Any, Outbox], None]] = {
     "accuracy": score,
     "tax": tax,
     "generate": generate,
+    "load": load,
     "verify": verify,
     "doctor": doctor,
     "night": night,

@@ -9,7 +9,7 @@ with it. An endpoint is loaded alone: whatever runs there is not known to be the
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,8 +26,10 @@ from quantkit.pipeline.verdict import keep
 from quantkit.runtimes import apart
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.generate import demand_decoder, too_long
-from quantkit.runtimes.vllm import OWN, RUNTIME, VllmModel, environment
+from quantkit.runtimes.vllm import OWN, RUNTIME, dtype_of, environment
 
+# (load, side -> folder, sides of the visits, progress) -> answers, fields of their rows
+Turns = Callable[[ServerLoad, Mapping[str, Path], Sequence[str], Report], tuple[list[Any], dict[str, Any]]]
 ENDPOINT = "endpoint"
 # seconds for a server to start, and for its answers beyond ten times the arrivals
 _READY, _IDLE = 900.0, 600.0
@@ -38,9 +40,16 @@ _MORE = 32
 
 
 def load_bundle(
-    bundle: Bundle, load: ServerLoad, baseline: str | None = None, progress: Progress | None = None
+    bundle: Bundle,
+    load: ServerLoad,
+    baseline: str | None = None,
+    progress: Progress | None = None,
+    turns: Turns | None = None,
 ) -> list[Row]:
     """Load the original and a bundle in vLLM's server, A B B A; the rows replace those of an earlier load.
+
+    Args:
+        turns: function that starts and loads the servers; None: `in_turns`, on this machine.
 
     Raises:
         InputError: `runtime-not-here`, `not-a-decoder`, `prompt-too-long`, `out-of-memory`, `server-failed`,
@@ -48,7 +57,8 @@ def load_bundle(
     """
     progress = progress or Progress()
     demand_decoder(bundle)
-    apart.demand(OWN.name)
+    if turns is None:
+        apart.demand(OWN.name)
     bundle.demand_writable()
     folders = {"bundle": RUNTIME.checked(bundle)}
     original = opened_original(bundle, baseline, None)
@@ -58,8 +68,9 @@ def load_bundle(
     folders["original"] = original.stream.source.in_files().path
     progress.plan({"load": 1.0})
     progress.note("one server runs at a time: original, bundle, bundle, original")
-    answers, about = in_turns(load, folders, loads.ORDER, lambda share, words: progress.at("load", share, words))
-    form = VllmModel(folders["original"]).dtype if original.format == "float32" else original.format
+    report: Report = lambda share, words: progress.at("load", share, words)  # noqa: E731 (typed)
+    answers, about = (turns or in_turns)(load, folders, loads.ORDER, report)
+    form = dtype_of(folders["original"]) if original.format == "float32" else original.format
     about["settings"] |= {"baseline_format": form}
     subject = bundle.manifest.content_sha256
     rows = loads.rows(load, answers, against=original.subject, subject=subject, **about)
@@ -89,7 +100,7 @@ def in_turns(
             )
     on_gpu = bool(machine.gpus()[0])
     space = None if on_gpu else cache_space(folders.values())
-    dtypes = {side: VllmModel(folder).dtype for side, folder in folders.items()}
+    dtypes = {side: dtype_of(folder) for side, folder in folders.items()}
     visits = [_visit(side, folders[side], dtypes[side], load, eager=not on_gpu) for side in order]
     tokenizer = next(iter(folders.values()))
     answers = _answers(load, visits, tokenizer, report, {"VLLM_CPU_KVCACHE_SPACE": str(space or 0)})

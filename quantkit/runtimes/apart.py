@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -92,6 +93,16 @@ def asked(name: str) -> OwnRuntime:
     if name not in able:
         raise unknown_name("runtime", name, able, where="NAME")
     return able[name]
+
+
+def add_this(name: str) -> None:
+    """Take this Python for a runtime that has none: for a job on a device, whose settings end with it.
+
+    Raises InputError: those of `add`.
+    """
+    if find(name) is None:
+        os.environ["XDG_DATA_HOME"] = os.environ["TMPDIR"]
+        add(asked(name), Path(sys.executable))
 
 
 def find(name: str) -> OwnPython | None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ import psutil
 import pytest
 import small_onnx
 import zoo
+from devices.local import local
 
 from quantkit import cli, machine
 from quantkit.bundle import Bundle
+from quantkit.devices.measure import loaded_on
 from quantkit.errors import InputError
 from quantkit.measurement.load import ServerLoad
 from quantkit.pipeline import load as loads
@@ -162,6 +165,30 @@ def test_the_last_error_of_a_log(log: str, error: str) -> None:
     assert inside.last_error(io.BytesIO(log.encode())) == error
 
 
+def test_a_device_loads_its_own_servers(bundle: Bundle, tiny: Path, tmp_path: Path) -> None:
+    device = local(tmp_path / "there", "box")
+    load = ServerLoad([20, 40], 8, 5, {"tpot": 0.2}, requests=6)
+    rows = loads.load_bundle(bundle, load, str(tiny), turns=partial(loaded_on, device))
+    good = {row.settings["rate"]: row for row in rows if row.name == "load.goodput"}
+    assert list(good) == [20, 40] and all((row.on, row.runtime) == ("box", "vllm") for row in rows)
+    assert all(row.baseline and row.baseline.value == 0 < (row.value or 0) for row in good.values())
+    assert good[20].n == 12 and good[20].versions["vllm"] == "0.32.0"
+    assert {row["name"] for row in Bundle.load(bundle.path).measurements} >= {"load.goodput", "load.kv_blocks"}
+    assert nothing_runs(tmp_path / "pids")
+    real = device.link.run
+
+    def fewer(*asked: Any, **how: Any) -> Any:
+        cells = real(*asked, **how)
+        row = cells["load-0-0"][0]
+        cells.add("load-0-0", [row | {"failed": row["failed"][1:]}])
+        return cells
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device.link, "run", fewer)
+        with pytest.raises(InputError, match="answer-invalid"):
+            loaded_on(device, ServerLoad([20], 8, 5, requests=6), {"bundle": tiny}, ["bundle"], lambda *_: None)
+
+
 def test_a_port_that_is_taken_is_one_line(bundle: Bundle, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -218,7 +245,8 @@ def test_an_endpoint_is_loaded_alone_and_nothing_is_kept(bundle: Bundle, capsys:
         (("--load", "rate=2", "--slo", "tbt=5ms"), "unknown-limit"),
         (("--load", "rate=2", "--slo", "ttft=5"), "usage"),
         (("--load", "rate=2", "--runtime", "torch"), "usage"),
-        (("--load", "rate=2", "--on", "pi"), "usage"),
+        (("--load", "rate=2", "--on", "pi"), "unknown-device"),
+        (("--load", "rate=2", "--on", "pi", "--endpoint", "http://127.0.0.1:1"), "usage"),
         (("--load", "rate=2", "--endpoint", "localhost:80"), "usage"),
         (("--load", "rate=2", "--output", "4000"), "prompt-too-long"),
         (("--slo", "ttft=5ms"), "usage"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -74,13 +75,15 @@ def measure(
     from quantkit.runtimes import load_runtime
 
     if load is not None:
-        asked = {"--calibration": calibration, "--batch": batch, "--seconds": seconds, "--quick": quick, "--on": on}
+        asked = {"--calibration": calibration, "--batch": batch, "--seconds": seconds, "--quick": quick}
+        asked |= {"--on": on} if endpoint else {}
         wrong = [name for name, value in {**asked, "--no-speed": not speed, "--resume": resume}.items() if value]
         if wrong or runtime not in (None, "vllm"):
             value = wrong[0] if wrong else f"--runtime {runtime}"
-            raise InputError("usage", "--load", value, "a load is measured in vLLM's server here, and alone")
+            raise InputError("usage", "--load", value, "a load is measured in vLLM's server, and alone")
+        demand_device(on, wheelhouse)
         of = ServerLoad.parse(load, slo, prompt=prompt, output=output, requests=requests or 0)
-        return _loaded(bundle, of, baseline, endpoint)
+        return _loaded(bundle, of, baseline, endpoint, on, wheelhouse)
     if slo or requests or endpoint:
         raise InputError("usage", "--load", "no --load", "--slo, --requests and --endpoint belong to a load")
     demand_device(on, wheelhouse)
@@ -158,8 +161,12 @@ def measure(
     return Answer(result, shown, taken, notes, error)
 
 
-def _loaded(path: Path, load: ServerLoad, baseline: str | None, endpoint: str | None) -> Answer:
-    """Load a bundle beside its original, or an endpoint."""
+def _loaded(
+    path: Path, load: ServerLoad, baseline: str | None, endpoint: str | None, on: str | None, wheelhouse: Path | None
+) -> Answer:
+    """Load a bundle beside its original, here or on a device, or an endpoint."""
+    from quantkit.devices.measure import loaded_on
+    from quantkit.devices.named import reach
     from quantkit.measurement.load import outcome
     from quantkit.pipeline.load import load_bundle, load_endpoint
     from quantkit.report.bundle import load as report
@@ -167,7 +174,10 @@ def _loaded(path: Path, load: ServerLoad, baseline: str | None, endpoint: str | 
     opened = quantkit.load(path)
     with showing() as progress:
         progress.begin(f"loading {endpoint or path}")
-        if endpoint is None:
+        if on is not None:
+            with reach(on, wheelhouse=wheelhouse, runtimes=["vllm"]) as device:
+                rows = load_bundle(opened, load, baseline, progress, partial(loaded_on, device))
+        elif endpoint is None:
             rows = load_bundle(opened, load, baseline, progress)
         else:
             rows = load_endpoint(opened, load, endpoint, progress)
@@ -176,7 +186,7 @@ def _loaded(path: Path, load: ServerLoad, baseline: str | None, endpoint: str | 
     if judged is not None and judged.better is None:
         rule = "one interval lies above the other"
         error = Inconclusive("inconclusive", str(path), judged.text, rule, judged.remedy)
-    verdict = opened.manifest.verdict
+    verdict = opened.manifest.verdict if on is None else on_device(opened, rows).verdict
     result = {
         "bundle": str(opened.path),
         "content_sha256": opened.manifest.content_sha256,

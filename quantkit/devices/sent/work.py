@@ -117,7 +117,10 @@ def _holder(lock: IO[str]) -> dict[str, Any]:
 def _run(place: Path, scratch: Path, asked: dict[str, Any]) -> dict[str, Any]:
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_SUBREAPER, 1)
+    # the user's, where a Python of a runtime's own is known (`runtimes.apart`)
+    data = os.path.join(os.path.expanduser("~"), ".local", "share")  # noqa: PTH111, PTH118
     environment = {
+        "XDG_DATA_HOME": data,
         **os.environ,
         **asked["environment"],
         "OMP_WAIT_POLICY": "PASSIVE",

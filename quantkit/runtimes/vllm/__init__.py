@@ -42,12 +42,24 @@ def environment() -> dict[str, str]:
     }
 
 
+def dtype_of(folder: Path) -> str:
+    """Return the dtype of the activations of a checkpoint: its own, bfloat16 for float32."""
+    config = _config(folder)
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return "bfloat16" if stated == "float32" else stated
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(limits.read(folder / "config.json"))
+    return {**config, **(config.get("text_config") or {})}
+
+
 class VllmModel:
     """A checkpoint in vLLM, which is opened anew by every call; `runtimes.Scored` for a decoder.
 
     Args:
         folder: folder of the checkpoint.
-        dtype: dtype of the activations; `auto`: the checkpoint's, bfloat16 for float32.
+        dtype: dtype of the activations; `auto`: `dtype_of`.
         silence: seconds without a line of its process after which that is killed.
 
     Raises:
@@ -62,11 +74,7 @@ class VllmModel:
     ) -> None:
         self.folder, self.progress, self.silence = folder, progress, silence
         self.place: OwnPython = apart.demand(OWN.name)
-        if dtype == "auto":
-            config = self._config()
-            stated = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-            dtype = "bfloat16" if stated == "float32" else stated
-        self.dtype = dtype
+        self.dtype = dtype_of(folder) if dtype == "auto" else dtype
         self.about: dict[str, Any] = {}
 
     @property
@@ -143,15 +151,11 @@ class VllmModel:
         return scores, products
 
     def _demand_disk(self, place: Path, ids: Tensor) -> None:
-        need = ids.numel() * int(self._config().get("vocab_size") or 1 << 18) * _LOGIT
+        need = ids.numel() * int(_config(self.folder).get("vocab_size") or 1 << 18) * _LOGIT
         if need > (free := shutil.disk_usage(place).free):
             value, rule = f"{need / 1e9:.1f} GB of logits", f"{free / 1e9:.1f} GB are free"
             remedy = "free space there, or set TMPDIR to a folder on another disk"
             raise InputError("disk-full", str(place), value, rule, remedy)
-
-    def _config(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads(limits.read(self.folder / "config.json"))
-        return {**config, **(config.get("text_config") or {})}
 
     def encode(self, ids: Any, mask: Any = None) -> Any:
         """Raise InputError `not-a-decoder`."""
@@ -186,6 +190,8 @@ class VllmRuntime(Runtime):
 
     name = "vllm"
     own = OWN
+    # on a device, to read the logits
+    packages, installed = ("safetensors",), ("torch",)
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """Return the reason as `Runtime.why_not_here` does."""
