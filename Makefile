@@ -11,6 +11,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   := $(VENV)/.demo
+# a Python of vLLM's own for the thorough tests; `make VLLM= test-all` leaves it out, and its tests skip
+DATA   := .venv-data
+VLLM   ?= $(DATA)/.vllm
 # uv installs in a third of the time; UV= makes pip do it, which reads pip's own settings
 UV     := $(shell command -v uv)
 INSTALL := $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --quiet)
@@ -60,8 +63,13 @@ nightly-demo: venv  ## a night of two recipes, and its page; the second run has 
 test: venv lint floors  ## what continuous integration runs, 7 minutes on two cores: lint, types, floors, tests
 	@$(MAKE) --no-print-directory -j2 types pytest
 
-test-all: venv lint floors  ## the same with the thorough tests: before a release, and before an issue is called resolved
-	@$(MAKE) --no-print-directory -j2 types pytest MARKS="not extras"
+test-all: venv $(VLLM) lint floors  ## the same with the thorough tests: before a release, and before an issue is called resolved
+	@$(MAKE) --no-print-directory -j2 types pytest MARKS="not extras" $(if $(VLLM),XDG_DATA_HOME="$(abspath $(DATA))")
+
+# once, over a gigabyte; `rm -r .venv-data` installs it anew
+$(DATA)/.vllm: | $(STAMP)
+	XDG_DATA_HOME="$(abspath $(DATA))" $(BIN)/quantkit runtime add vllm --install
+	@touch $@
 
 pytest: venv  ## the tests alone; MARKS="not extras" adds the thorough ones
 	$(PYTEST) $(if $(MARKS),-m "$(MARKS)")

@@ -308,12 +308,12 @@ class LoadedPart(_Answer):
     side: Name
     turn: Natural
     rate: Finite | None = None
-    ttfts: _Latencies = []
-    itls: Annotated[list[_Latencies], Field(max_length=NUMBERS)] = []
-    latencies: _Latencies = []
-    output_lens: Annotated[list[Natural], Field(max_length=NUMBERS)] = []
-    start_times: _Latencies = []
-    failed: Annotated[list[bool], Field(max_length=NUMBERS)] = []
+    ttfts: _Latencies = Field(default=[])
+    itls: Annotated[list[_Latencies], Field(max_length=NUMBERS)] = Field(default=[])
+    latencies: _Latencies = Field(default=[])
+    output_lens: Annotated[list[Natural], Field(max_length=NUMBERS)] = Field(default=[])
+    start_times: _Latencies = Field(default=[])
+    failed: Annotated[list[bool], Field(max_length=NUMBERS)] = Field(default=[])
     in_flight: Finite | None = None
     duration: Taken | None = None
     began: Finite | None = None

@@ -230,6 +230,8 @@ def load(job: Mapping[str, Any], outbox: Outbox) -> None:
     for number, answer in enumerate(answers):
         known = {name: value for name, value in answer.items() if not isinstance(value, list)}
         lists = {name: value for name, value in answer.items() if isinstance(value, list)}
+        if starts := lists.get("start_times"):  # of a clock that began with the machine
+            lists["start_times"] = [at - min(starts) for at in starts]
         for first in range(0, max(map(len, lists.values()), default=1), step):
             part = {name: values[first : first + step] for name, values in lists.items()}
             outbox.give(f"load-{number}-{first}", LoadedPart.model_validate(known | _rounded(part)))

@@ -355,7 +355,7 @@ class ApartSides(_TransformerSides):
         super().__init__(bundle, against, runtime, calibration, decisions, runtime)
         assert against.stream is not None, "there is nothing to score against without torch"
         self.scored_on_gpu = bool(about.gpus)
-        self.files = files_below(folder), files_below(against.stream.source.path)
+        self.files = files_below(folder), files_below(against.stream.source.in_files().path)
 
     def needs(self, plan: TimingPlan | None) -> tuple[list[Path], float]:
         """Return files and bytes: see `_Sides`; one model is open at a time."""

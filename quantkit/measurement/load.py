@@ -350,7 +350,9 @@ def served_words(load: ServerLoad, answers: Iterable[Mapping[str, Any]]) -> list
     for answer in answers if load.slo else ():
         if "rate" in answer:
             sides.setdefault(answer["side"], []).append(Run.of(answer, load.slo))
-    good = {side: sum(run.good.sum() for run in runs) / sum(run.duration for run in runs) for side, runs in sides.items()}
+    good = {
+        side: sum(run.good.sum() for run in runs) / sum(run.duration for run in runs) for side, runs in sides.items()
+    }
     told = ", ".join(f"{side} {rate:.3g}" for side, rate in sorted(good.items()))
     return [f"goodput: requests/s within the limits at {load.rates[0]:g} requests/s: {told}"] if told else []
 
@@ -377,10 +379,12 @@ def beside(a: Sequence[Row], b: Sequence[Row], subject: str) -> list[Row]:
         baseline = Baseline(subject=subject, value=other.value, ratio=above / below if below else None)
         ends = dict(zip(("baseline_low", "baseline_high"), other.ci95 or (), strict=False))
         share = {"baseline_share": other.settings["share"]} if "share" in other.settings else {}
-        spread = max((one.aa_spread or 0.0 for one in (row, other)))
+        spread = max(one.aa_spread or 0.0 for one in (row, other))
         flags = list(dict.fromkeys([*row.flags, *other.flags]))
         told = {**row.settings, **ends, **share}
-        listed.append(row.model_copy(update={"baseline": baseline, "settings": told, "aa_spread": spread, "flags": flags}))
+        listed.append(
+            row.model_copy(update={"baseline": baseline, "settings": told, "aa_spread": spread, "flags": flags})
+        )
     return listed
 
 

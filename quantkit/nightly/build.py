@@ -192,7 +192,7 @@ class _Measuring:
         """Load each side's server in turns, if the night asks for it: times of requests, and the goodput in words."""
         from quantkit.pipeline.load import in_turns
 
-        if (asked := self.config.load) is None:
+        if (asked := self.config.load_) is None:
             return [], []
         folders = {str(side): load_runtime(cell.program).checked(bundle) for side, bundle in sides.items()}
         lost: list[dict[str, Any]] = []
@@ -210,8 +210,7 @@ class _Measuring:
                     raise
                 del folders[refused[0]]
                 lost.append({"unloadable": refused[0], "error": problem.as_dict()})
-        times = {"round": 0, "turns": loads.paired(answers, asked.gate).as_dict(), "state": {}}
-        return [*lost, times], loads.served_words(asked.asked(), answers)
+        return [*lost, timing.of_turns(loads.paired(answers, asked.gate))], loads.served_words(asked.asked(), answers)
 
     def _timed(self, cell: NightCell, sides: Mapping[Side, Bundle], samples: Path | None) -> timing.Taken:
         budget = self.config.budget

@@ -223,7 +223,7 @@ class Nightly(Closed):
         baselines: model -> its own baseline.
         release: last release, a bundle or a folder of them; drift is measured against it.
         budget: time budget of a cell.
-        load: load of cells in vLLM; None scores them alone.
+        load_: `load`, load of cells in vLLM; None scores them alone.
         limit: most hours of a build; a longer one is ended and fails.
         store: folder of the results.
         bundles: folder of the bundles.
@@ -246,7 +246,7 @@ class Nightly(Closed):
     baselines: dict[str, Annotated[BaselineChoice, BeforeValidator(BaselineChoice.read)]] = Field(default={})
     release: str | None = None
     budget: TimeBudget = TimeBudget()
-    load: NightLoad | None = None
+    load_: Annotated[NightLoad | None, Field(alias="load")] = None
     limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 6.0
     store: str = "nightly/store"
     bundles: str = "nightly/bundles"

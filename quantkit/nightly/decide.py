@@ -110,7 +110,7 @@ def judge(
             comparisons += ask.of_items(of_these, _attempt(items(build), 1), margins)
         for cell in done:
             result, margins = attempts[cell.key, 1], config.gates.of(cell)
-            if config.load is not None or load_runtime(cell.program).own is None:  # else it has no steps to time
+            if config.load_ is not None or load_runtime(cell.program).own is None:  # else it has no steps to time
                 comparisons += ask.of_times(result, _attempt(times(cell.key), 1), margins)
             comparisons.append(ask.of_size(result, margins))
     decided = _decided(comparisons, config.gates.alpha)

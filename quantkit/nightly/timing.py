@@ -59,6 +59,11 @@ def unloadable(rows: Taken) -> dict[Side, dict[str, str]]:
     return {row["unloadable"]: row["error"] for row in rows if "unloadable" in row}
 
 
+def of_turns(turns: Timing) -> dict[str, Any]:
+    """Make the row of a single round from times in turns."""
+    return {"round": 0, "turns": turns.as_dict(), "state": {}}
+
+
 def times(rows: Taken, night: str, cell: str, attempt: int) -> list[Time]:
     """Make the rows of the store; a side that failed to load in any round has none."""
     lost = unloadable(rows)

@@ -344,7 +344,7 @@ class _Planning:
         )
 
     def _demand_experts(self, assigned: Assigned) -> None:
-        """Refuse packed experts that its runtime does not multiply. Raises InputError `target-cannot-run`."""
+        """Refuse packed experts if its runtime has no kernel for them. Raises InputError `target-cannot-run`."""
         several = [matrix.name for matrix in self.architecture.inside() if matrix.count > 1]
         schemes = {name: assigned.schemes[name] for name in several if name in assigned.schemes}
         alone, asked = self.target.model_copy(update={"runtimes": [self.runtime]}), LayerSpec(schemes, merged=several)

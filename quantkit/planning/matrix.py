@@ -39,8 +39,8 @@ _INTRO = """# Formats by hardware by runtime
 
 **Native**: a kernel reads the stored form. **Emulated**: it runs, but weights are expanded to floats first: smaller,
 not faster. **Absent**: it does not run. A plain column is about weights only, *inputs* about products whose weights and
-inputs both have the format, *KV cache* about keys and values, *experts* about packed experts, where they differ from other
-weights. An empty cell is unknown.
+inputs both have the format, *KV cache* about keys and values, *experts* about packed experts, where they differ from
+other weights. An empty cell is unknown.
 """
 
 
@@ -59,7 +59,8 @@ def letter(runtime: str) -> str:
     return next((char for char in runtime.upper() if char.isalpha() and char not in taken), "?")
 
 
-def _title(runtime: str) -> str:
+def title(runtime: str) -> str:
+    """Return the name of a runtime in sentences: `ONNX Runtime`."""
     return _KNOWN[runtime][1] if runtime in _KNOWN else runtime
 
 
@@ -155,7 +156,7 @@ def table(cells: Sequence[MatrixEntry]) -> dict[str, dict[str, str]]:
 def legend(cells: Iterable[MatrixEntry]) -> str:
     """Explain the letters in these cells."""
     seen = {cell.runtime for cell in cells}
-    named = ", ".join(f"{letter(name)} {_title(name)}" for name in runtimes() if name in seen)
+    named = ", ".join(f"{letter(name)} {title(name)}" for name in runtimes() if name in seen)
     return f"{named}; a capital computes in the stored form, a small letter expands it to floats first"
 
 
@@ -174,7 +175,7 @@ def markdown() -> str:
                 alike.setdefault((column, f"{cell.state}{only}", cell.source), []).append(cell.target)
         if alike:
             sourced = [[column, ", ".join(where), state, source] for (column, state, source), where in alike.items()]
-            lines += ["", f"## {_title(runtime)}", "", *_grid(["format", "targets", "state", "source"], sourced)]
+            lines += ["", f"## {title(runtime)}", "", *_grid(["format", "targets", "state", "source"], sourced)]
     return "\n".join(lines) + "\n"
 
 

@@ -13,9 +13,9 @@ _TONES = {"native": "good", "emulated": "inconclusive", "absent": "dim"}
 # one letter for each part; a cell takes four at most: `WIKE`
 _PARTS = {"weights": "w", "inputs": "i", "kv_cache": "k", "experts": "e"}
 _LEGEND = (
-    "w: weights, i: inputs too, k: keys and values, e: packed experts. A capital letter: a kernel computes in the stored form; a small "
-    "letter: values are expanded to floats first; no letter: it does not run, or is not known. --target and --format "
-    "narrow the table; both together show the sources."
+    "w: weights, i: inputs too, k: keys and values, e: packed experts. A capital letter: a kernel computes in the "
+    "stored form; a small letter: values are expanded to floats first; no letter: it does not run, or is not known. "
+    "--target and --format narrow the table; both together show the sources."
 )
 
 

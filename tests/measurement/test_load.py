@@ -10,10 +10,12 @@ import pytest
 from planted_load import TOKENS, answer
 from report.shown import page, text_of
 
+from quantkit.bundle import Verdict
 from quantkit.errors import InputError
 from quantkit.measurement import load as loads
 from quantkit.measurement.load import LoadVerdict, ServerLoad, outcome
 from quantkit.measurement.rows import Row
+from quantkit.report.bundle import figures
 from quantkit.stats.slowdown import slowdown
 
 ABOUT: dict[str, Any] = {"subject": planted.CONTENT, "runtime": "vllm", "settings": {"dtype": "bfloat16"}}
@@ -177,3 +179,16 @@ def test_the_page_draws_both_sides_against_the_rate() -> None:
     for part in ("time per output token, p99", "Goodput counts requests within tpot 50.0\u00a0ms", "A B B A"):
         assert part in text
     assert "Under load" not in text_of(page(planted.manifest(), planted.rows()))
+
+
+def test_the_headline_names_the_runtime_of_each_verdict() -> None:
+    judged = Verdict(answer="ship_up_to", batch=1)
+    step = Row.seconds("latency.decode_step", 5e-3, subject=planted.CONTENT, runtime="onnxruntime", batch=1)
+    rows, manifest = [*planted.rows(), step], planted.manifest().model_copy(update={"verdict": judged})
+    assert figures.verdict(manifest, rows, prompts=False)[0] == "ship it at batch 1"
+    more = loaded({1: (0.04, 0.02), 2: (0.06, 0.03)}, {"tpot": 0.05})
+    text = "ship it at batch 1 in ONNX Runtime; under load in vLLM the original serves more"
+    assert figures.verdict(manifest, [*rows, *more], prompts=False)[0] == text
+    more = loaded({1: (0.02, 0.02), 2: (0.02, 0.05)}, {})
+    text = "ship it at batch 1 in ONNX Runtime; under load in vLLM it answers sooner"
+    assert figures.verdict(manifest, [*rows, *more], prompts=False)[0] == text

@@ -328,7 +328,9 @@ def test_a_file_for_llama_cpp_is_timed_and_scored_there(tmp_path: Path, merging_
     assert times and all(each.side == "candidate" for each in times)
 
 
-def test_a_cell_in_vllm_is_scored_there_and_loaded_if_the_night_says_so(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_in_vllm_is_scored_there_and_loaded_if_the_night_says_so(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(home.path / "cache"))
     monkeypatch.setenv("XDG_DATA_HOME", str(home.path / "data"))
     monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)

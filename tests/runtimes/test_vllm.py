@@ -153,7 +153,8 @@ class _Settings(BaseModel):
     def _fits(self) -> Self:
         if self.blocks > 9:
             raise ValueError("9 blocks at most")
-        assert self.blocks, "no blocks"
+        if not self.blocks:
+            raise AssertionError("no blocks")
         return self
 
 
@@ -162,7 +163,9 @@ def test_the_reason_of_a_refused_setting_is_its_own(blocks: Any, reason: str, tm
     with pytest.raises(ValidationError) as caught:
         _Settings(blocks=blocks)
     log = tmp_path / "log"
-    log.write_text(f"INFO: begins\nValidationError: {caught.value}\nRuntimeError: Engine core initialization failed. See\n")
+    log.write_text(
+        f"INFO: begins\nValidationError: {caught.value}\nRuntimeError: Engine core initialization failed. See\n"
+    )
     with log.open("rb") as file:
         for told in (inside._line(caught.value), inside.last_error(file)):
             assert told.startswith(reason) and "[type=" not in told

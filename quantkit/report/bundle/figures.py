@@ -12,14 +12,17 @@ from quantkit.bundle.manifest import CalibrationEntry
 from quantkit.errors import MissingDependency
 from quantkit.measurement.accuracy.outputs import NOTHING
 from quantkit.measurement.accuracy.positions import standard_error
+from quantkit.measurement.load import outcome
 from quantkit.measurement.rows import Data, Row
 from quantkit.measurement.timing.schedule import LARGEST
 from quantkit.measurement.verdict import speed_up
 from quantkit.model.source.alias import ALIASES
+from quantkit.planning import matrix
 from quantkit.planning.assigned import FLOATS_LIMIT
 from quantkit.report.kit import words
 from quantkit.report.kit.tree import Line, Sheet, Styled
 from quantkit.report.kit.words import by
+from quantkit.runtimes import timed as in_order
 
 _BITS = {"float32": "32", "float16": "16", "bfloat16": "16"}
 _GATE = "gate."
@@ -413,6 +416,12 @@ def verdict(manifest: Manifest, rows: Sequence[Row], *, prompts: bool = True) ->
     return answer, because
 
 
+def _timed_in(rows: Sequence[Row]) -> str:
+    """Return the runtime of the deciding times, "" without any."""
+    known = {row.runtime for row in rows if row.name.startswith("latency.") and row.runtime is not None}
+    return next((name for name in in_order(known) if name in known), "")
+
+
 def _in_floats(entries: Sequence[WeightsEntry]) -> float | None:
     linear = [entry for entry in entries if entry.linear]
     whole = sum(entry.elements for entry in linear)
@@ -435,8 +444,14 @@ def _answer(manifest: Manifest, rows: Sequence[Row], *, prompts: bool) -> tuple[
     text = text.format(batch=judged.batch, format=judged.format)
     if judged.answer == "use_instead" and judged.batch is not None:
         text += f", up to batch {judged.batch}"
+    loaded = outcome([row for row in rows if row.name.startswith("load.")])
+    if loaded is not None and (ran := _timed_in(rows)):
+        text += f" in {matrix.title(ran)}"
     shown = judged.prompts if prompts else None
     text += _undecided(rows, shown) if judged.answer == "inconclusive" else _prompts(rows, shown)
+    if loaded is not None and loaded.better is not None:
+        how = "serves more" if any(row.name == "load.goodput" for row in rows) else "answers sooner"
+        text += f"; under load in vLLM {'it' if loaded.better else 'the original'} {how}"
     return (f"forecast: {text}" if judged.forecast else text), [reason.rstrip(". ") for reason in judged.because]
 
 

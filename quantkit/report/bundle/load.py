@@ -138,7 +138,7 @@ def _goodput(rows: Sequence[Row], rates: Sequence[float], this: str, other: str)
         return []
     drawn.append(Curve("all", "muted", rates, rates, bound=True))
     top = max(y for one in drawn for y in (*one.y, *(band[1] for band in one.band if band)))
-    x, y = points_axis(_ACROSS, rates), straight_axis("requests a second within the limit", [0.0, top])
+    x, y = points_axis(_ACROSS, rates), straight_axis(_RATES["goodput"], [0.0, top])
     alt = f"Goodput against the rate: {this} and {other}; the horizontal axis is logarithmic"
     return [Plot("Goodput", alt, lines(drawn, x, y))]
 

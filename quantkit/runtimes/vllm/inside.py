@@ -305,7 +305,11 @@ def last_error(log: BinaryIO) -> str:
     """Return the last line of a log that states an error, without what vLLM puts before it; else the last line."""
     log.seek(0)
     lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    stated = [match[0] for line in lines if (match := re.search(r"(?:\w*Error|Exception|Value error)[:,] .*|.* \[type=", line))]
+    stated = [
+        match[0]
+        for line in lines
+        if (match := re.search(r"(?:\w*Error|Exception|Value error)[:,] .*|.* \[type=", line))
+    ]
     told = [line for line in stated if "Engine core initialization failed" not in line] or lines or [""]
     return _reason(told[-1:])
 
