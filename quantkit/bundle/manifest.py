@@ -108,6 +108,7 @@ class CalibrationEntry(_Closed):
 
     `begins`: special tokens at the start of every sequence, as text: `<bos>`.
     `generated`: number of samples that the model wrote itself; they are the last ones.
+    `images`: set of the images that every second sequence begins with, for a vision-language model.
     """
 
     set: str
@@ -117,6 +118,7 @@ class CalibrationEntry(_Closed):
     tokens: int
     begins: str | None = None
     generated: int | None = None
+    images: str | None = None
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

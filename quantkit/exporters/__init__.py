@@ -82,6 +82,13 @@ class LayerSpec:
         for linear in sorted({*self.merged, *self.stacked})[:1]:
             rule = "the graph is traced once, and which expert runs depends on the data"
             raise unheld(linear, "belongs to a mixture of experts", rule, _without(export))
+        self.demand_text(export)
+
+    def demand_text(self, export: str) -> None:
+        """Refuse a vision-language model for an export of token ids alone. Raises InputError `layout-unsupported`."""
+        if self.source is not None and self.source.sees:
+            value, rule = "takes images too", f"an export to {export} holds a model of text alone"
+            raise unheld(self.source.architecture, value, rule, _without(export))
 
     def demand_float_cache(self, export: str) -> None:
         """Refuse a quantized KV cache. Raises InputError `layout-unsupported`."""

@@ -98,6 +98,7 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
     from quantkit.model.streaming.calls import Call
     from quantkit.model.structure.fold import TOLERANCE
     from quantkit.model.structure.residual import Unturnable, find, find_heads
+    from quantkit.model.structure.traced import is_vision_language
     from quantkit.model.structure.turn import Ends, ModelPart, Residual, prove
     from quantkit.passes.solvers import rotate as solver
 
@@ -124,6 +125,8 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
         paths = find_heads(model.load(0), call(0), like.writers, lambda size: make(size, seed + 1))
         like = replace(like, heads=paths)
     ends = Ends(model, ids)
+    if is_vision_language(ends.model):
+        raise Unturnable("a projector of images writes into the residual stream, and token ids do not reach it")
     last = find(ModelPart(ends.model, ends.finish, calls.hidden.double(), turns_output=False))
     if not last.norms:
         raise Unturnable("no linear reads the last norm: its output is the model's")

@@ -372,7 +372,7 @@ def _config(config: Mapping[str, Any], index: int, count: int) -> dict[str, Any]
     """Return a config with one layer; what is listed by layer keeps the entry of that one."""
     cut: dict[str, Any] = {}
     for key, value in config.items():
-        inner = isinstance(value, dict) and key.endswith("_config")
+        inner = isinstance(value, dict) and key.endswith("_config") and key != "vision_config"
         listed = isinstance(value, list) and len(value) == count > 1
         cut[key] = _config(value, index, count) if inner else [value[index]] if listed else value
     for key in _COUNTS:

@@ -144,6 +144,8 @@ class Request:
             kept = chosen.calibration.model_copy(update={"set": given.model(calibration, "calibration")})
             chosen = chosen.model_copy(update={"calibration": kept})
         content.find("calibration", chosen.calibration.set)
+        if chosen.calibration.pictures is not None:
+            content.find("calibration", chosen.calibration.pictures)
         aimed = target if isinstance(target, Target) else Target.load(this_machine() if target is None else target)
         kind, merged = kind_of(model), tuple(given.texts(adapters, "adapters"))
         if merged and kind == "network":

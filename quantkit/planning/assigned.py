@@ -30,6 +30,9 @@ MIXED = "kept-high"
 SHARED, FLOATS, EXPERTS = "shared-kept", "floats-left", "experts-merged"
 # the same experts, where the recipe's `keep` names them
 EXPERTS_KEPT = "experts-kept"
+# a vision-language model's weights beside its text stack: place of a note on them, and what becomes of most
+SEES = "tower of images"
+TOWER = "the tower of images and its projector stay as they are"
 # share of linear weights that may stay in floats without a decision
 FLOATS_LIMIT = 0.05
 ASKED = (AS_ASKED, SHRUNK, ROUNDED, UNTIED, ROUTER, MIXED, EXPERTS_KEPT)
@@ -88,6 +91,7 @@ def assign(
     shared: Mapping[str, str] | None = None,
     largest: Mapping[str, float] | None = None,
     apart: Mapping[str, bool] | None = None,
+    tower: Collection[str] = (),
     model: str = "model",
 ) -> Assigned:
     """Assign a scheme to every linear.
@@ -101,6 +105,7 @@ def assign(
         largest: linear -> largest magnitude of its weight, if known.
         apart: module with matrices that belong to no linear -> True for merged experts. They stay as they are; `keep`
             may name them.
+        tower: linears of a tower of images, which an override names; their inputs stay in floats.
         model: name of the model, for errors.
 
     Raises:
@@ -141,7 +146,8 @@ def assign(
         rule = "a recipe with a weight scheme must quantize something"
         remedy = "check `keep`, `overrides` and `on_indivisible`"
         raise InputError("nothing-to-quantize", model, value, rule, remedy)
-    activations = {name: how for name in schemes if name != head and (how := recipe.activations_for(name)) is not None}
+    plain = (name for name in schemes if name != head and name not in tower)
+    activations = {name: how for name in plain if (how := recipe.activations_for(name)) is not None}
     wrong = [name for name, how in activations.items() if how.group and shapes[name][1] % how.group]
     if wrong:
         value = f"activations in groups of {activations[wrong[0]].group}, K {shapes[wrong[0]][1]}"

@@ -57,7 +57,8 @@ class CalibrationChoice(Closed):
             more kinds of text than the set. For decoders only; scores never use them.
         tokens: tokens in a sequence.
         template: `chat` applies the model's chat template to the texts, or `messages`, of calibration and scores.
-        images: number of images, for a set of images.
+        images: number of images, for a set of images; for a vision-language model, name or path of a set of images:
+            every second sequence then begins with one.
         experts: treatment of an expert with too few tokens: `force` calibrates it on all tokens of its layer, `keep`
             leaves it in high precision.
         expert_tokens: tokens that an expert needs.
@@ -68,9 +69,14 @@ class CalibrationChoice(Closed):
     generated: float = Field(default=0.0, ge=0, le=1)
     tokens: int = Field(default=512, gt=0)
     template: Literal["chat"] | None = None
-    images: int = Field(default=128, gt=0)
+    images: Annotated[int, Field(gt=0)] | str = 128
     experts: Literal["force", "keep"] = "force"
     expert_tokens: int = Field(default=64, ge=0)
+
+    @property
+    def pictures(self) -> str | None:
+        """Set of images for a vision-language model; None for text alone."""
+        return self.images if isinstance(self.images, str) else None
 
 
 class Override(Closed):

@@ -14,6 +14,8 @@ from quantkit.model.structure.kinds import kind_of, positions, unknown_architect
     [
         ("LlamaForCausalLM", "decoder"),
         ("BertModel", "encoder"),
+        ("Gemma3ForConditionalGeneration", "decoder"),  # its text stack, with a tower of images beside it
+        ("Qwen2_5_VLForConditionalGeneration", "decoder"),
         ("Emu3TextModel", "encoder"),  # the text part of a model of images
         ("Molmo2TextModel", "encoder"),
         ("UMT5EncoderModel", "encoder"),  # its config is that of an encoder and a decoder
@@ -30,7 +32,7 @@ def test_a_class_has_its_kind(name: str, kind: str) -> None:
     [
         ("T5ForConditionalGeneration", "an encoder and a decoder"),
         ("BartForSequenceClassification", "an encoder and a decoder"),
-        ("Gemma3ForConditionalGeneration", "image and text"),
+        ("Gemma4ForConditionalGeneration", "audio and image and text"),
         ("Emu3ForConditionalGeneration", "image and text"),
         ("WhisperForConditionalGeneration", "audio"),
     ],

@@ -17,10 +17,10 @@ from quantkit.model.structure.kinds import kind_of
 WHY = {
     "WhisperForConditionalGeneration": "audio and text through an encoder and a decoder",
     "CLIPModel": "image and text",
-    "LlavaForConditionalGeneration": "image and text",
+    "Emu3ForConditionalGeneration": "image and text",
     "T5ForConditionalGeneration": "for part in (transformers.T5EncoderModel, transformers.AutoTokenizer)",
     "BartForConditionalGeneration": "get_encoder",
-    "Qwen2VLForConditionalGeneration": "image",
+    "Gemma4ForConditionalGeneration": "audio and image and text",
     "Wav2Vec2ForCTC": "audio",
     "ViTForImageClassification": "model-graph",
 }
@@ -31,6 +31,8 @@ FINE = [
     "BartForCausalLM",
     "XLMRobertaModel",
     "Gemma3ForCausalLM",
+    "LlavaForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
 ]
 
 

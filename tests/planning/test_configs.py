@@ -2,15 +2,21 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import forked
 import pytest
+import torch
+import transformers
+from zoo import shrink
+from zoo.pictures import SEEING
 
 from quantkit.errors import InputError
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.families import FAMILIES, TEXT, VISION
+from quantkit.model.structure.traced import find_blocks, is_linear
 
 BASE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4} | {
     "num_key_value_heads": 2,
@@ -36,6 +42,10 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("ministral", "MinistralForCausalLM", {"head_dim": 16, "sliding_window": 8}),
     ("qwen2", "Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
     ("qwen3", "Qwen3ForCausalLM", {"attention_bias": True}),
+    ("qwen2_vl_text", "Qwen2VLTextModel", {}),
+    ("qwen2_5_vl_text", "Qwen2_5_VLTextModel", {}),
+    ("qwen3_vl_text", "Qwen3VLTextModel", {}),
+    ("ministral3", "Ministral3ForCausalLM", {"head_dim": 16}),
     ("gemma", "GemmaForCausalLM", {}),
     ("gemma2", "Gemma2ForCausalLM", {"attention_bias": True}),
     ("gemma3_text", "Gemma3ForCausalLM", {"num_hidden_layers": 7, "tie_word_embeddings": False}),
@@ -220,6 +230,41 @@ def test_an_unknown_type_with_the_keys_of_a_llama_is_taken_for_one() -> None:
         config = {k: v for k, v in {**unknown, **foreign}.items() if v is not None}
         with pytest.raises(InputError, match="config-unknown"):
             configs.from_config(config, "x")
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_a_vision_language_model_s_config_gives_its_linears_its_tower_and_an_image_s_tokens(name: str) -> None:
+    config = shrink.config_of(shrink.named(name))
+    stated = {**json.loads(config.to_json_string(use_diff=False)), "architectures": [name], "dtype": "float32"}
+    if name in (
+        "Llama4ForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    ):
+        with pytest.raises(InputError, match="config-unknown"):  # nor is their text part, alone
+            configs.from_config(stated, "x")
+        return
+    with torch.device("meta"):
+        model = getattr(transformers, name)(config)
+    found, notes = configs.from_config(stated, "x"), " ".join(configs.from_config(stated, "x").assumed)
+    blocks = model.get_submodule(find_blocks(model))
+    assert sum(matrix.parameters for matrix in found.inside()) == sum(
+        value.numel() for block in blocks for each in block.modules() if is_linear(each) for value in each.parameters()
+    )
+    # of a tiny tower, norms and positions are a large part
+    assert 0.4 < found.parameters / sum(value.numel() for value in model.parameters()) < 1.6
+    assert "tower of images" in notes and re.search(r"an image .*takes", notes)
+    assert re.search(r"\b(4|16|576|256)\b tokens|16 x 16 pixels", notes), notes
+
+
+def test_an_old_config_of_a_vision_language_model_has_its_text_part_at_the_top() -> None:
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    flat = {**text, "num_key_value_heads": 2, "vocab_size": 100, "model_type": "qwen2_vl", "dtype": "bfloat16"}
+    flat |= {"vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "patch_size": 14}}
+    found = configs.from_config({**flat, "architectures": ["Qwen2VLForConditionalGeneration"]}, "x")
+    nested = {**flat, "model_type": "qwen2_vl_text"}
+    both = {"model_type": "qwen2_vl", "text_config": nested, "vision_config": flat["vision_config"]}
+    assert found.layers == configs.from_config(both, "x").layers and found.kind == "decoder"
 
 
 def test_what_a_config_leaves_open_is_said() -> None:

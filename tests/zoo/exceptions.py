@@ -20,6 +20,7 @@ def _rope(*sections: int, **more: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 1e4, **more, "mrope_section": [*sections]}
 
 
+_GRID = {"out_hidden_size": 64, "num_position_embeddings": 16}
 _AXIAL = {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16), "attn_layers": ["local", "lsh", "local", "lsh"]}
 
 # by model type of the config, or by class
@@ -91,6 +92,22 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": _rope(1, 1, 2, partial_rotary_factor=0.5)},
     "glm5_next_text": {"index_topk": 8, "index_kpool": 4},
     "hunyuan_vl_text": {"rope_parameters": _rope(2, 2, 2, 2)},
+    "qwen3_vl_text": {"rope_parameters": _rope(3, 3, 2)},
+    # towers of images, and ids that mark them
+    "gemma3": {"mm_tokens_per_image": 4, "boi_token_index": 158, "eoi_token_index": 157},
+    "internvl_vision": {"image_size": [32, 32], "patch_size": [8, 8]},
+    "llama4_vision_model": {
+        **{"intermediate_size": 256, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
+    },
+    "pixtral": {"head_dim": 16},
+    "qwen2_vl_vision": {"depth": 2, "embed_dim": 64},
+    "qwen2_5_vl_vision": {"depth": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1], "window_size": 16},
+    "qwen3_vl_vision": {"depth": 3, "deepstack_visual_indexes": [0, 2], **_GRID},
+    **{f"{name}_vision": {"depth": 2, **_GRID} for name in ("qwen3_5", "qwen3_5_moe")},
+    **{
+        name: {"video_token_id": 158, "vision_start_token_id": 157, "vision_end_token_id": 156}
+        for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+    },
     "Gemma4AssistantForCausalLM": {"text_config": _ASSISTANT},
     "Gemma4UnifiedAssistantForCausalLM": {"text_config": _ASSISTANT},
 }
@@ -128,6 +145,12 @@ _STEMS = {
         **{"resnet": "ResNet", "clip": "CLIP"},
     },
 }
+# vision-language models
+_SEEING = {
+    **{"llava": "Llava", "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "gemma3": "Gemma3"},
+    **{"idefics3": "Idefics3", "smolvlm": "SmolVLM", "internvl": "InternVL", "mistral3": "Mistral3"},
+    **{"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "llama4": "Llama4"},
+}
 _BOTH_WAYS = {"t5": "T5ForConditionalGeneration", "bart": "BartForConditionalGeneration", "marian": "MarianMTModel"}
 # heads besides the auto classes of language models: (table, model type -> class)
 HEADS: list[tuple[str, dict[str, Any]]] = [
@@ -136,7 +159,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
         for task, stems in _STEMS.items()
     ),
     ("AutoModelForSeq2SeqLM", _BOTH_WAYS),
-    ("AutoModelForImageTextToText", {"llava": "LlavaForConditionalGeneration"}),
+    ("AutoModelForImageTextToText", {kind: f"{stem}ForConditionalGeneration" for kind, stem in _SEEING.items()}),
     ("AutoModelForSpeechSeq2Seq", {"whisper": "WhisperForConditionalGeneration"}),
 ]
 

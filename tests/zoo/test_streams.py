@@ -62,7 +62,7 @@ REFUSED = {
     "ReformerModelWithLMHead": "stream-unsupported",
     "ViTForImageClassification": "stream-unsupported",
     "BartForConditionalGeneration": "architecture-unsupported",
-    "Gemma3ForConditionalGeneration": "architecture-unsupported",
+    "Gemma4ForConditionalGeneration": "architecture-unsupported",
 }
 
 

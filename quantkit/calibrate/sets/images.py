@@ -156,6 +156,19 @@ def load_images(
     return ImageSet(images, labels, part.name, split, notes, clusters)
 
 
+def drawn_bytes(reference: str, samples: int, seed: int) -> tuple[str, list[NDArray[np.uint8]]]:
+    """Return the name of a set, and up to `samples` images to calibrate on, uint8 [height, width, ...], not resized.
+
+    Raises as `load_images`, and `calibration-dtype` for floats.
+    """
+    part = _open(reference, "calib")
+    if not part.images.bytes_:
+        rule, remedy = "a model's own processor takes images of bytes", "give image files, or arrays of uint8"
+        raise InputError("calibration-dtype", part.images.where, "preprocessed floats", rule, remedy)
+    chosen = drawn(part.members, part.sampling, "calib", samples, seed)
+    return part.name, [part.images.read(int(number)) for number in chosen]
+
+
 def _open(reference: str, split: Split) -> _Part:
     path = content.find("calibration", reference)
     if (card := Card.at(path)) is not None:

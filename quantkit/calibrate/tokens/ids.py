@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,9 @@ from quantkit.calibrate.tokens.pack import Encode, begins, filled, frame, named
 from quantkit.calibrate.tokens.sources import Conversations, Ids, SplitData, Texts
 from quantkit.errors import InputError
 from quantkit.lazy import torch
+
+if TYPE_CHECKING:
+    from quantkit.model.streaming.calls import Pictures
 
 # the tokenizer's own tokens in a sequence: none, those before a text, those before and after it
 Special = Literal["none", "before", "around"]
@@ -59,6 +62,8 @@ class TokenSet:
         longest: most ids of a text of the pairs, for the model's positions.
         whole: `sha256` of the full set, if these samples are only its first; else empty.
         form: form chosen for records without being asked for, `chat` or `alpaca`; else None.
+        pictures: images of some sequences, for a vision-language model.
+        images: name of their set; None without any.
     """
 
     ids: torch.Tensor
@@ -72,6 +77,8 @@ class TokenSet:
     longest: int = LONGEST
     whole: str = ""
     form: Literal["chat", "alpaca"] | None = None
+    pictures: Pictures | None = None
+    images: str | None = None
 
     def first(self, samples: int) -> TokenSet:
         """Keep the first samples."""

@@ -213,6 +213,30 @@ def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
     return render
 
 
+def prompt_with_image(processor: Any, asked: str, where: str) -> str | None:
+    """Return a user's turn with one image and some words, by a processor's chat template; None without a template.
+
+    Raises InputError: `calibration-template`.
+    """
+    if not isinstance(template := getattr(processor, "chat_template", None), str):
+        return None
+    content = [{"type": "image"}, {"type": "text", "text": asked}]
+    try:
+        with limits.guarded(where):
+            return str(
+                processor.apply_chat_template(
+                    [{"role": "user", "content": content}],
+                    chat_template=_stopped_clock() + template,
+                    add_generation_prompt=True,
+                )
+            )
+    except InputError:
+        raise
+    except Exception as problem:  # a template may raise anything
+        reason = " ".join(str(problem).split())[:200] or type(problem).__name__
+        raise InputError(CODE, where, reason, "the processor's chat template takes an image and text") from None
+
+
 def exchange(text: str) -> Messages:
     """Return a piece of text as a conversation: the user begins it, the model continues.
 

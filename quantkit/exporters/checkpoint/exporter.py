@@ -209,7 +209,8 @@ class Checkpoint(Exporter):
         leftover = [name for name in writer.source.weights.entries if name not in used]
         there = None if values.device is None else (values.device, partial(writer.expected, device=values.device))
         shown = (writer.names, writer.expected, writer.layout, writer.packed, leftover, writer.run_time, there)
-        wanted = reload.Expected(*shown, writer.joined, unread=bool(writer.unread))
+        apart = writer.outside if writer.source.sees else ()
+        wanted = reload.Expected(*shown, writer.joined, unread=bool(writer.unread), outside=apart)
         return reload.check(bundle / self.place, wanted, inputs=inputs, blocks=blocks, beside=beside)
 
 

@@ -44,6 +44,7 @@ from quantkit.scheme import WeightScheme
 if TYPE_CHECKING:
     import torch
 
+    from quantkit.model.source.open import Source
     from quantkit.model.streaming.own_forward import Answering
 
 LIMIT = 1e-4
@@ -75,11 +76,16 @@ class Expected:
     there: tuple[torch.device, Callable[[str], torch.Tensor]] | None = None
     joined: Mapping[str, Sequence[str]] = field(default_factory=dict)  # one of `names` -> its parts in the files
     unread: bool = False  # whether transformers would not load all of it
+    outside: Collection[str] = ()  # tensors in the files that belong to no block of the text, whatever their numbers
 
     @property
     def stored(self) -> list[str]:
         """`names`, with parts in the place of those that the files have in parts."""
         return [part for name in self.names for part in self.joined.get(name, (name,))]
+
+    def holds(self, name: str, blocks: int | None) -> bool:
+        """Tell whether a model of the first blocks has a tensor."""
+        return blocks is None or name in self.outside or block_of(name) < blocks
 
 
 def check(
@@ -155,7 +161,9 @@ def check_bundle(
     how = run_time.read(quantization, schemes, weights.entries, weights.read)
     plain = [name for name in weights.entries if not name.endswith(run_time.PARTS)]
     if quantization is None or run_time.weights_are_dense(quantization):
-        return check(folder, Expected(plain, weights.read, None, {}, plain, how), inputs=inputs, blocks=blocks)
+        apart = outside(open_written(folder)) if "vision_config" in config else ()
+        wanted = Expected(plain, weights.read, None, {}, plain, how, outside=apart)
+        return check(folder, wanted, inputs=inputs, blocks=blocks)
     layout = layouts.of(quantization)
     weights = _opened(folder, layout)
     plain = [name for name in weights.entries if not name.endswith(run_time.PARTS)]
@@ -187,8 +195,19 @@ def check_bundle(
 
     names = [*(name for name in stored_names if name not in inside), *joined]
     unread = bool(unread_experts(skeleton, layout, packed))
-    wanted = Expected(names, whole, layout, packed, plain, how, None, joined, unread)
+    beside = outside(dense, files) if "vision_config" in config else ()
+    wanted = Expected(names, whole, layout, packed, plain, how, None, joined, unread, beside)
     return check(folder, wanted, inputs=inputs, blocks=blocks)
+
+
+def outside(source: Source, files: Mapping[str, str] | None = None) -> set[str]:
+    """Name the tensors outside the blocks of the text, in the files and in the class: a tower's are numbered too."""
+    from quantkit.model.structure.traced import find_blocks
+
+    skeleton = source.skeleton()
+    files = match_names(source.weights, skeleton) if files is None else files
+    blocks = f"{find_blocks(skeleton)}."
+    return {one for pair in files.items() if not pair[0].startswith(blocks) for one in pair}
 
 
 def reload(
@@ -217,7 +236,7 @@ def reload(
         forgets = run_time.expands_at_load(folder)
         try:
             leftover = [*wanted.leftover, *(run_time.PARTS if forgets else ())]
-            model, problem = loaded(own, folder, blocks, leftover)
+            model, problem = loaded(own, folder, blocks, leftover, wanted.outside)
             if problem:
                 return _judge(name, None, problem)
             inputs = inputs or batch(model.config)
@@ -233,7 +252,7 @@ def reload(
             if is_out_of_memory(trouble):
                 raise out_of_memory(folder.name, trouble) from trouble
             return _judge(name, None, f"{type(trouble).__name__}: {' '.join(str(trouble).split())[:200]}")
-        state = {tensor: wanted.read(tensor) for tensor in wanted.names if blocks is None or block_of(tensor) < blocks}
+        state = {tensor: wanted.read(tensor) for tensor in wanted.names if wanted.holds(tensor, blocks)}
         options = {"state_dict": state, "dtype": dtype, "output_loading_info": True}
         reference, info = pretrained.network(own, None, config=config_of(folder, blocks, dense=True), **options)
         del state, options
@@ -406,31 +425,35 @@ def class_of(folder: Path) -> Any:
     return model_class_of(config_json(folder), folder, str(folder), pretrained.is_trusted(folder))
 
 
-def config_of(folder: Path, blocks: int | None, *, dense: bool = False) -> Any:
-    """Read the config, cut to the first blocks; `dense` without the quantization."""
+def config_of(folder: Path, blocks: int | None, *, dense: bool = False, apart: Collection[str] = ()) -> Any:
+    """Read the config, cut to the first blocks; `dense` without the quantization; `apart` as `Expected.outside`."""
     config = pretrained.config(folder)
     if dense and hasattr(config, "quantization_config"):
         del config.quantization_config
     if blocks is not None:
         cut_config(config, blocks)
-        _cut_targets(getattr(config, "quantization_config", None), blocks)
+        _cut_targets(getattr(config, "quantization_config", None), blocks, apart)
     return config
 
 
-def _cut_targets(quantization: Any, blocks: int) -> None:
+def _cut_targets(quantization: Any, blocks: int, apart: Collection[str]) -> None:
     """Remove later blocks from config groups: the library warns of every linear that it does not find."""
     if not isinstance(quantization, dict) or not isinstance(quantization.get("config_groups"), dict):
         return
     groups = quantization["config_groups"]
     for name, group in list(groups.items()):
-        group["targets"] = [target for target in group["targets"] if block_of(target) < blocks]
+        group["targets"] = [
+            target for target in group["targets"] if block_of(target) < blocks or f"{target}.weight" in apart
+        ]
         if not group["targets"]:
             del groups[name]
 
 
-def loaded(model_class: Any, folder: Path, blocks: int | None, leftover: Collection[str]) -> tuple[Any, str]:
+def loaded(
+    model_class: Any, folder: Path, blocks: int | None, leftover: Collection[str], apart: Collection[str] = ()
+) -> tuple[Any, str]:
     """Load the model as plain transformers does, and describe what is wrong with its keys."""
-    options = {"config": config_of(folder, blocks), "dtype": "auto", "output_loading_info": True}
+    options = {"config": config_of(folder, blocks, apart=apart), "dtype": "auto", "output_loading_info": True}
     model, info = pretrained.network(model_class, folder, **options)
     info["unexpected_keys"] = {
         name

@@ -39,6 +39,7 @@ from quantkit.model.source.weights import (
     write_json,
     write_safetensors,
 )
+from quantkit.model.structure.names import same
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +89,12 @@ class Writer:
         named = (stream.files, linears, table, stored_as, stream.block_names, attention)
         unread = unread_experts(stream.skeleton, stored_as, finished.schemes) if stored_as is not None else []  # type: ignore[arg-type]
         return cls(stream.source, finished, *named, alone, unread)
+
+    @property
+    def outside(self) -> set[str]:
+        """Tensors outside the blocks, by their names in the files and in the class."""
+        inside = tuple(f"{block}." for block in self.blocks)
+        return {one for pair in self.files.items() if not pair[0].startswith(inside) for one in pair}
 
     @cached_property
     def run_time(self) -> RunTime:
@@ -201,6 +208,9 @@ class Writer:
         written, schemes = None, self.finished.schemes
         if self.layout is not None:
             written = self.layout.quantization_config(schemes, self._left(), str(self.dtype).removeprefix("torch."))
+            others = {linear: prefix for prefix, linear in self.stored.items() if not same(prefix, linear)}
+            for group in written.get("config_groups", {}).values():  # a linear that transformers renames has both names
+                group["targets"] += [others[name] for name in group["targets"] if name in others]
         return run_time.described(written, list(schemes), self.run_time.activations, self.run_time.cache)
 
     def _left(self) -> list[str]:

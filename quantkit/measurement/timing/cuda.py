@@ -31,7 +31,7 @@ from quantkit.measurement.size import saved_bytes
 from quantkit.measurement.timing.latency import LoadedSides, TimedSide, explained, measure
 from quantkit.measurement.timing.schedule import Step, TimingPlan
 from quantkit.model.structure.kinds import positions
-from quantkit.model.structure.traced import is_linear
+from quantkit.model.structure.traced import is_linear, of_text
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.torch import decode_graph
 from quantkit.runtimes.torch import packed as _packed
@@ -94,7 +94,9 @@ class KernelDecoder:
 
     def _ids(self, batch: int, tokens: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(batch * tokens)
-        return torch.randint(0, self.model.config.vocab_size, (batch, tokens), generator=generator).to(self._at)
+        return torch.randint(
+            0, self.model.config.get_text_config().vocab_size, (batch, tokens), generator=generator
+        ).to(self._at)
 
     def _demand(self, tokens: int) -> None:
         if tokens > self.context:
@@ -248,7 +250,7 @@ def _cost(model: Any, name: str, compute: str) -> StepCost:
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     output, width = model.get_output_embeddings(), model.dtype.itemsize
     inside, stored, floats = 0.0, 0.0, 0.0
-    for module in model.modules():
+    for module in of_text(model):
         if isinstance(module, OpaqueLinear):
             inside += module.shape[0] * module.shape[1]
             stored += module.resident_bytes
@@ -277,7 +279,7 @@ def _cost(model: Any, name: str, compute: str) -> StepCost:
 
 def linears_seconds(model: Any, batch: int, table: Table | None) -> float | None:
     """Add up the recorded seconds of all packed linears at M = `batch`; None if one was not timed in its packing."""
-    seconds, linears = 0.0, [module for module in model.modules() if isinstance(module, OpaqueLinear)]
+    seconds, linears = 0.0, [module for module in of_text(model) if isinstance(module, OpaqueLinear)]
     for linear in linears:
         choices = () if table is None else table.choices.get(linear.shape, ())
         ours = isinstance(linear, QuantLinear)

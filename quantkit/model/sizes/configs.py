@@ -60,6 +60,7 @@ def from_config(config: Mapping[str, Any], name: str) -> Architecture:
     """Read the sizes from a `config.json`, or from its text part. Raises `config-invalid`, `config-unknown`."""
     if not isinstance(config, Mapping):
         raise InputError("config-invalid", name, one(type(config).__name__), "it is an object")
+    sees = isinstance(config.get("vision_config"), dict) and not str(_class_name(config, name)).endswith(_HEADS)
     inner, assumed = _text_part(config, name)
     if any(key in config for key in ("quantization_config", "compression_config")):
         assumed.append("weights in floats, although they are already quantized")
@@ -85,7 +86,8 @@ def from_config(config: Mapping[str, Any], name: str) -> Architecture:
     head = not class_name.endswith("Model") or class_name.endswith(_HEADS)
     if head and class_name and not class_name.endswith(_HEADS):
         figures.assume(f"a language model: {class_name} is not")
-    return replace(decoder(figures, family, name, head=head), class_name=class_name)
+    tower = config if sees else None
+    return replace(decoder(figures, family, name, head=head, tower=tower), class_name=class_name)
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
@@ -97,6 +99,9 @@ def is_known(config: Mapping[str, Any]) -> bool:
 def _text_part(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str]]:
     """Return the config of the language model in one of several modalities, and a note on the parts left out."""
     key = next((key for key in _NESTED if config.get(key) is not None), None)
+    if key is None and "vision_config" in config and f"{config.get('model_type')}_text" in FAMILIES:  # an old Qwen2-VL
+        text = {part: value for part, value in config.items() if part not in ("vision_config", "architectures")}
+        return {**text, "model_type": f"{config['model_type']}_text"}, []
     if key is None:
         return dict(config), []
     inner = config[key]
@@ -105,7 +110,8 @@ def _text_part(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], li
     outer = {part: config[part] for part in ("dtype", "torch_dtype", "tie_word_embeddings") if part in config}
     # the class name belongs to the whole model
     whole = {**outer, **inner, "architectures": None}
-    return whole, [f"the text part alone, without {', '.join(k for k in config if k.endswith('_config') and k != key)}"]
+    left = [part for part in config if part.endswith("_config") and part not in (key, "vision_config")]
+    return whole, [f"without {', '.join(left)}"] if left else []
 
 
 def _class_name(config: Mapping[str, Any], name: str) -> str:

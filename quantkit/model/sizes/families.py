@@ -81,6 +81,10 @@ FAMILIES: dict[str, Family] = {
         windows=6,
         defaults={**_GEMMA, "sliding_window": 4096, "vocab_size": 262208, "max_position_embeddings": 131072},
     ),
+    "qwen2_vl_text": Family(qkv_bias=True, out_bias=False, windows="late", defaults={"sliding_window": 4096}),
+    "qwen2_5_vl_text": Family(qkv_bias=True, out_bias=False, windows="late", defaults={"sliding_window": 4096}),
+    "qwen3_vl_text": Family(query_norm="head", defaults={"head_dim": 128}),
+    "ministral3": Family(**_PLAIN, defaults={"num_key_value_heads": 8}),
     "granite": Family(mlp_bias="mlp_bias"),
     "olmo": Family(norms=0, last=0),
     "olmo2": Family(query_norm="all"),
@@ -176,11 +180,18 @@ def assumed_family(config: Mapping[str, Any]) -> Family | None:
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def decoder(figures: Figures, family: Family, name: str, *, head: bool = True) -> Architecture:
-    """Build a decoder from its config; without a `head`, its blocks are at `layers`. Raises `config-invalid`."""
+def decoder(
+    figures: Figures, family: Family, name: str, *, head: bool = True, tower: Mapping[str, Any] | None = None
+) -> Architecture:
+    """Build a decoder from its config; without a `head`, its blocks are at `layers`. Raises `config-invalid`.
+
+    Args:
+        tower: whole config of a vision-language model, of which `figures` are the text part.
+    """
     hidden, count = figures.size("hidden_size"), figures.size("num_hidden_layers", most=MOST_LAYERS)
     vocabulary = figures.size("vocab_size")
-    prefix = "model.layers" if head else "layers"
+    prefix = "model.language_model.layers" if tower else "model.layers" if head else "layers"
+    beside = _tower(tower, hidden, figures) if tower else 0
     windows = _windows(figures, family, count)
     layers = []
     attending, attention, others = (_latent if family.latent else _grouped)(figures, family, hidden)
@@ -201,13 +212,65 @@ def decoder(figures: Figures, family: Family, name: str, *, head: bool = True) -
         hidden=hidden,
         layers=layers,
         embeddings=vocabulary * hidden,
-        others=family.last * norm,
+        others=family.last * norm + beside,
         head=Matrix("lm_head", vocabulary, hidden) if head else None,
         tied=tied and head,
         vocabulary=vocabulary,
         max_context=figures.maybe("max_position_embeddings"),
         assumed=tuple(figures.assumed),
     )
+
+
+_DEPTHS, _WIDTHS = ("num_hidden_layers", "depth"), ("embed_dim", "hidden_size")
+_WIDE = ("intermediate_size", "mlp_dim")
+_IMAGE_TOKENS = ("mm_tokens_per_image", "image_seq_length", "image_seq_len")
+
+
+def _tower(config: Mapping[str, Any], hidden: int, figures: Figures) -> int:
+    """Estimate the parameters of a tower of images and its projector, and note them with the tokens of an image.
+
+    A block has four linears of attention and two or three of a perceptron; norms, biases and positions are left out.
+    """
+    vision = Figures(config["vision_config"], f"{figures.where}: vision_config")
+    width, depth = vision.maybe(*_first(vision, _WIDTHS)), vision.maybe(*_first(vision, _DEPTHS), most=MOST_LAYERS)
+    if width is None or depth is None:
+        figures.assume("the text part alone, without vision_config")
+        return 0
+    wide = vision.maybe(*_first(vision, _WIDE)) or int(width * _ratio(vision.config.get("mlp_ratio"), 4))
+    gates = 3 if vision.config.get("hidden_act") == "silu" else 2
+    elements = depth * (4 * width**2 + gates * width * wide) + hidden * (width + hidden)
+    figures.assume(f"a tower of images and its projector of about {elements / 1e6:.3g}M parameters, in floats")
+    patch, side = _side(vision, "patch_size"), _side(vision, "image_size")
+    whole = Figures(config, figures.where)
+    merged = _side(vision, "spatial_merge_size") or _side(whole, "spatial_merge_size") or 1
+    if (stated := next((value for key in _IMAGE_TOKENS if (value := whole.maybe(key))), None)) is not None:
+        figures.assume(f"an image takes {stated} tokens of the context, more where it is cut into pieces")
+    elif patch and side:
+        shuffled = _ratio(config.get("scale_factor"), 1) / _ratio(vision.config.get("pixel_shuffle_ratio"), 1)
+        count = round((side // patch / merged / shuffled) ** 2)
+        figures.assume(f"an image of {side} x {side} pixels takes about {count} tokens of the context")
+    elif patch:
+        pixels = patch * merged
+        figures.assume(f"an image takes a token of the context for each {pixels} x {pixels} pixels")
+    return elements
+
+
+def _first(figures: Figures, keys: Sequence[str]) -> Sequence[str]:
+    """Return the first of several keys that a config has; the first of all if it has none."""
+    return [next((key for key in keys if figures.config.get(key) is not None), keys[0])]
+
+
+def _side(figures: Figures, key: str) -> int:
+    """Read a size, or the first of a pair; 0 if absent."""
+    value = figures.config.get(key)
+    pair = Figures({key: value[0]}, figures.where) if isinstance(value, list) and value else figures
+    return pair.maybe(key) or 0
+
+
+def _ratio(value: Any, default: float) -> float:
+    """Return a ratio of sizes; the default for what is none."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if plain and 1e-3 <= value <= 1e3 else default
 
 
 def _switch(figures: Figures, value: bool | str) -> bool:

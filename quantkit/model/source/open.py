@@ -53,7 +53,14 @@ from quantkit.model.source.weights import (
     write_json,
     write_safetensors,
 )
-from quantkit.model.structure.kinds import class_name, cut_config, kind_of, native_class, unknown_architecture
+from quantkit.model.structure.kinds import (
+    class_name,
+    cut_config,
+    kind_of,
+    native_class,
+    reads_images,
+    unknown_architecture,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -109,6 +116,11 @@ class Source:
     untied: bool = False
     adapters: tuple[Adapter, ...] = ()
     base: Source | None = None
+
+    @property
+    def sees(self) -> bool:
+        """True for a vision-language model: a decoder that takes images too."""
+        return self.kind == "decoder" and reads_images(self.architecture, self.config)
 
     @property
     def sha256(self) -> str:

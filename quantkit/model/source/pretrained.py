@@ -30,6 +30,8 @@ from quantkit.model.source.weights import checked_file, disk_errors
 
 # files that may name code
 NAMING = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+# files of a processor of images and text, the newer first
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _KEY = "auto_map"
 _PLAIN = re.compile(r"\w+\.\w+")
 # words in the names of layer counts; `depths` for networks with stages
@@ -69,6 +71,12 @@ def tokenizer(folder: Path, *, trust: bool | None = None) -> Any:
             _demand_no_files(json.loads(limits.read(folder / name)), folder / name)
     trust = is_trusted(folder) if trust is None else trust
     return _auto("AutoTokenizer", "tokenizer_config.json", folder, trust)
+
+
+def processor(folder: Path, *, trust: bool | None = None) -> Any:
+    """Load the processor of a folder's images and text; `trust` and errors as for `config`."""
+    trust = is_trusted(folder) if trust is None else trust
+    return _auto("AutoProcessor", PROCESSORS[0], folder, trust)
 
 
 def _auto(what: str, place: str, folder: Path, trust: bool) -> Any:

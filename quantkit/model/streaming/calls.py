@@ -321,10 +321,39 @@ def _caching(model: nn.Module) -> list[Any]:
     return [config for config in configs.values() if hasattr(config, "use_cache")]
 
 
-def forward(model: nn.Module, ids: Tensor) -> Any:
-    """Run the model's own forward on ids [samples, tokens], inside of `uncached`."""
+@dataclass(frozen=True)
+class Pictures:
+    """Images of some sequences, as the model's processor prepares them for its forward.
+
+    Args:
+        rows: `key` of a sequence's ids -> arguments of the forward beside the ids, for this sequence alone.
+    """
+
+    rows: Mapping[bytes, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    @staticmethod
+    def key(row: Tensor) -> bytes:
+        """Return the ids [tokens] of a sequence as bytes."""
+        return row.cpu().numpy().tobytes()
+
+    def of(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the arguments of one sequence, ids [1, tokens]; none for text alone, or for several sequences."""
+        known = self.rows.get(self.key(ids[0]), {}) if self.rows and len(ids) == 1 else {}
+        return {name: value.to(ids.device) for name, value in known.items()}
+
+    def first(self, ids: Tensor) -> Tensor | None:
+        """Return the first sequence with images of ids [samples, tokens], as [1, tokens]."""
+        rows = ids.split(1) if self.rows else ()
+        return next((row for row in rows if self.key(row[0]) in self.rows), None)
+
+
+NO_PICTURES = Pictures()
+
+
+def forward(model: nn.Module, ids: Tensor, pictures: Pictures = NO_PICTURES) -> Any:
+    """Run the model's own forward on ids [samples, tokens], inside of `uncached`; with images for a single sequence."""
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    return model(input_ids=ids, **options)
+    return model(input_ids=ids, **options, **pictures.of(ids))
 
 
 class Stand(nn.Module):

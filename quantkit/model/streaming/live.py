@@ -21,9 +21,11 @@ from torch.utils._pytree import tree_map
 
 from quantkit.model.streaming import calls
 from quantkit.model.streaming.calls import (
+    NO_PICTURES,
     Call,
     Calls,
     Given,
+    Pictures,
     Shelf,
     forward,
     gathered,
@@ -44,7 +46,14 @@ class LiveCalls(Calls):
     live = True
 
     def __init__(
-        self, model: nn.Module, path: str, visits: tuple[int, ...], ids: Tensor, batch: int = 0, runs: Any = None
+        self,
+        model: nn.Module,
+        path: str,
+        visits: tuple[int, ...],
+        ids: Tensor,
+        batch: int = 0,
+        runs: Any = None,
+        pictures: Pictures = NO_PICTURES,
     ) -> None:
         super().__init__(torch.empty(0), 1, [], device=ids.device)
         self.model, self.visits, self.batch = model, visits, batch
@@ -59,7 +68,7 @@ class LiveCalls(Calls):
         self._fixed = {value.untyped_storage().data_ptr() for value in values if not value.is_meta}
         self._on_disk, self._shelf = False, Shelf()
         for number, row in enumerate(ids.split(1)):
-            self._stands.append(self._left(self._forwards[number].switch(runs or model, row), number, 0))
+            self._stands.append(self._left(self._forwards[number].switch(runs or model, row, pictures), number, 0))
             self._put_away(number)
         self.hidden = self._gathered()
 

@@ -34,13 +34,14 @@ from quantkit.errors import InputError, QuantkitError
 from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.model.source.open import Source, quiet_loading
 from quantkit.model.source.weights import write_tensors
-from quantkit.model.streaming.calls import Given, forward, primary, uncached, unsupported
+from quantkit.model.streaming.calls import NO_PICTURES, Given, Pictures, forward, primary, uncached, unsupported
 from quantkit.model.streaming.stream import LoadedModel, StreamedModel, answer
 from quantkit.model.structure.flow import Flow
 from quantkit.model.structure.traced import hooked
 
 LIMIT = 1e-4
 NAME = "stream.own_forward"
+SEEING = "stream.own_forward.images"
 # sequences of the comparison, sequences per chunk, tokens of a sequence
 _ROWS, _CHUNK, _TOKENS = 4, 2, 32
 # limit for a block in half precision, in units of its rounding
@@ -108,6 +109,12 @@ def demand_equal(model: StreamedModel, ids: Tensor, blocks: int, beside: Answeri
     """
     with _as_unsupported(model.source.architecture):
         return _demand_equal(model, few_of(ids), blocks, beside)
+
+
+def demand_equal_seeing(model: StreamedModel, row: Tensor, blocks: int) -> Check:
+    """Return the check `stream.own_forward.images`, on one sequence [1, tokens] with images; see `demand_equal`."""
+    with _as_unsupported(model.source.architecture):
+        return _demand_equal(model, row, blocks).model_copy(update={"name": SEEING})
 
 
 @torch.no_grad()
@@ -179,7 +186,9 @@ def _demand_equal(model: StreamedModel, few: Tensor, blocks: int, beside: Answer
     with ExitStack() as stack:
         placed = stack.enter_context(on_disk(model.skeleton, model.path)) if whole and not fits else None
         cut = None if whole else blocks
-        own = own_forward(model.source, model.path, model.flow, few, cut, model.runs, placed, beside if fits else None)
+        own = own_forward(
+            model.source, model.path, model.flow, few, cut, model.runs, placed, beside if fits else None, model.pictures
+        )
     stages = [stage for stage, index in enumerate(model.visits) if index < blocks]
     names = [model.block_names[index] for index in model.visits]
     worst, ends = 0.0, model.ends()
@@ -217,6 +226,7 @@ def own_forward(
     runs: Any,
     placed: Mapping[str, object] | None = None,
     beside: Answering | None = None,
+    pictures: Pictures = NO_PICTURES,
 ) -> Own:
     """Run the model as plain `from_pretrained` loads it, or its first `blocks`, on `ids` [samples, tokens] in one
     batch.
@@ -226,7 +236,7 @@ def own_forward(
     """
     with quiet_loading():
         model = source.load(blocks, placed)
-        own = _watched(model, path, flow, ids, runs(model))
+        own = _watched(model, path, flow, ids, runs(model), pictures)
         if beside is not None:
             beside.keep(model)
     del model
@@ -235,7 +245,9 @@ def own_forward(
 
 
 @torch.no_grad()
-def _watched(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module) -> Own:
+def _watched(
+    model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module, pictures: Pictures = NO_PICTURES
+) -> Own:
     """Record a model's own forward with temporary hooks."""
     inputs: list[Tensor] = []
     last: list[Tensor] = []
@@ -250,7 +262,7 @@ def _watched(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Modu
     hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
     hooks += [block.register_forward_hook(note_output) for block in blocks]
     with hooked(hooks), uncached(model):
-        output = forward(runs, ids)
+        output = forward(runs, ids, pictures)
     return Own(inputs, last[0], output)
 
 

@@ -28,9 +28,11 @@ from quantkit.model.device import Lane
 from quantkit.model.sizes.architecture import EXPERTS_IN_MEMORY
 from quantkit.model.source.open import Source
 from quantkit.model.streaming.calls import (
+    NO_PICTURES,
     Calls,
     Given,
     Kept,
+    Pictures,
     Shelf,
     filed,
     forward,
@@ -39,6 +41,7 @@ from quantkit.model.streaming.calls import (
     stand_in,
     standing_in,
     uncached,
+    unsupported,
 )
 from quantkit.model.streaming.transforms import Transform
 from quantkit.model.structure.experts import Expert
@@ -119,6 +122,7 @@ def record(
     chunk: int,
     runs: nn.Module | None = None,
     place: torch.device | None = None,
+    pictures: Pictures = NO_PICTURES,
 ) -> Calls:
     """Record a model's calls of its blocks on `ids` [samples, tokens]; for a live model, start its forwards and take it
     over.
@@ -130,24 +134,26 @@ def record(
         chunk: sequences per forward. It becomes 1 if arguments depend on the text and cannot be split by sequence.
         runs: part of the model to run; by default all of it.
         place: device of all sequences' hidden states; by default the model's.
+        pictures: images of some sequences; `chunk` is then 1.
     """
     if flow.live:
         from quantkit.model.streaming.live import LiveCalls
 
-        return LiveCalls(model, path, flow.visits, ids, flow.batch, runs)
+        return LiveCalls(model, path, flow.visits, ids, flow.batch, runs, pictures)
+    chunk = chunk if pictures.first(ids) is None else 1
     notes: list[list[Given]] = []
 
     def parts(size: int) -> Iterator[Tensor]:
         kept = Kept()
         for part in ids.split(size):
-            hidden, calls = _record(model, path, flow, part, runs or model)
+            hidden, calls = _record(model, path, flow, part, runs or model, pictures)
             alike = bool(notes) and same(notes[0], calls)
             notes.append(notes[0] if alike else kept.of(calls, notes[0] if notes else None))
             yield hidden
 
     hidden = gathered(parts(chunk), ids.shape[0], place)
-    first = notes[0] if min(chunk, len(ids)) == 1 else _record(model, path, flow, ids[:1], runs or model)[1]
-    other = first if len(ids) == 1 else _record(model, path, flow, ids[1:2], runs or model)[1]
+    first = notes[0] if min(chunk, len(ids)) == 1 else _record(model, path, flow, ids[:1], runs or model, pictures)[1]
+    other = first if len(ids) == 1 else _record(model, path, flow, ids[1:2], runs or model, pictures)[1]
     full = len(ids) // chunk
     if same(first, other) and all(note is notes[0] for note in notes[:full]):
         return Calls(hidden, chunk, notes, first, device=ids.device)
@@ -162,7 +168,9 @@ class _AllRecorded(Exception):
     """Signal that ends a forward early."""
 
 
-def _record(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module) -> tuple[Tensor, list[Given]]:
+def _record(
+    model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module, pictures: Pictures
+) -> tuple[Tensor, list[Given]]:
     blocks = list(model.get_submodule(path).children())
     noted: list[tuple[Tensor, Given]] = []
 
@@ -173,7 +181,7 @@ def _record(model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Modul
         return flow.output(blocks[index], hidden)
 
     with uncached(model), standing_in(model, path, takes), suppress(_AllRecorded):
-        forward(runs, ids)
+        forward(runs, ids, pictures)
     return noted[0][0].clone(), [rest for _, rest in noted]
 
 
@@ -217,9 +225,11 @@ class StreamedModel:
 
     Attributes:
         meanwhile: function of (stage, block), called for each block as `through` runs it.
+        pictures: images of some sequences of a calibration set.
     """
 
     meanwhile: Callable[[int, nn.Module], object] | None = None
+    pictures: Pictures = NO_PICTURES
 
     def __init__(
         self,
@@ -239,6 +249,7 @@ class StreamedModel:
         used = set(self.files.values())
         self.beside = {name: entry.shape for name, entry in source.weights.entries.items() if name not in used}
         self._flow: Flow | None = None
+        self._seeing: Flow | None = None
         self._headed = source.kind == "decoder"
         self.transforms: list[Transform] = []
         # values outside of the blocks that models of `ends` hold
@@ -371,11 +382,20 @@ class StreamedModel:
             self._flow = learn(model, self.path, self.load, ids.to(self.device), self.runs(model))
         return self._flow
 
+    def _learn_seeing(self, model: nn.Module, row: Tensor) -> Flow:
+        """Learn the flow on a sequence with images [1, tokens]: a class may add them between two blocks."""
+        if self._seeing is None:
+            self._seeing = learn(model, self.path, self.load, row, self.runs(model), self.pictures)
+            if self._seeing.visits != self._learn(model).visits:
+                raise unsupported(self.source.architecture, "calls its blocks in another order where there are images")
+        return self._seeing
+
     @torch.no_grad()
     def begin(self, ids: Tensor, chunk: int) -> Calls:
         """Compute the hidden states before block 0 for `ids` [samples, tokens], and record each block's call."""
-        model = self.ends()
-        return record(model, self.path, self._learn(model), ids.to(self.device), chunk, self.runs(model), self.place)
+        model, ids, seeing = self.ends(), ids.to(self.device), self.pictures.first(ids)
+        flow = self._learn(model) if seeing is None else self._learn_seeing(model, seeing.to(self.device))
+        return record(model, self.path, flow, ids, chunk, self.runs(model), self.place, self.pictures)
 
     @torch.no_grad()
     def through(self, ids: Tensor, chunk: int = 4) -> Calls:

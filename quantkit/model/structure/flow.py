@@ -18,7 +18,18 @@ from torch.utils._pytree import tree_leaves
 
 from quantkit.errors import InputError
 from quantkit.model.device import is_out_of_memory, out_of_memory
-from quantkit.model.streaming.calls import Given, Stand, forward, primary, same, standing_in, uncached, unsupported
+from quantkit.model.streaming.calls import (
+    NO_PICTURES,
+    Given,
+    Pictures,
+    Stand,
+    forward,
+    primary,
+    same,
+    standing_in,
+    uncached,
+    unsupported,
+)
 
 # sequences and tokens of the probe
 _ROWS, _TOKENS = 2, 8
@@ -52,10 +63,15 @@ class Flow:
 
 @torch.no_grad()
 def learn(
-    model: nn.Module, path: str, load: Callable[[int], nn.Module], ids: Tensor, runs: nn.Module | None = None
+    model: nn.Module,
+    path: str,
+    load: Callable[[int], nn.Module],
+    ids: Tensor,
+    runs: nn.Module | None = None,
+    pictures: Pictures = NO_PICTURES,
 ) -> Flow:
     """Learn the flow of a model, with the arguments of `stream.record`, on a few of `ids`; `load` returns a block with
-    weights.
+    weights. If a sequence has images, the flow is learned on that one, whole.
 
     Raises:
         InputError: `stream-unsupported`, with the error of the model's class; `out-of-memory`.
@@ -63,9 +79,11 @@ def learn(
     few = ids[:_ROWS, :_TOKENS]
     if len(few) < _ROWS:
         few = few.repeat(_ROWS, 1)
+    seeing = pictures.first(ids)
+    few = few if seeing is None else seeing
     try:
         with uncached(model):
-            return _learn(_Runner(model, path, load, runs or model, few))
+            return _learn(_Runner(model, path, load, runs or model, few, pictures))
     except InputError:
         raise
     except Exception as problem:  # a class may raise anything on stand-ins
@@ -103,8 +121,15 @@ class _Runner:
     """Runner of a forward with stand-ins that record their arguments; with `real`, every block runs."""
 
     def __init__(
-        self, model: nn.Module, path: str, load: Callable[[int], nn.Module], runs: nn.Module, ids: Tensor
+        self,
+        model: nn.Module,
+        path: str,
+        load: Callable[[int], nn.Module],
+        runs: nn.Module,
+        ids: Tensor,
+        pictures: Pictures,
     ) -> None:
+        self.pictures = pictures
         self.model, self.path, self.load, self.runs, self.ids = model, path, load, runs, ids
         self.blocks = list(model.get_submodule(path).children())
         self.real = self.moving = self.departed = False
@@ -118,7 +143,7 @@ class _Runner:
     def run(self) -> None:
         self.noted, self._before, self.departed = [], None, False
         with standing_in(self.model, self.path, self._takes):
-            forward(self.runs, self.ids)
+            forward(self.runs, self.ids, self.pictures)
 
     def batch(self) -> int:
         """Return the dimension of the sequences."""

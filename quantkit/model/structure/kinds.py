@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # arguments of a forward: text, text for a decoder beside an encoder; words in the names of other inputs
 _IDS, _DECODER_IDS = "input_ids", "decoder_input_ids"
 _DECODERS = ("ForCausalLM", "LMHeadModel")
+# endings of vision-language classes, and what they may read
+_SEEING, _SEEN = ("ForConditionalGeneration", "ForImageTextToText"), {"text", "image", "video"}
 _NO_TEXT = ("pixel", "image", "video", "audio", "input_features", "input_values", "bbox", "speech", "spectrogram")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions", "seq_length")
 _KINDS = "a decoder, an encoder or an image model"
@@ -104,6 +106,8 @@ def judge(
         return "decoder"  # Gemma3ForCausalLM inherits images as an input, but has no vision tower
     if set(into) == {"text"} and not both:
         return "encoder"
+    if {"text", "image"} <= set(into) <= _SEEN and not both and reads_images(name, config):
+        return "decoder"
     value = f"{name} takes {' and '.join(sorted(into))}{' through an encoder and a decoder' if both else ''}"
     remedy = by_python("model.get_encoder()" if both else "part")
     if encoder is not None and set(into) == {"text"}:
@@ -111,6 +115,11 @@ def judge(
         saved = f"in Python: for part in ({parts}): part.from_pretrained(folder).save_pretrained('./encoder')"
         remedy = f"{saved}; then quantkit compile ./encoder --recipe int8-weights"
     raise InputError("architecture-unsupported", where, value, _KINDS, remedy)
+
+
+def reads_images(name: str, config: Mapping[str, Any]) -> bool:
+    """Tell whether a decoder's class has a tower of images too: a vision-language model."""
+    return name.endswith(_SEEING) and "vision_config" in config
 
 
 def model_graph(name: str, where: str) -> InputError:

@@ -130,10 +130,13 @@ def find_blocks(model: nn.Module) -> str:
     """Return the path of the `ModuleList` of blocks, such as `model.layers`.
 
     It is the list with most parameters among those with children of one class; or the list of several classes around
-    it, as
-    for alternating layers with and without attention. Raises InputError (`blocks-not-found`).
+    it, as for alternating layers with and without attention. Of a vision-language model, only the lists beside the
+    table of tokens count. Raises InputError (`blocks-not-found`).
     """
     lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
+    if is_vision_language(model):
+        stack = text_stack(model)
+        lists = {path: module for path, module in lists.items() if path.startswith(stack)}
     sizes = {path: sum(value.numel() for value in module.parameters()) for path, module in lists.items()}
     alike = [path for path, module in lists.items() if len({type(child) for child in module}) == 1]
     # a block has parts: a list of embeddings is none, however large
@@ -145,6 +148,32 @@ def find_blocks(model: nn.Module) -> str:
         rule = "a transformer is a stack of blocks"
         raise InputError("blocks-not-found", type(model).__name__, "no list of like layers", rule)
     return best
+
+
+def is_vision_language(model: nn.Module) -> bool:
+    """Tell whether a model of token ids has a tower of images too."""
+    config = getattr(model, "config", None)
+    return getattr(config, "vision_config", None) is not None and getattr(config, "text_config", None) is not None
+
+
+def text_stack(model: nn.Module) -> str:
+    """Return the prefix of the text stack in a vision-language model: the nearest module around the table of tokens
+    with a list in it; `model.language_model.`, or "" for the whole model.
+    """
+    table = getattr(model, "get_input_embeddings", lambda: None)()
+    path = next((name for name, module in model.named_modules() if module is table), "")
+    while path:
+        path = path.rpartition(".")[0]
+        if any(isinstance(module, nn.ModuleList) for module in model.get_submodule(path).modules()):
+            break
+    return f"{path}." if path else ""
+
+
+def of_text(model: Any) -> Iterator[Any]:
+    """Yield the modules on the way of a token of text: all but a tower of images and its projector."""
+    stack = text_stack(model) if is_vision_language(model) else ""
+    head = getattr(model, "get_output_embeddings", lambda: None)()  # packed or not
+    yield from (module for name, module in model.named_modules() if name.startswith(stack) or module is head)
 
 
 def find_head(model: nn.Module) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import nn
@@ -21,7 +22,7 @@ from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.activation import InputScale
 from quantkit.model.structure import experts
 from quantkit.model.structure.names import drafts
-from quantkit.model.structure.traced import is_linear, weight_of
+from quantkit.model.structure.traced import find_head, is_linear, is_vision_language, text_stack, weight_of
 from quantkit.passes import NOTE
 from quantkit.planning.assigned import (
     AS_ASKED,
@@ -30,6 +31,7 @@ from quantkit.planning.assigned import (
     FLOATS,
     FLOATS_LIMIT,
     ROUTER,
+    TOWER,
     assign,
     takes_head,
 )
@@ -130,8 +132,6 @@ def _fate(
     *,
     head: bool,
 ) -> _Fate:
-    from quantkit.model.structure.traced import find_head
-
     owner, _, leaf = name.rpartition(".")
     module = modules[owner]
     if owner in quantized and leaf == "weight":
@@ -146,6 +146,8 @@ def _fate(
     if not is_linear(module):
         return _Fate("carried", f"a parameter of {type(module).__name__}, which is no linear", True, False)
     inside = any(name.startswith(f"{block}.") for block in stream.block_names)
+    if is_vision_language(stream.skeleton) and not name.startswith(text_stack(stream.skeleton)):
+        return _Fate("carried", TOWER, True, True)
     return _Fate("carried", "it was not decided on" if inside else "it lies outside the blocks", True, False)
 
 
@@ -197,6 +199,7 @@ class Layers:
         activations: full name -> scheme of a quantized input; the names are in `schemes` and never the head's.
         merged: names of experts' linears.
         ruled: those of them that transformers merges while it loads them.
+        tower: linears of a tower of images and its projector that the recipe names; rounded to nearest.
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -208,11 +211,12 @@ class Layers:
     activations: Mapping[str, ActivationScheme] = field(default_factory=dict)
     merged: frozenset[str] = frozenset()
     ruled: frozenset[str] = frozenset()
+    tower: frozenset[str] = frozenset()
 
     @property
     def inside(self) -> Mapping[str, tuple[int, int]]:
         """`shapes` of the linears inside the blocks."""
-        return {name: shape for name, shape in self.shapes.items() if name != self.head}
+        return {name: shape for name, shape in self.shapes.items() if name != self.head and name not in self.tower}
 
     @property
     def widest(self) -> int:
@@ -290,6 +294,9 @@ def lay_out(
                     plain.add(name)
             elif any(not no_product(module, leaf) for leaf, _ in module.named_parameters(recurse=False)):
                 apart[name] = experts.is_merged(module)
+    tower = {name: module for name, module in _tower(model).items() if _is_named(name, recipe, shapes)}
+    shapes |= {name: (module.out_features, module.in_features) for name, module in tower.items()}
+    plain |= tower.keys()
     if not takes_head(recipe):
         head = None
     tied = frozenset[str]()
@@ -310,10 +317,27 @@ def lay_out(
         shared={name: next(other for other in names if other != name) for names in shared for name in names},
         largest={name: value for name, value in magnitudes.items() if value is not None},
         apart=apart,
+        tower=tower,
         model=type(model).__name__,
     )
     if head is not None and chosen.head is None:
         del shapes[head]
         tied = frozenset()
-    more = (chosen.decisions, chosen.head, tied, chosen.activations, frozenset(merged), frozenset(ruled))
+    mixed = (frozenset(merged), frozenset(ruled))
+    more = (chosen.decisions, chosen.head, tied, chosen.activations, *mixed, frozenset(tower))
     return Layers(shapes, chosen.schemes, frozenset(plain), *more)
+
+
+def _tower(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linears of a vision-language model beside its text stack and head."""
+    if not is_vision_language(model):
+        return {}
+    stack, head = text_stack(model), find_head(model)
+    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return {name: module for name, module in linears if not name.startswith(stack) and name != head}
+
+
+def _is_named(name: str, recipe: Recipe, inside: Collection[str]) -> bool:
+    """Tell whether an override speaks of a linear of the tower: one whose glob matches no linear inside the blocks."""
+    globs = (change.match for change in recipe.overrides if change.weights is not None)
+    return any(fnmatchcase(name, glob) and not any(fnmatchcase(other, glob) for other in inside) for glob in globs)

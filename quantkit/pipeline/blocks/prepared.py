@@ -27,7 +27,7 @@ from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.layers import Layers, about, account, lay_out
 from quantkit.pipeline.estimate import PROCESSORS, has_timer, lies
 from quantkit.pipeline.request import Request, default_out, for_target, runs_here, with_own_runtime
-from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, UNTIED, takes_head
+from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, SEES, TOWER, UNTIED, takes_head
 from quantkit.planning.compiling import CompileSpec, Compiling, fit, predict, timed
 from quantkit.planning.support import caveats, demand_kind, spelt_out, with_remedy
 from quantkit.plugins.outside import demand_returned
@@ -75,7 +75,11 @@ class Prepared:
         """Return the model as it was opened, without what passes of scope `model` make of it."""
         from quantkit.model.streaming.stream import StreamedModel
 
-        return self.placed(StreamedModel(self.original)) if self.stream.transforms else self.stream
+        if not self.stream.transforms:
+            return self.stream
+        model = self.placed(StreamedModel(self.original))
+        model.pictures = self.stream.pictures
+        return model
 
     def placed(self, stream: StreamedModel) -> StreamedModel:
         """Move a model to where this compile computes."""
@@ -91,7 +95,7 @@ class Prepared:
         from quantkit.model.finished import Finished
         from quantkit.model.streaming.stream import CPU as PROCESSOR
 
-        names = ("block-*.safetensors", "head.safetensors", "rest.safetensors")
+        names = ("block-*.safetensors", "head.safetensors", "tower.safetensors", "rest.safetensors")
         files = sorted(path for name in names for path in build.steps.glob(name))
         cache = self.request.recipe.scheme.kv_cache
         stream = self.stream.on(PROCESSOR) if written and not self.device.is_cpu else self.stream
@@ -177,6 +181,10 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     _demand_exports(recipe, asked)
     experts = bool(asked.merged or asked.stacked)
     decisions = [*request.taken, *request.support.decisions(source.kind, experts), *taken, *layers.decisions]
+    if source.sees:
+        own = len(layers.tower & layers.schemes.keys())
+        reason = f"{own} of its linears are rounded to nearest, as an override says" if own else TOWER
+        decisions.append(decision("open", NOTE, SEES, reason))
     if recipe.passes:
         decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))
     if not source.trust_remote_code and pretrained.offers_code(source.path):
@@ -186,6 +194,8 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     calibration, scoring = seen or tokens.load(
         recipe, source, calibrate=looks, decisions=decisions, write=whole and write, whole=False
     )
+    if calibration is not None and calibration.pictures is not None:
+        stream.pictures = calibration.pictures
     notes = list(settled.items())
     if added:
         reason = f"added: a checkpoint of 8-bit integers is computed in floats on {request.target.name}, a graph is not"
@@ -364,7 +374,9 @@ def architecture(prepared: Prepared) -> Architecture:
         else:
             mine = sum(any(_stands(m, name, shape) for m in known.inside()) for name, shape in shapes.items())
             if mine == len(shapes) == sum(matrix.count for matrix in known.inside()):
-                return known
+                # the size of a tower is an estimate in the config's figures
+                more = sum(value.numel() for value in stream.skeleton.parameters()) - known.parameters
+                return replace(known, others=known.others + more) if source.sees else known
     layers = []
     for name in stream.block_names:
         matrices = [
@@ -373,13 +385,13 @@ def architecture(prepared: Prepared) -> Architecture:
         layers.append(BlockShapes(name, matrices, None))
     inside = sum(matrix.parameters for layer in layers for matrix in layer.matrices)
     head = stream.skeleton.get_parameter(f"{stream.head}.weight").shape if stream.head else None
-    config = source.config
+    config = {**source.config, **(source.config.get("text_config") or {})}
     sizes = (config.get("hidden_size"), config.get("n_embd"), config.get("d_model"))
     stored = sum(value.numel() for value in stream.skeleton.parameters())
     return Architecture(
         name=source.name,
         kind=source.kind,
-        model_type=str(config.get("model_type", "")),
+        model_type=str(source.config.get("model_type", "")),
         dtype=source.dtype,
         hidden=next((size for size in sizes if isinstance(size, int)), prepared.layers.widest),
         layers=layers,

@@ -126,6 +126,7 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
     count = len(prepared.stream.block_names)
     start = sum(key.startswith("block-") for key in build.done())
     if start == count:
+        _finish_tower(prepared, build)
         _finish_rest(prepared, build)
         return
     begun = time.process_time()
@@ -177,6 +178,7 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
         if written is not None:
             written.result()
     build.sync()
+    _finish_tower(prepared, build)
     _finish_rest(prepared, build)
 
 
@@ -247,6 +249,23 @@ def _finish_head(prepared: Prepared, build: Build, worked: Worked, progress: Pro
     seconds = time.process_time() - begun
     record = {"layers": [entry.model_dump(mode="json")], "decisions": taken, "cpu_seconds": seconds}
     build.commit("head", record, {result: build.steps / "head.safetensors"}, hashes={result: digest})
+
+
+def _finish_tower(prepared: Prepared, build: Build) -> None:
+    """Commit the codes of a tower's linears, rounded to nearest: no text reaches them."""
+    layers, stream, begun = prepared.layers, prepared.stream, time.process_time()
+    names = [name for name in layers.schemes if name in layers.tower]
+    if not names or "tower" in build.done():
+        return
+    tensors, entries = {}, []
+    for name in names:
+        weight = stream.source.weights.read(stream.files[f"{name}.weight"], stream.device)
+        tensors[name], error = in_pieces(weight, None, layers.schemes[name], {})
+        entries.append(layers.entry(name, tensors[name], error).model_dump(mode="json"))
+    result = build.temporary("tower.safetensors")
+    digest = finished.save(result, tensors, {})
+    record = {"layers": entries, "cpu_seconds": time.process_time() - begun}
+    build.commit("tower", record, {result: build.steps / "tower.safetensors"}, hashes={result: digest})
 
 
 def _finish_rest(prepared: Prepared, build: Build) -> None:

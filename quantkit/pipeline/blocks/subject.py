@@ -104,6 +104,7 @@ class TransformerSubject(Subject):
             tokens=length,
             begins=seen.begins,
             generated=seen.generated or None,
+            images=seen.images,
         )
 
     def described(self) -> dict[str, Any]:
@@ -138,6 +139,9 @@ class TransformerSubject(Subject):
         original, scoring = self.prepared.unchanged(), self.prepared.scoring
         beside = answering(original, scoring.ids, self.build.temporary(BEFORE))
         self.checks.append(own_forward.demand_equal(original, scoring.ids, self._fitting_blocks(), beside))
+        seen = self.prepared.calibration
+        if seen is not None and (row := original.pictures.first(seen.ids)) is not None:
+            self.checks.append(own_forward.demand_equal_seeing(original, row, self._fitting_blocks()))
         if original.source.kind == "encoder":
             self.decisions += TextResults(original, scoring).decisions()
         machine.let_go()
@@ -151,7 +155,7 @@ class TransformerSubject(Subject):
             with prepared.device.arithmetic():
                 quantize(prepared, self.build, self.progress)
         done = sorted(self.build.done().items())  # blocks in their order, then the head
-        records = [record for key, record in done if key.startswith(("block-", "head"))]
+        records = [record for key, record in done if key.startswith(("block-", "head", "tower"))]
         self.layers = [LayerEntry.model_validate(layer) for record in records for layer in record["layers"]]
         self.quantize_cpu = prepared.cpu_seconds + sum(record["cpu_seconds"] for record in records)
         self.decisions += [Decision.model_validate(one) for record in records for one in record.get("decisions", [])]
@@ -284,7 +288,7 @@ class TransformerSubject(Subject):
         free = machine.memory_available() + int(memory.rss - getattr(memory, "shared", 0)) - begun
         if 4 * (sum(blocks) + outside) <= min(WHOLE, machine.memory_limit() // 4, free / 2):
             return len(blocks)
-        config = source.config
+        config = {**source.config, **(source.config.get("text_config") or {})}
         head = int(config.get("vocab_size", 0)) * int(config.get("hidden_size", config.get("n_embd", 0)))
         # what lies outside the blocks comes along, and logits of a few tokens
         room = min(self.expected.peak - begun, free) // (4 * _COPIES) - max(outside, 2 * head)
@@ -296,6 +300,6 @@ def _set(tokens: TokenSet) -> dict[str, Any]:
     if tokens.split == "eval" and tokens.pairs is not None:
         return about | {"pairs": tokens.items}
     samples, length = tokens.ids.shape
-    more = {"begins": tokens.begins, "generated": tokens.generated or None}
+    more = {"begins": tokens.begins, "generated": tokens.generated or None, "images": tokens.images}
     about |= {"samples": samples, "tokens": length}
     return about | {name: value for name, value in more.items() if value is not None}

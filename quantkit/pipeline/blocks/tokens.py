@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit import content
 from quantkit.bundle import Decision
 from quantkit.calibrate.tokens import pack
+from quantkit.calibrate.tokens.pictured import demand_seeing, with_images
 from quantkit.errors import InputError
 from quantkit.lazy import torch
 from quantkit.model.structure.kinds import positions
@@ -52,6 +53,8 @@ def without_paths(recipe: Recipe) -> dict[str, Any]:
         for step in data["passes"]
     ]
     calibration = {**data["calibration"], "set": public(recipe.calibration.set)}
+    if recipe.calibration.pictures is not None:
+        calibration["images"] = public(recipe.calibration.pictures)
     return {**data, "calibration": calibration, "passes": passes}
 
 
@@ -104,6 +107,8 @@ def load(
 
     choice = recipe.calibration
     demand_talking(choice, source.kind)
+    if choice.pictures is not None:
+        demand_seeing(choice.pictures, source)
     tokens = sequence_length(choice.tokens, source, decisions)
     common = _common(recipe, source, tokens)
     if source.kind == "encoder" and is_pairs(choice.set):
@@ -114,6 +119,8 @@ def load(
         common["samples"] = -(-SCORED // common["tokens"])
         return seen, load_pair_tokens(choice.set, "eval", **common)
     calibration = _calibrating(recipe, source, common, decisions, write=write) if calibrate else None
+    if calibration is not None and choice.pictures is not None:
+        calibration = with_images(calibration, choice.pictures, source, recipe.seed)
     decisions += [] if calibration is None else _forms(calibration, "calibrate")
     if source.kind == "encoder" and purpose_of(source).gives == "text":
         common["tokens"] = min(tokens, _TEXT)  # one answer a text: more texts rather than longer ones
@@ -255,8 +262,9 @@ def _calibrated(recipe: Recipe, source: Source, seen: CalibrationEntry, scoring:
         loaded = load_tokens(recipe.calibration.set, "calib", samples=max(1, seen.samples - own), **common)
     except InputError:
         return False  # there are no such sequences in it
-    # what the model wrote is in the hash too, and nowhere else
-    return (own > 0 or loaded.sha256 == seen.ids_sha256) and _overlap(loaded, scoring)
+    # what the model wrote, and images, are in the hash too, and nowhere else
+    other = own > 0 or seen.images is not None
+    return (other or loaded.sha256 == seen.ids_sha256) and _overlap(loaded, scoring)
 
 
 def guiding(

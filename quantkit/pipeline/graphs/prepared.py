@@ -103,7 +103,10 @@ def prepare(request: Request) -> PreparedGraph:
         as_asked = recipe.model_copy(update={"export": [ExportStep(name=EXPORT)]})
     decisions = ask(as_asked, request.target, "network").decisions("network")
     weights, activations = (recipe.scheme.weights, recipe.scheme.activations) if engine else graph_schemes(recipe)
-    calib = inputs_of(request, graph, "calib", file.alias, recipe.calibration.images)
+    if recipe.calibration.pictures is not None:
+        rule, remedy = "of a graph it is the number of images", "--calibration names their set"
+        raise InputError("calibration-images", "calibration.images", recipe.calibration.pictures, rule, remedy)
+    calib = inputs_of(request, graph, "calib", file.alias, int(recipe.calibration.images))
     scoring = inputs_of(request, graph, "eval", file.alias, None)
     feed = calib.first(2)
     by_tensor = weights is not None and weights.granularity == "tensor"

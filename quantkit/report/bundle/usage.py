@@ -16,7 +16,7 @@ from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.model import layouts
 from quantkit.model.layouts import VLLM_ALONE, Layout
 from quantkit.model.source.files import remembered
-from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT
+from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, SEES
 from quantkit.report.kit.tree import Code
 from quantkit.scheme import ActivationScheme, WeightScheme
 
@@ -234,7 +234,8 @@ def generate(place: str, runtime: str | None = None) -> str:
 
 def auto_class(manifest: Manifest) -> str:
     """Name the class of transformers that loads such a model."""
-    return _CLASSES[manifest.model.kind]
+    sees = any(taken.where == SEES for taken in manifest.decisions)
+    return "AutoModelForImageTextToText" if sees else _CLASSES[manifest.model.kind]
 
 
 def again(manifest: Manifest) -> Code:

@@ -1,0 +1,176 @@
+"""Compiles of a vision-language model: its text as the plain model's, its tower as it was, images that calibrate."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from zoo import shrink
+
+import quantkit
+from quantkit.errors import InputError
+from quantkit.model.streaming.own_forward import SEEING
+from quantkit.pipeline import Request, compile_model
+from quantkit.recipe import Recipe
+
+LLAVA = "LlavaForConditionalGeneration"
+IMAGE, VOCABULARY = 258, 260
+
+
+def recipe(export: str = "checkpoint", **changes: Any) -> Recipe:
+    data = {
+        "summary": "a test",
+        "calibration": {"set": "prose-en", "samples": 4, "tokens": 48, **changes.pop("calibration", {})},
+        "scheme": {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": True}},
+        "passes": [{"gptq": {}}],
+        "export": [{export: {}}],
+        **changes,
+    }
+    return Recipe.from_dict(data, name="tiny")
+
+
+def compiled(model: Path, out: Path, **changes: Any) -> quantkit.Bundle:
+    request = Request.of(str(model), recipe=recipe(**changes), out=out, speed=False)
+    compile_model(request)
+    return quantkit.load(out)
+
+
+def refused(model: Path, **changes: Any) -> InputError:
+    with pytest.raises(InputError) as caught:
+        compiled(model, model.parent / "never", **changes)
+    assert "\n" not in str(caught.value) and not (model.parent / "never").exists()
+    assert not list(model.parent.glob("never*"))
+    return caught.value
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: Any) -> Path:
+    """A LLaVA in a folder with its processor, and beside it the language model in it."""
+    home = tmp_path_factory.mktemp("vision")
+    ids = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 0}
+    text = {**shrink.config_of(shrink.named("LlamaForCausalLM")).to_dict(), "vocab_size": VOCABULARY, **ids}
+    model = shrink.tiny(LLAVA, home / "llava", text_config=text, image_token_index=IMAGE)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**text)).eval()
+    plain.model.load_state_dict(model.model.language_model.state_dict())
+    plain.lm_head.load_state_dict(model.lm_head.state_dict())
+    plain.save_pretrained(home / "llama")
+    bos_tokenizer.save_pretrained(home / "llama")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home / "llama")
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    assert tokenizer.convert_tokens_to_ids("<image>") == IMAGE
+    pixels = transformers.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    how = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    transformers.LlavaProcessor(pixels, tokenizer, **how).save_pretrained(home / "llava")
+    return home / "llava"
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    from PIL import Image
+
+    (tmp_path / "images").mkdir()
+    generator = np.random.default_rng(0)
+    for number in range(5):
+        pixels = generator.integers(0, 256, (40, 36 + number, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{number}.png")
+    return tmp_path / "images"
+
+
+@pytest.mark.usefixtures("few_scored")
+def test_the_text_stack_is_compiled_as_the_plain_model_is(llava: Path, tmp_path: Path) -> None:
+    whole, plain = compiled(llava, tmp_path / "whole"), compiled(llava.parent / "llama", tmp_path / "plain")
+    kl = [next(row["value"] for row in one.measurements if row["name"] == "accuracy.kl") for one in (whole, plain)]
+    assert kl[0] == pytest.approx(kl[1], rel=1e-6) and kl[0] > 0
+    before, after = load_file(llava / "model.safetensors"), load_file(whole.model_folder / "model.safetensors")
+    alone = load_file(plain.model_folder / "model.safetensors")
+    beside = [name for name in before if not name.startswith(("language_model.", "model.language_model.", "lm_head"))]
+    assert len(beside) > 50
+    for name in beside:
+        assert torch.equal(before[name], after[name]), name
+    packed = [name for name in after if name.endswith(".weight_packed")]
+    assert len(packed) == len([name for name in alone if name.endswith(".weight_packed")]) > 20
+    for name in packed:
+        same = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
+        assert torch.equal(after[name], alone[same]), name
+    text = "AutoModelForImageTextToText"
+    loaded, info = getattr(transformers, text).from_pretrained(whole.model_folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and type(loaded).__name__ == LLAVA
+    assert text in (whole.path / "README.md").read_text()
+    assert (whole.model_folder / "processor_config.json").is_file()
+    assert all(check.ok for check in quantkit.load(whole.path).verify())
+
+
+@pytest.mark.usefixtures("few_scored")
+def test_images_calibrate_through_the_model_s_processor(llava: Path, images: Path, tmp_path: Path) -> None:
+    seen = compiled(llava, tmp_path / "seen", calibration={"images": str(images)})
+    again = compiled(llava, tmp_path / "again", calibration={"images": str(images)})
+    blind = compiled(llava, tmp_path / "blind")
+    entry = seen.manifest.calibration
+    assert entry is not None and entry.images == "images" and blind.manifest.calibration.images is None
+    assert seen.manifest.content_sha256 == again.manifest.content_sha256 != blind.manifest.content_sha256
+    checks = {check.name: check for check in seen.manifest.checks}
+    assert checks[SEEING].ok and checks[SEEING].value < 1e-4
+    notes = " ".join(taken.reason for taken in seen.manifest.decisions)
+    assert "2 of 4 sequences begin with an image of images" in notes
+    assert str(images.parent) not in json.dumps(seen.manifest.model_dump(mode="json"))
+
+
+@pytest.mark.usefixtures("few_scored")
+def test_an_override_stores_a_tower_in_a_scheme_of_its_own(llava: Path, tmp_path: Path) -> None:
+    eight = {"format": "int8", "granularity": "channel", "symmetric": True}
+    made = compiled(llava, tmp_path / "eight", overrides=[{"match": "model.vision_tower.*", "weights": eight}])
+    layers = {layer.name: layer.scheme["format"] for layer in made.manifest.layers}
+    tower = {name for name in layers if "vision_tower" in name}
+    assert len(tower) == 24 and {layers[name] for name in tower} == {"int8"}
+    assert {form for name, form in layers.items() if name not in tower} == {"int4"}
+    # a glob that reaches the text too speaks of the text alone
+    both = compiled(llava, tmp_path / "both", overrides=[{"match": "*.q_proj", "weights": {"group": 16}}])
+    assert not [layer.name for layer in both.manifest.layers if "vision_tower" in layer.name]
+
+
+@pytest.mark.parametrize("export", ["onnx", "gguf"])
+def test_exports_of_text_alone_are_refused_by_name(export: str, llava: Path) -> None:
+    error = refused(llava, export=export)
+    assert error.code == "layout-unsupported" and f"an export to {export}" in error.rule
+    assert LLAVA in error.where and "images" in error.value
+
+
+def test_images_that_cannot_calibrate_are_refused_before_the_work(llava: Path, images: Path, tmp_path: Path) -> None:
+    asked = {"calibration": {"images": str(images)}}
+    assert "takes text" in refused(llava.parent / "llama", **asked).value
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in llava.iterdir():
+        if path.name != "processor_config.json":
+            (bare / path.name).symlink_to(path.resolve())
+    bare_error = refused_in_place(bare, **asked)
+    assert bare_error.code == "calibration-images" and "no processor" in bare_error.value
+    few = refused(llava, calibration={"images": str(images), "tokens": 12})
+    assert few.code == "calibration-images" and "--set calibration.tokens=" in few.remedy
+    (images / "0.png").write_bytes(b"no image")
+    assert refused(llava, calibration={"images": str(images), "samples": 16}).code == "calibration-unreadable"
+    assert refused(llava, calibration={"images": "phtos"}).code == "unknown-calibration"
+
+
+def refused_in_place(model: Path, **changes: Any) -> InputError:
+    copy = model.with_name("copied")
+    copy.mkdir()
+    for path in model.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    return refused(copy, **changes)
+
+
+def test_a_graph_has_its_set_of_images_elsewhere() -> None:
+    from quantkit.recipe import CalibrationChoice
+
+    assert CalibrationChoice().pictures is None and CalibrationChoice(images="photos").pictures == "photos"
+
+
+@pytest.mark.usefixtures("few_scored")
+def test_a_rotation_leaves_a_vision_language_model_alone(llava: Path, tmp_path: Path) -> None:
+    made = compiled(llava, tmp_path / "turned", passes=["rotate", {"gptq": {}}])
+    assert any(taken.code == "not-rotated" and "images" in taken.reason for taken in made.manifest.decisions)
