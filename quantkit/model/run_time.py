@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
 from quantkit.model.layouts import unsupported
+from quantkit.model.layouts._compressed_tensors import group_of
 from quantkit.model.source.weights import strict_json
-from quantkit.model.structure.names import same
+from quantkit.model.structure.names import names_it, same
 from quantkit.scheme import ActivationScheme, CacheScheme
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 INPUT_SCALE, INPUT_ZERO = ".input_scale", ".input_zero_point"
 KEY_SCALE, VALUE_SCALE = ".k_scale", ".v_scale"
 PARTS = (INPUT_SCALE, INPUT_ZERO, KEY_SCALE, VALUE_SCALE)
+# fixed scale of an input in checkpoints of `fp8`
+ACTIVATION_SCALE = ".activation_scale"
 _KINDS = {"int8": "int", "fp8_e4m3": "float"}
 _DENSE = "dense"
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
@@ -174,9 +177,12 @@ def read(
     """Read the run-time quantization of the linears in its blocks from a checkpoint's config, by full names."""
     from quantkit.formats.base.activation import InputScale
 
-    if not config or config.get("quant_method") != "compressed-tensors":
+    method = (config or {}).get("quant_method")
+    if not config or method not in ("compressed-tensors", "fp8"):
         return RunTime()
-    stored = [name for name in entries if name.endswith(PARTS)]
+    stored = [name for name in entries if name.endswith((*PARTS, ACTIVATION_SCALE))]
+    if method == "fp8":
+        return _of_fp8(config, linears, stored, tensor)
     activations: dict[str, ActivationScheme] = {}
     scales: dict[str, InputScale] = {}
     for linear in linears:
@@ -217,16 +223,68 @@ def is_named(config: Mapping[str, Any] | None) -> bool:
 
 def _inputs_of(config: Mapping[str, Any], linear: str) -> ActivationScheme | None:
     """Read the scheme of a linear's input from the group with its name, else from the one for its class."""
-    if any(same(linear, name) for name in config.get("ignore") or ()):
+    if any(names_it(linear, name) for name in config.get("ignore") or ()):
         return None
-    groups = list(config["config_groups"].values())
-    named = [group for group in groups if any(same(linear, target) for target in group["targets"])]
-    chosen = (named or [group for group in groups if group["targets"] == ["Linear"]] or [{}])[0]
-    inputs = chosen.get("input_activations")
-    if not inputs:
+    groups = [group for group in config["config_groups"].values() if isinstance(group, Mapping)]
+    if not groups:
+        return None
+    inputs = groups[group_of(linear, [group["targets"] for group in groups])].get("input_activations")
+    if inputs is None or not _is_read(inputs):
         return None
     more = {"dynamic": bool(inputs["dynamic"]), "group": inputs.get("group_size")}
     return ActivationScheme.model_validate({**_fields(inputs), **more})
+
+
+def _is_read(inputs: Any) -> bool:
+    """Tell whether inputs are rounded in a way that `ActivationScheme` has: 8 bits, by token, group or tensor."""
+    return bool(inputs and inputs["num_bits"] == 8) and inputs["strategy"] in ("token", "tensor", "group")
+
+
+def _of_fp8(
+    config: Mapping[str, Any], linears: Iterable[str], stored: Sequence[str], tensor: Callable[[str], torch.Tensor]
+) -> RunTime:
+    """Read the inputs of a checkpoint of `fp8`: by groups as wide as a block, by token without blocks, or static."""
+    from quantkit.formats.base.activation import InputScale
+
+    scheme, names = _fp8_inputs(config), list(linears)
+    scales: dict[str, InputScale] = {}
+    for linear in names if not scheme.dynamic else ():
+        part = next((name for name in stored if same(name.rpartition(".")[0], linear)), None)
+        if part is not None:
+            scales[linear] = InputScale(tensor(part).reshape(1))
+    return RunTime({name: scheme for name in names if scheme.dynamic or name in scales}, scales)
+
+
+def _fp8_inputs(config: Mapping[str, Any]) -> ActivationScheme:
+    if config.get("activation_scheme") == "static":
+        return ActivationScheme(format="fp8_e4m3", granularity="tensor", dynamic=False)
+    block = config.get("weight_block_size")
+    if block is None:
+        return ActivationScheme(format="fp8_e4m3")
+    return ActivationScheme(format="fp8_e4m3", granularity="group", group=int(block[1]))
+
+
+def words(config: Mapping[str, Any]) -> str:
+    """Say how inputs and cache of a quantized source are rounded as it runs; "" for floats."""
+    phrases: list[str] = []
+    if config.get("quant_method") == "fp8":
+        scheme = _fp8_inputs(config)
+        phrases.append(f"inputs in {_words_of(scheme)}{'' if scheme.group is None else ', where it divides them'}")
+    groups = [group for group in (config.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+    for inputs in [group["input_activations"] for group in groups if group.get("input_activations")]:
+        if _is_read(inputs):
+            scheme = ActivationScheme.model_validate({**_fields(inputs), "group": inputs.get("group_size")})
+            phrases.append(f"inputs in {_words_of(scheme)}")
+        else:
+            kind = f"{inputs['num_bits']}-bit {inputs['type']}s by {inputs['strategy']}"
+            phrases.append(f"inputs left in floats (its kernels round them to {kind})")
+    if config.get("kv_cache_scheme"):
+        phrases.append(f"keys and values in {_fields(config['kv_cache_scheme'])['format']}")
+    return ", ".join(dict.fromkeys(phrases))
+
+
+def _words_of(scheme: ActivationScheme) -> str:
+    return f"{scheme.format} by {scheme.granularity}{'' if scheme.group is None else f' of {scheme.group}'}"
 
 
 def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from quantkit import limits
 from quantkit.bundle.manifest import MANIFEST
 from quantkit.content import is_path, near
 from quantkit.errors import InputError, absent
+from quantkit.model.sizes.quantized import grid_of
 from quantkit.model.source.weights import INDEX, SINGLE, no_weights
 from quantkit.model.structure.kinds import by_python, judge, model_graph, takes
 
@@ -43,7 +44,7 @@ def demand_possible(ref: str) -> None:
 
     Raises:
         InputError: `file-missing`, `not-a-folder`, `config-missing`, `architecture-unsupported`, `model-graph`,
-            `weights-absent`, `weights-pickle`; other errors come from opening the model.
+            `weights-absent`, `weights-pickle`, `already-quantized`; other errors come from opening the model.
     """
     if not is_path(ref):
         return
@@ -65,7 +66,9 @@ def demand_possible(ref: str) -> None:
             raise InputError("architecture-unsupported", ref, value, rule, remedy)
     if not (path / "config.json").exists():
         raise no_config(path, f"path:{path.name}")
-    _demand_kind(_json(path / "config.json"), f"path:{path.name}")
+    config = _json(path / "config.json")
+    grid_of(config, f"path:{path.name}")
+    _demand_kind(config, f"path:{path.name}")
     if not (path / SINGLE).exists() and not (path / INDEX).exists():
         raise no_weights(path)
 

@@ -184,7 +184,7 @@ def _encoder(runtime: str, request: Request) -> Callable[[Bundle], _Answers]:
     pairs = scoring.pairs
     if pairs is None:
         raise _nothing(scoring.name, "no pairs to answer right or wrong")
-    result = TextResults(StreamedModel(source), scoring, vectors=True)
+    result = TextResults(StreamedModel(source).as_it_runs(), scoring, vectors=True)
 
     def answer(bundle: Bundle) -> _Answers:
         vectors = np.stack(results(load_runtime(runtime).open(bundle.path), result.ids, result))

@@ -98,7 +98,7 @@ class MeasuredAgainst:
         """Bytes of its weights; None if unknown."""
         if self.graph is not None:
             return self.graph.bytes
-        return None if self.stream is None else self.stream.source.weights.total_bytes()
+        return None if self.stream is None else self.stream.source.bytes
 
     def floats_in_torch(self) -> StreamedModel:
         """Return the float model as the baseline of steps on a GPU. Raises InputError `baseline-needed`."""
@@ -490,7 +490,7 @@ def opened_original(bundle: Bundle, baseline: str | None, timed: str | None) -> 
         if opened is None:
             raise baseline_needed(source)
         _demand_alike(bundle, opened.kind, opened.config, baseline or opened.ref)
-        return MeasuredAgainst(opened.sha256, stream=StreamedModel(opened))
+        return MeasuredAgainst(opened.sha256, stream=StreamedModel(opened).as_it_runs())
     if timed:
         value = "torch is not installed, so the float model cannot be exported here"
         rule = "speed is measured against the float model in the same runtime"

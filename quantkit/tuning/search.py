@@ -436,7 +436,7 @@ def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSe
     asked = replace(request, recipe=recipe, out=out, resume=out.with_name(f"{out.name}.partial").exists(), speed=False)
     compiled = compile_model(asked, progress)
     runtime = scored_in(runtimes_of(compiled.bundle.manifest), recipe.name)
-    original = StreamedModel(open_model(request.model, trust_remote_code=request.trust_remote_code))
+    original = StreamedModel(open_model(request.model, trust_remote_code=request.trust_remote_code)).as_it_runs()
     candidate = load_runtime(runtime).open(compiled.bundle.path, torch_threads())
     items = score.score(original, candidate, text)
     return ScoredChoice(recipe.name, compiled.bundle, float(items.kl.mean()), compiled.rows)

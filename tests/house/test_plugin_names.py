@@ -19,6 +19,11 @@ OTHER_WORDS = {
     ("quantkit.nightly.timing", "round"): "that column",
     ("quantkit.planning.matrix", "tensorrt"): "a runtime, with what people call it",
     ("quantkit.planning.matrix", "openvino"): "a runtime, with what people call it",
+    **{
+        (f"quantkit.model.{place}.quantized", word): "a quantization method of a source's config"
+        for place in ("sizes", "source")
+        for word in ("awq", "gptq")
+    },
     ("quantkit.model.sizes.configs", "onnx"): "a folder of a bundle",
     ("quantkit.bundle.manifest", "onnx"): "a folder of a bundle, and a file's role",
     ("quantkit.report.bundle.document", "onnx"): "a file's role",

@@ -63,6 +63,7 @@ class Layout(Protocol):
         serving: extra requirement or deviation of vLLM; "" without any.
         codes: suffix of the tensor with the codes; it is large, so it is made last.
         parts: suffixes of all its tensors.
+        needed: suffixes of tensors without which a foreign linear is not read.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Layout(Protocol):
     serving: str
     codes: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
+    needed: ClassVar[tuple[str, ...]] = ()
 
     def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
         """Refuse linears -> [N, K] without a place in this layout: `layout-unsupported` for the first;

@@ -44,7 +44,7 @@ from quantkit.model.layouts import (
     stored_with,
     unsupported,
 )
-from quantkit.model.structure.names import same
+from quantkit.model.structure.names import names_it
 from quantkit.scheme import WeightScheme
 
 LIBRARY = "compressed_tensors"
@@ -104,28 +104,40 @@ class CompressedTensors(Layout):
         return read(prefix + SCALE)
 
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
-        """Expand by `BaseCompressor.decompress`, as transformers does for each linear."""
-        with MissingDependency.unless_found(LIBRARY, extra="compile", purpose="a packed checkpoint"):
-            from compressed_tensors.compressors import BaseCompressor
-            from compressed_tensors.quantization import QuantizationConfig
+        return expansion_of(config, dtype)
 
-        known = QuantizationConfig.model_fields.keys()
-        parsed = QuantizationConfig.model_validate({key: value for key, value in config.items() if key in known})
-        groups = list(parsed.config_groups.values())
-        # True if transformers expands weights on loading; else it keeps them packed, with scales in the model's dtype
-        at_load = bool(config.get("dequantize"))
 
-        def weight(prefix: str, read: Read) -> torch.Tensor:
-            # the group with the linear's name, else the one for its class
-            scheme = next((group for group in groups if any(same(prefix, name) for name in group.targets)), groups[0])
-            compressor = BaseCompressor.get_value_from_registry(str(scheme.format or parsed.format))
-            parts = {name: read(f"{prefix}.{name}") for name in compressor.compression_param_names(scheme)}
-            if not at_load and parts["weight_scale"].dtype.itemsize > 1:
-                parts["weight_scale"] = parts["weight_scale"].to(dtype)
-            values: torch.Tensor = compressor.decompress(parts, scheme)["weight"]
-            return values.to(dtype)
+def expansion_of(config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
+    """Expand by `BaseCompressor.decompress`, as transformers does for each linear; its group says its layout."""
+    with MissingDependency.unless_found(LIBRARY, extra="compile", purpose="a packed checkpoint"):
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import QuantizationConfig
 
-        return Expansion(LIBRARY, weight, anywhere=True)
+    known = QuantizationConfig.model_fields.keys()
+    parsed = QuantizationConfig.model_validate({key: value for key, value in config.items() if key in known})
+    groups = list(parsed.config_groups.values())
+    # True if transformers expands weights on loading; else it keeps them packed, with scales in the model's dtype
+    at_load = bool(config.get("dequantize"))
+
+    def weight(prefix: str, read: Read) -> torch.Tensor:
+        scheme = groups[group_of(prefix, [group.targets for group in groups])]
+        compressor = BaseCompressor.get_value_from_registry(str(scheme.format or parsed.format))
+        parts = {
+            name: read(f"{prefix}.{name}") for name in compressor.compression_param_names(scheme) if "input" not in name
+        }
+        if not at_load and parts["weight_scale"].dtype.itemsize > 1:
+            parts["weight_scale"] = parts["weight_scale"].to(dtype)
+        values: torch.Tensor = compressor.decompress(parts, scheme)["weight"]
+        return values.to(dtype)
+
+    return Expansion(LIBRARY, weight, anywhere=True)
+
+
+def group_of(linear: str, targets: Sequence[Sequence[str]]) -> int:
+    """Return the number of the config group of a linear: the first that names it, else the one of its class, else 0."""
+    named = (number for number, names in enumerate(targets) if any(names_it(linear, name) for name in names))
+    classes = (number for number, names in enumerate(targets) if "Linear" in names)
+    return next(named, next(classes, 0))
 
 
 def exact_scale(prefix: str, tensor: QuantTensor, dtype: torch.dtype) -> torch.Tensor:

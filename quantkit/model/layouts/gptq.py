@@ -57,6 +57,7 @@ class GptqLayout(Layout):
     kernels: ClassVar[bool] = True
     codes: ClassVar[str] = QWEIGHT
     parts: ClassVar[tuple[str, ...]] = (QWEIGHT, QZEROS, SCALES, G_IDX)
+    needed: ClassVar[tuple[str, ...]] = (QZEROS, SCALES, G_IDX)
 
     def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
         kinds = {self._kind(scheme, linear): linear for linear, scheme in schemes.items()}
@@ -155,15 +156,14 @@ class GptqLayout(Layout):
     def expansion(self, config: Mapping[str, Any], dtype: torch.dtype) -> Expansion:
         """Expand by GPTQModel's `TorchLinear.dequantize_weight`, or by our own reader."""
         if missing(self):
-            return Expansion(None, lambda prefix, read: self._own(config, prefix, read).to(dtype))
+            return Expansion(None, lambda prefix, read: self._own(prefix, read).to(dtype))
         return Expansion("gptqmodel", lambda prefix, read: self._theirs(config, prefix, read).to(dtype))
 
-    def _own(self, config: Mapping[str, Any], prefix: str, read: Read) -> torch.Tensor:
-        group = config["group_size"]
-        grouped = {"granularity": "group", "group": group} if group > 0 else {"granularity": "channel"}
+    def _own(self, prefix: str, read: Read) -> torch.Tensor:
+        # some linears of a file may have other bits and groups than its config says, which their shapes tell
+        bits = 32 * read(prefix + QWEIGHT).shape[0] // self.shape(prefix, read)[1]
         # the file has zero points in any case
-        scheme = WeightScheme(format=f"int{config['bits']}", symmetric=False, **grouped)
-        tensor = self.read_back(prefix, scheme, read)
+        tensor = self.read_back(prefix, WeightScheme(format=f"int{bits}", symmetric=False), read)
         groups = read(prefix + G_IDX).long()
         assert tensor.zero is not None
         scale, zero = tensor.scale[:, groups], tensor.zero[:, groups]

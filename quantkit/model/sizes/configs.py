@@ -26,6 +26,7 @@ from quantkit.errors import InputError, MissingDependency, absent, one, unknown_
 from quantkit.model.sight import models_below
 from quantkit.model.sizes.architecture import Architecture, Figures
 from quantkit.model.sizes.families import FAMILIES, TEXT, VISION, assumed_family, decoder, text_encoder, vision_encoder
+from quantkit.model.sizes.quantized import SourceGrid, grid_of
 
 CONFIG = "config.json"
 # keys of the text part in a model of several modalities
@@ -60,10 +61,31 @@ def from_config(config: Mapping[str, Any], name: str) -> Architecture:
     """Read the sizes from a `config.json`, or from its text part. Raises `config-invalid`, `config-unknown`."""
     if not isinstance(config, Mapping):
         raise InputError("config-invalid", name, one(type(config).__name__), "it is an object")
+    architecture = _of_floats(config, name)
+    try:
+        grid = grid_of(config, name)
+    except InputError as problem:
+        stored = f"weights in floats, although they are quantized already, which no compile takes: {problem.value}"
+    else:
+        if grid is None or not grid.format:
+            return architecture
+        size = stored_bytes(architecture, grid) / 1e9
+        stored = f"weights opened to {architecture.dtype}: the source has {grid.words}, about {size:.2f} GB"
+    return replace(architecture, assumed=[*architecture.assumed, stored])
+
+
+def stored_bytes(architecture: Architecture, grid: SourceGrid) -> float:
+    """Return the bytes of a quantized source's tensors: the linears of its blocks on the grid, all else in floats."""
+    coded = [one for one in architecture.inside() if not one.router and (one.count > 1 or not grid.experts)]
+    weights = sum(one.count * one.N * one.K for one in coded)
+    bits = sum(one.count * one.N * one.K * grid.bits_per_weight(one.K) for one in coded)
+    return bits / 8 + (architecture.parameters - weights) * (4 if architecture.dtype == "float32" else 2)
+
+
+def _of_floats(config: Mapping[str, Any], name: str) -> Architecture:
+    """Read the sizes of a model without its quantization."""
     sees = isinstance(config.get("vision_config"), dict) and not str(_class_name(config, name)).endswith(_HEADS)
     inner, assumed = _text_part(config, name)
-    if any(key in config for key in ("quantization_config", "compression_config")):
-        assumed.append("weights in floats, although they are already quantized")
     model_type, class_name = inner.get("model_type"), _class_name(inner, name)
     if not isinstance(model_type, str) or not model_type:
         where, rule = f"{name}: model_type", "it names the type of the model"

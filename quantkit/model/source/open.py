@@ -29,6 +29,7 @@ from quantkit.errors import InputError, MissingDependency, absent
 from quantkit.kinds import Kind
 from quantkit.lazy import torch
 from quantkit.model.sight import demand_no_adapter, no_config, not_a_folder
+from quantkit.model.sizes.quantized import KEY, grid_of, refused
 from quantkit.model.source import converted, pretrained
 from quantkit.model.source.adapter import Adapter
 from quantkit.model.source.alias import ALIASES, demand_no_graph, made_once, materialize, unknown_model
@@ -44,8 +45,10 @@ from quantkit.model.source.files import (
     source_changed,
 )
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
+from quantkit.model.source.quantized import Quantization, opened
 from quantkit.model.source.weights import (
     INDEX,
+    SINGLE,
     Weights,
     checked_file,
     disk_errors,
@@ -70,11 +73,6 @@ _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
 )
 _HUB_FILES = (*PATTERNS, "*.txt", "*.safetensors")
-_QUANTIZED_KEYS = ("quantization_config", "compression_config", "quantization")
-_QUANTIZED_NAMES = (
-    *(".qweight", ".qzeros", ".scales", ".weight_packed", ".weight_scale", ".weight_scale_inv"),
-    *(".weight_zero_point", ".SCB", ".absmax", ".quant_map"),
-)
 OWN_CLASS = "the folder offers code of its own (auto_map); transformers' own class is used instead"
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -99,6 +97,7 @@ class Source:
         untied: True if head and embedding are two tensors, whatever the config states; see `untied`.
         adapters: adapters that are merged into the weights, in their order.
         base: model before the adapters; None without any.
+        quantization: quantization of its files, which `weights` opens; None for floats. `config` is without it.
     """
 
     ref: str
@@ -116,6 +115,12 @@ class Source:
     untied: bool = False
     adapters: tuple[Adapter, ...] = ()
     base: Source | None = None
+    quantization: Quantization | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its tensors in the files."""
+        return (self.weights if self.quantization is None else self.quantization.weights).total_bytes()
 
     @property
     def sees(self) -> bool:
@@ -163,8 +168,7 @@ class Source:
         for file in self.files():
             place = folder / file.relative_to(self.path)
             if file.name == "config.json" and place.parent == folder:
-                config = {key: value for key, value in self.config.items() if key not in _QUANTIZED_KEYS}
-                write_json(place, config)
+                write_json(place, self.config)
             elif file.name == INDEX and place.parent == folder:
                 write_json(place, {"metadata": {"total_size": self.weights.total_bytes()}, "weight_map": names})
             elif file.name not in self.weights.shards or place.parent != folder:
@@ -191,25 +195,39 @@ class Source:
         return model_class_of(self.config, self.path, self.ref, self.trust_remote_code)
 
     def _loaded_config(self) -> Any:
-        return _load_config(self.path, self.ref, self.trust_remote_code)
+        config = _load_config(self.path, self.ref, self.trust_remote_code)
+        if self.quantization is not None and hasattr(config, KEY):
+            delattr(config, KEY)
+        return config
 
     def load(self, blocks: int | None = None, placed: Mapping[str, object] | None = None) -> PreTrainedModel:
         """Load the model as plain `from_pretrained` does, float32, eval mode, without any code of ours.
 
-        `blocks` limits it to the first blocks; `placed` has options that leave blocks on disk, see
-        `own_forward.on_disk`.
+        A quantized source has its opened weights: few of its libraries run without a GPU.
+
+        Args:
+            blocks: number of the first blocks that are loaded; None for all.
+            placed: options that leave blocks on disk, see `own_forward.on_disk`.
         """
         model_class, config = self.model_class(), self._loaded_config()
         if blocks is not None:
             cut_config(config, blocks)
         options = {"config": config, "dtype": torch.float32, **(placed or {})}
         folder: Path | None = self.path
-        if self.adapters:
-            folder, options["state_dict"] = None, self.weights.unread()
-            vars(config).pop("quantization_config", None)
+        if (weights := self._loadable()) is not None:
             config.tie_word_embeddings = config.tie_word_embeddings and not self.untied
+            if placed is None:
+                folder, options["state_dict"] = None, weights.unread()
+            else:
+                folder = _written(weights, Path(str(placed["offload_folder"])) / "opened")
         model: PreTrainedModel = pretrained.network(model_class, folder, trust=self.trust_remote_code, **options)
         return in_float32(model).eval().requires_grad_(False)
+
+    def _loadable(self) -> Weights | None:
+        """Return tensors for transformers to load in place of its files; None for the files themselves."""
+        if self.adapters:
+            return self.weights
+        return None if self.quantization is None else self.quantization.floats
 
     def can_be_cut(self, blocks: int) -> bool:
         """Tell whether its class can build the model of the first blocks alone.
@@ -397,9 +415,8 @@ def _open_folder(
         raise no_config(path, ref)
     config = strict_json(limits.read(checked_file(path, "config.json")), where, "config-invalid", "config-invalid")
     pretrained.demand_layers(config, where)
-    for key in _QUANTIZED_KEYS:
-        if config.get(key) and not written:
-            raise _already_quantized(ref, f"{key} in config.json")
+    if not written:
+        grid_of(config, ref)
     model_class = model_class_of(config, path, ref, trust)
     loaded = _load_config(path, ref, trust)
     # by name: transformers runs a folder's code once per file, which creates a new class each time
@@ -410,10 +427,13 @@ def _open_folder(
     if config.get("auto_map") and not trust:
         notes = [*notes, OWN_CLASS]
     kind = kind_of(model_class, config, ref)
-    weights = Weights.open(path)
-    for tensor in weights.entries:
-        if tensor.endswith(_QUANTIZED_NAMES) and not written:
-            raise _already_quantized(ref, f"a tensor {tensor}")
+    weights = unopened = Weights.open(path)
+    quantization = None
+    if not written:
+        weights, quantization = opened(weights, config, ref)
+        if quantization is not None:
+            notes, was = [*notes, quantization.note(name)], quantization.grid.words if quantization.grid.format else was
+            config = {key: value for key, value in config.items() if key != KEY}
     stated = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     source = Source(
         ref=ref,
@@ -424,10 +444,11 @@ def _open_folder(
         dtype=stated if written else _stored_dtype(weights, ref),
         was=was,
         notes=notes,
-        hashing=functools.cache(partial(identity, path, weights, trust, opening=True)) if hashed else str,
+        hashing=functools.cache(partial(identity, path, unopened, trust, opening=True)) if hashed else str,
         weights=weights,
         trust_remote_code=trust,
         architecture=model_class.__name__,
+        quantization=quantization,
     )
     if kind != "network" and (converted.may_apply(model_class, loaded) or converted.may_cut(loaded)):
         skeleton = source.skeleton()
@@ -519,6 +540,15 @@ def from_hub(ref: str, trust: bool) -> Path:
     return Path(folder)
 
 
+def _written(weights: Weights, folder: Path) -> Path:
+    """Write weights into a new folder, one tensor in memory at a time."""
+    folder.mkdir()
+    headers = [(name, entry.dtype, entry.shape) for name, entry in weights.entries.items()]
+    write_safetensors(folder / SINGLE, headers, weights.read, hashed=False)
+    write_json(folder / "generation_config.json", {})  # which transformers demands of a folder
+    return folder
+
+
 def model_class_of(config: dict[str, Any], path: Path, ref: str, trust: bool) -> type[PreTrainedModel]:
     """Return the class to build: transformers' own, or the folder's if the user trusts it."""
     name = class_name(config, ref, embeds=pools(path))
@@ -548,11 +578,6 @@ def _invalid_config(ref: str, problem: Exception) -> InputError:
     return InputError("config-invalid", f"{ref}: config.json", _first_line(problem), rule, remedy)
 
 
-def _already_quantized(ref: str, sign: str) -> InputError:
-    remedy = "open the original in float32, float16 or bfloat16"
-    return InputError("already-quantized", ref, sign, "quantizing twice loses twice", remedy)
-
-
 def _stored_dtype(weights: Weights, ref: str) -> str:
     sizes: dict[str, int] = {}
     for entry in weights.entries.values():
@@ -562,7 +587,7 @@ def _stored_dtype(weights: Weights, ref: str) -> str:
         return _FLOATS[most]
     if most in ("F64", "nothing"):
         raise InputError("weights-dtype", ref, f"most is stored in {most}", f"one of {', '.join(_FLOATS.values())}")
-    raise _already_quantized(ref, f"most of it is stored in {most}")
+    raise refused(ref, f"most of it is stored in {most}")
 
 
 def _first_line(problem: BaseException) -> str:

@@ -36,6 +36,7 @@ from quantkit.model.source.open import Source, quiet_loading
 from quantkit.model.source.weights import write_tensors
 from quantkit.model.streaming.calls import NO_PICTURES, Given, Pictures, forward, primary, uncached, unsupported
 from quantkit.model.streaming.stream import LoadedModel, StreamedModel, answer
+from quantkit.model.streaming.transforms import Transform
 from quantkit.model.structure.flow import Flow
 from quantkit.model.structure.traced import hooked
 
@@ -57,16 +58,22 @@ class Answering:
         ids: [samples, tokens].
         place: file of the answers; None keeps none.
         cached: True to run it with the cache that its config states.
+        changes: transforms of its blocks as it runs.
     """
 
     like: StreamedModel
     ids: Tensor
     place: Path | None = None
     cached: bool = False
+    changes: Sequence[Transform] = ()
 
     @torch.no_grad()
     def run(self, model: nn.Module) -> Tensor:
-        """Return a loaded model's answers, float32."""
+        """Return a loaded model's answers, float32; it is not used for anything else after that."""
+        blocks = enumerate(model.get_submodule(self.like.path).children()) if self.changes else ()
+        for index, block in blocks:
+            for change in self.changes:
+                change.block(index, block)
         with nullcontext() if self.cached else uncached(model):
             runs = self.like.runs(model.eval())
             return answer(runs(input_ids=self.ids) if self.cached else forward(runs, self.ids)).float()

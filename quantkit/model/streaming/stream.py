@@ -47,7 +47,7 @@ from quantkit.model.streaming.transforms import Transform
 from quantkit.model.structure.experts import Expert
 from quantkit.model.structure.flow import Flow, learn
 from quantkit.model.structure.names import match_names
-from quantkit.model.structure.traced import find_blocks, find_head
+from quantkit.model.structure.traced import find_blocks, find_head, is_linear
 
 CPU = torch.device("cpu")
 # bytes from which on a live model's answers for one sequence are kept in a file: 256 tokens of 262,144 logits
@@ -266,6 +266,21 @@ class StreamedModel:
         other = self.on(self.device, self.place)
         other._flow, other._headed = self.flow, True
         return other
+
+    def as_it_runs(self) -> StreamedModel:
+        """Return the model with inputs and cache rounded as its source states; itself where they are floats."""
+        quantization = self.source.quantization
+        if quantization is None:
+            return self
+        how = quantization.run_time(self.linears(), self.files)
+        other = self.on(self.device, self.place)
+        other.transforms += how.transforms(self.block_names, getattr(torch, quantization.scales))
+        return other if len(other.transforms) > len(self.transforms) else self
+
+    def linears(self) -> list[str]:
+        """List the linears in its blocks, by full names."""
+        inside = zip(self.block_names, self.blocks, strict=True)
+        return [f"{name}.{path}" for name, block in inside for path, one in block.named_modules() if is_linear(one)]
 
     # --- as what runs it is scored: `runtimes.Scored` -----------------------------------------------------------------
 

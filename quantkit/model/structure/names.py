@@ -44,6 +44,13 @@ def same(name: str, other: str) -> bool:
     return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
 
 
+def names_it(linear: str, target: str) -> bool:
+    """Tell whether a target of compressed-tensors names a linear: its name, or a regular expression behind `re:`."""
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), linear) is not None
+    return same(linear, target)
+
+
 def match_names(weights: Weights, skeleton: PreTrainedModel) -> dict[str, str]:
     """Match every parameter and persistent buffer with a tensor of the files.
 

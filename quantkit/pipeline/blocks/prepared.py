@@ -185,6 +185,8 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
         own = len(layers.tower & layers.schemes.keys())
         reason = f"{own} of its linears are rounded to nearest, as an override says" if own else TOWER
         decisions.append(decision("open", NOTE, SEES, reason))
+    if source.quantization is not None:
+        decisions.append(decision("open", NOTE, "weights", source.quantization.note(source.name)))
     if recipe.passes:
         decisions += about(account(stream, layers.schemes, decisions, head=takes_head(recipe)))
     if not source.trust_remote_code and pretrained.offers_code(source.path):

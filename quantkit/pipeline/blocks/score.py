@@ -60,7 +60,7 @@ _PART = 8
 
 def original_of(prepared: Prepared) -> MeasuredAgainst:
     """Return the original of a compile, which is open."""
-    return MeasuredAgainst(prepared.source.sha256, stream=prepared.unchanged(), tokens=prepared.scoring)
+    return MeasuredAgainst(prepared.source.sha256, stream=prepared.unchanged().as_it_runs(), tokens=prepared.scoring)
 
 
 def score_exports(
@@ -120,7 +120,7 @@ def score_exports(
         if items is not None:
             items.save(bundle.path / ("items.safetensors" if number == 0 else f"items-{runtime}.safetensors"))
         tensors = load_exporter(step.name).stores == "tensors"
-        if whole and (number == 0 or tensors):
+        if whole and (number == 0 or tensors) and is_confirmed(original):
             progress.at("score", (number + _SCORED) / len(exports), CONFIRMING)
             kept = {name: build.temporary(name) for name in (BEFORE, AFTER)}
             checks += confirm(original, bundle.path / "model" if tensors else None, scoring.ids, items, kept)
@@ -222,7 +222,15 @@ def answering(like: StreamedModel, ids: Tensor, place: Path | None, folder: Path
     from quantkit.model.streaming.own_forward import Answering
 
     cached = folder is not None and bool((_quantization(folder) or {}).get("kv_cache_scheme"))
-    return Answering(like, ids[:_SEQUENCES, :_TOKENS], place, cached)
+    changes = like.transforms if folder is None else ()
+    return Answering(like, ids[:_SEQUENCES, :_TOKENS], place, cached, changes)
+
+
+def is_confirmed(original: StreamedModel) -> bool:
+    """Tell whether plain transformers can run an original too: it merges experts, and their inputs are not rounded."""
+    from quantkit.model.structure.experts import found_in
+
+    return not original.transforms or not any(found_in(block) for block in original.blocks)
 
 
 def confirm(
@@ -250,10 +258,12 @@ def confirm(
     if folder is not None:
         after = _reloaded(folder, answering(original, ids, kept.get(AFTER), folder))
     if folder is not None and after is not None:
-        streamed = _streamed(folder, few) if items is None or _rounds_inputs(folder) else None
+        alike = items is None or original.transforms or _rounds_inputs(folder)
+        streamed = _streamed(folder, few) if alike else None
         rounded = _streamed(folder, few, rounded=True) if _has_kernels(folder) else None
     if items is not None:
-        return _decoder(before, after, few, items, streamed, rounded)
+        expected = original.answers(few).all() if original.transforms else None
+        return _decoder(before, after, few, items, streamed, rounded, expected)
     checks = [_check(ORIGINAL, _apart(original.answers(few).all(), before), LIMIT)]
     if after is not None and streamed is not None:
         if rounded is None:
@@ -265,7 +275,13 @@ def confirm(
 
 
 def _decoder(
-    before: Tensor, after: Tensor | None, ids: Tensor, items: Items, streamed: Tensor | None, rounded: Tensor | None
+    before: Tensor,
+    after: Tensor | None,
+    ids: Tensor,
+    items: Items,
+    streamed: Tensor | None,
+    rounded: Tensor | None,
+    expected: Tensor | None,
 ) -> list[Check]:
     """Check the loss of the original and the KL of the candidate, in nats, against what was scored.
 
@@ -273,6 +289,7 @@ def _decoder(
         before, after: logits [samples, tokens, vocabulary] of plain transformers, of the original and of the export.
         streamed: logits of the scored candidate on `ids` alone, taken instead of its items; None takes those.
         rounded: the same with the products rounded that a library may round; None where it multiplies as torch does.
+        expected: logits of the scored original on `ids` alone, likewise; None takes its items.
     """
     import numpy as np
 
@@ -280,12 +297,17 @@ def _decoder(
 
     positions = ids.shape[1] - 1
     chosen = np.concatenate([np.flatnonzero(items.sequence == row)[:positions] for row in range(len(ids))])
-    loss = -float(_of_positions(before, lambda one, part: one.gather(-1, ids[:, part + 1, None])[..., 0]).mean())
-    checks = [_check(LOSS, abs(loss - float(items.nll_original[chosen].mean())), LIMIT)]
+
+    def loss(logits: Tensor) -> float:
+        return -float(_of_positions(logits, lambda one, part: one.gather(-1, ids[:, part + 1, None])[..., 0]).mean())
+
+    scored_loss = float(items.nll_original[chosen].mean()) if expected is None else loss(expected)
+    checks = [_check(LOSS, abs(loss(before) - scored_loss), LIMIT)]
     if after is not None:
-        scored = items.kl[chosen] if streamed is None else _divergences(before, streamed).numpy()
+        like = before if expected is None else expected
+        scored = items.kl[chosen] if streamed is None else _divergences(like, streamed).numpy()
         # a mean of positions whose errors need not be independent
-        apart = 0.0 if rounded is None else np.sqrt(np.square(_divergences(before, rounded).numpy() - scored).mean())
+        apart = 0.0 if rounded is None else np.sqrt(np.square(_divergences(like, rounded).numpy() - scored).mean())
         error = abs(float(_divergences(before, after).mean()) - float(scored.mean()))
         checks.append(_check(KL, error, LIMIT + DEPARTURES * float(apart)))
     return checks

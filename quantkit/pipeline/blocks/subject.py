@@ -29,7 +29,17 @@ from quantkit.pipeline import engines
 from quantkit.pipeline.blocks.layers import account
 from quantkit.pipeline.blocks.prepared import Prepared, estimate, fingerprint
 from quantkit.pipeline.blocks.quantize import quantize
-from quantkit.pipeline.blocks.score import AFTER, BEFORE, KL, OUTPUT, answering, original_of, score_exports, unscored
+from quantkit.pipeline.blocks.score import (
+    AFTER,
+    BEFORE,
+    KL,
+    OUTPUT,
+    answering,
+    is_confirmed,
+    original_of,
+    score_exports,
+    unscored,
+)
 from quantkit.pipeline.gates import demand
 from quantkit.pipeline.measure import quick_times
 from quantkit.pipeline.request import runs_here
@@ -119,7 +129,7 @@ class TransformerSubject(Subject):
         return {
             "model": {
                 **{key: getattr(source, key) for key in ("name", "ref", "kind", "dtype", "was")},
-                "bytes": source.weights.total_bytes(),
+                "bytes": source.bytes,
             },
             "schemes": [
                 {"scheme": scheme, "layers": int(count), "bits_per_weight": bits / weights}
@@ -137,7 +147,11 @@ class TransformerSubject(Subject):
         self.watch.begin("prove")
         self.progress.at("prove", 0.0, "the stream against the model's own forward")
         original, scoring = self.prepared.unchanged(), self.prepared.scoring
-        beside = answering(original, scoring.ids, self.build.temporary(BEFORE))
+        runs = original.as_it_runs()
+        beside = answering(runs, scoring.ids, self.build.temporary(BEFORE)) if is_confirmed(runs) else None
+        if beside is None:
+            reason = "plain transformers merges its experts, whose inputs the source rounds: no score was confirmed"
+            self.decisions.append(decision("check", UNRUN, "score", reason))
         self.checks.append(own_forward.demand_equal(original, scoring.ids, self._fitting_blocks(), beside))
         seen = self.prepared.calibration
         if seen is not None and (row := original.pictures.first(seen.ids)) is not None:

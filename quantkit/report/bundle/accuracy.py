@@ -198,7 +198,7 @@ def traps(rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
     sentences = []
     for flag in dict.fromkeys(flag for row in rows for flag in row.flags if flag.startswith("source-was-")):
         was = flag.removeprefix("source-was-").replace("-", " ")
-        if not any(was in note.lower() for note in notes):
+        if not any(was in note.lower().replace("-", " ") for note in notes):
             rest = "the original, the reference of all figures here, contains its rounding already"
             sentences.append(f"The source was converted from {was}: {rest}")
     return sentences

@@ -22,7 +22,6 @@ from quantkit.model.source.open import Source, model_class_of, open_written
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.experts import has_experts
 from quantkit.model.structure.names import unread_experts
-from quantkit.model.structure.traced import is_linear
 
 
 def reloaded(folder: Path, *, cache: bool = True) -> StreamedModel:
@@ -34,13 +33,7 @@ def reloaded(folder: Path, *, cache: bool = True) -> StreamedModel:
     source = open_written(folder)
     config, stored = source.config.get("quantization_config"), source.weights
     model = StreamedModel(expanded(source))
-    linears = [
-        f"{block}.{name}"
-        for block, module in zip(model.block_names, model.blocks, strict=True)
-        for name, inner in module.named_modules()
-        if is_linear(inner)
-    ]
-    how = run_time.read(config, linears, stored.entries, stored.read)
+    how = run_time.read(config, model.linears(), stored.entries, stored.read)
     how = how if cache else replace(how, cache=None)
     # blocks are computed in float32, but fixed scales are rounded to the model's dtype
     model.transforms += how.transforms(model.block_names, getattr(torch, source.dtype))
