@@ -189,6 +189,8 @@ def test_the_headline_names_the_runtime_of_each_verdict() -> None:
     more = loaded({1: (0.04, 0.02), 2: (0.06, 0.03)}, {"tpot": 0.05})
     text = "ship it at batch 1 in ONNX Runtime; under load in vLLM the original serves more"
     assert figures.verdict(manifest, [*rows, *more], prompts=False)[0] == text
+    unjudged = planted.manifest().model_copy(update={"verdict": None})
+    assert figures.verdict(unjudged, more)[0] == "not timed by steps; under load in vLLM the original serves more"
     more = loaded({1: (0.02, 0.02), 2: (0.02, 0.05)}, {})
     text = "ship it at batch 1 in ONNX Runtime; under load in vLLM it answers sooner"
     assert figures.verdict(manifest, [*rows, *more], prompts=False)[0] == text

@@ -12,7 +12,7 @@ from quantkit.bundle.manifest import CalibrationEntry
 from quantkit.errors import MissingDependency
 from quantkit.measurement.accuracy.outputs import NOTHING
 from quantkit.measurement.accuracy.positions import standard_error
-from quantkit.measurement.load import outcome
+from quantkit.measurement.load import LoadVerdict, outcome
 from quantkit.measurement.rows import Data, Row
 from quantkit.measurement.timing.schedule import LARGEST
 from quantkit.measurement.verdict import speed_up
@@ -416,6 +416,14 @@ def verdict(manifest: Manifest, rows: Sequence[Row], *, prompts: bool = True) ->
     return answer, because
 
 
+def _under_load(rows: Sequence[Row], loaded: LoadVerdict) -> str:
+    """Say who serves more under load, "" where it is not decided."""
+    if loaded.better is None:
+        return ""
+    how = "serves more" if any(row.name == "load.goodput" for row in rows) else "answers sooner"
+    return f"; under load in vLLM {'it' if loaded.better else 'the original'} {how}"
+
+
 def _timed_in(rows: Sequence[Row]) -> str:
     """Return the runtime of the deciding times, "" without any."""
     known = {row.runtime for row in rows if row.name.startswith("latency.") and row.runtime is not None}
@@ -429,12 +437,16 @@ def _in_floats(entries: Sequence[WeightsEntry]) -> float | None:
 
 
 def _answer(manifest: Manifest, rows: Sequence[Row], *, prompts: bool) -> tuple[str, list[str]]:
-    judged = manifest.verdict
+    judged, loaded = manifest.verdict, outcome([row for row in rows if row.name.startswith("load.")])
     if judged is None:
         if not manifest.layers:
             return "none; nothing is quantized, the bundle is a baseline for others", []
         if timed(rows):
             return "not judged yet: its speed has been measured", []
+        if loaded is not None:
+            return f"not timed by steps{_under_load(rows, loaded) or '; its load in vLLM is not decided'}", [
+                loaded.text
+            ]
         return "not measured yet: nothing says whether it is faster", []
     text = _ANSWERS.get(judged.answer, judged.answer.replace("_", " "))
     if judged.answer == "ship_up_to" and judged.batch == 1:
@@ -444,14 +456,11 @@ def _answer(manifest: Manifest, rows: Sequence[Row], *, prompts: bool) -> tuple[
     text = text.format(batch=judged.batch, format=judged.format)
     if judged.answer == "use_instead" and judged.batch is not None:
         text += f", up to batch {judged.batch}"
-    loaded = outcome([row for row in rows if row.name.startswith("load.")])
     if loaded is not None and (ran := _timed_in(rows)):
         text += f" in {matrix.title(ran)}"
     shown = judged.prompts if prompts else None
     text += _undecided(rows, shown) if judged.answer == "inconclusive" else _prompts(rows, shown)
-    if loaded is not None and loaded.better is not None:
-        how = "serves more" if any(row.name == "load.goodput" for row in rows) else "answers sooner"
-        text += f"; under load in vLLM {'it' if loaded.better else 'the original'} {how}"
+    text += _under_load(rows, loaded) if loaded is not None else ""
     return (f"forecast: {text}" if judged.forecast else text), [reason.rstrip(". ") for reason in judged.because]
 
 

@@ -122,7 +122,7 @@ def _latencies(rows: Sequence[Row], rates: Sequence[float], this: str, other: st
         drawn = _both(rows, rates, name, "p50", this, other)
         if drawn:
             factor, unit = words.time_unit(min(y for one in drawn for y in one.y))
-            title, up = words.sentence(_NAMES[name]), f"{_NAMES[name]}, p50, {unit}"
+            title, up = words.sentence(_NAMES[name]), f"median, {unit}"
             alt = f"{title} against the rate: {this} and {other}"
             plots.append(over(title, alt, drawn, _ACROSS, up, form=_ticks(factor)))
     return plots
