@@ -417,7 +417,7 @@ def verdict(manifest: Manifest, rows: Sequence[Row], *, prompts: bool = True) ->
 
 
 def _under_load(rows: Sequence[Row], loaded: LoadVerdict) -> str:
-    """Say who serves more under load, "" where it is not decided."""
+    """Put a decided load into words; "" for an undecided one."""
     if loaded.better is None:
         return ""
     how = "serves more" if any(row.name == "load.goodput" for row in rows) else "answers sooner"
