@@ -73,8 +73,9 @@ class LayerSpec:
         """Refuse a model beyond a single graph.
 
         Raises InputError: `layout-unsupported` for a mixture of experts, `attention-unsupported` for attention of a
-        model's own.
+        model's own; as `demand_one_stack`.
         """
+        self.demand_one_stack(export)
         if self.untraced:
             value = "its attention does not go through transformers' AttentionInterface"
             rule = "only this interface shows what it computes, so that its cache can be exported"
@@ -89,6 +90,12 @@ class LayerSpec:
         if self.source is not None and self.source.sees:
             value, rule = "takes images too", f"an export to {export} holds a model of text alone"
             raise unheld(self.source.architecture, value, rule, _without(export))
+
+    def demand_one_stack(self, export: str) -> None:
+        """Refuse a decoder beside an encoder. Raises InputError `architecture-unsupported`."""
+        if self.source is not None and self.source.has_encoder:
+            name, rule = self.source.architecture, f"`{export}` holds one stack of blocks"
+            raise InputError("architecture-unsupported", name, "an encoder and a decoder", rule, _without(export))
 
     def demand_float_cache(self, export: str) -> None:
         """Refuse a quantized KV cache. Raises InputError `layout-unsupported`."""

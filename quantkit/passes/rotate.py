@@ -102,7 +102,7 @@ def _proved(model: Whole, settings: Rotate.Settings, seed: int) -> Turning:
     from quantkit.model.structure.turn import Ends, ModelPart, Residual, prove
     from quantkit.passes.solvers import rotate as solver
 
-    if not model.path:
+    if not model.paths:
         raise Unturnable("the model is one block, without a stream from block to block")
     ids = torch.arange(1, 1 + _PROBE[0] * _PROBE[1]).reshape(_PROBE)
     calls = model.begin(ids, _PROBE[0])

@@ -529,7 +529,7 @@ def _steps_on_gpu(bundle: Bundle, runtime: str, progress: Progress) -> bool:
     if too_old(capability := str(gpus[0]["sm"])):
         progress.note(f"steps are not timed: {gpus[0]['name']} is of SM {capability}; {GPUS}")
         return False
-    return machine.has("triton")
+    return machine.has("triton") and not config_of(bundle).get("is_encoder_decoder")
 
 
 def quick(kind: str) -> TimingPlan:

@@ -392,12 +392,14 @@ def _config(config: Mapping[str, Any], index: int, count: int) -> dict[str, Any]
 
 def _tensors(stream: StreamedModel, index: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the cut model's stored tensors, each tensor of the files once."""
+    from quantkit.model.structure.traced import is_inside
+
     block, seen, config = stream.block_names[index], set(), stream.source.config
     weights, vocabulary = stream.source.weights, config.get("vocab_size") or 0
     vocabulary = vocabulary or (config.get("text_config") or {}).get("vocab_size")
     for name, file in stream.files.items():
         inside = name.startswith(f"{block}.")
-        if file in seen or (not inside and name.startswith(f"{stream.path}.")):
+        if file in seen or (not inside and is_inside(name, stream.paths)):
             continue
         seen.add(file)
         table = not inside and weights.entries[file].shape[:1] == (vocabulary,)

@@ -173,7 +173,7 @@ class _Measurement:
             self._carry(module, index, variants)
             self.tell(self._share(first, last, index))
         model = self.subject.stream.rest()
-        head = Head(model, self.subject.stream.path, self.subject.stream.flow)
+        head = Head(model, self.subject.stream.paths, self.subject.stream.flow)
         carried = _carried(variants)
         scored = divergences(
             head, self.subject.ids, reference, [variant.state for variant in carried if variant.state is not None]

@@ -20,6 +20,10 @@ from quantkit.model.structure.kinds import kind_of, positions, unknown_architect
         ("Molmo2TextModel", "encoder"),
         ("UMT5EncoderModel", "encoder"),  # its config is that of an encoder and a decoder
         ("ViTForImageClassification", "network"),
+        *(
+            (name, "decoder")
+            for name in ("T5ForConditionalGeneration", "MarianMTModel", "BartForConditionalGeneration")
+        ),
     ],
 )
 def test_a_class_has_its_kind(name: str, kind: str) -> None:
@@ -30,7 +34,7 @@ def test_a_class_has_its_kind(name: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("T5ForConditionalGeneration", "an encoder and a decoder"),
+        ("T5Model", "an encoder and a decoder"),
         ("BartForSequenceClassification", "an encoder and a decoder"),
         ("Gemma4ForConditionalGeneration", "audio and image and text"),
         ("Emu3ForConditionalGeneration", "image and text"),

@@ -157,7 +157,7 @@ def test_blocks_on_disk_have_the_merged_weights(tmp_path: Path) -> None:
     adapter = trained(base, tmp_path / "adapter")
     source = open_merged(str(base), [str(adapter)])
     stream, ids = StreamedModel(source), zoo.ids(2, 12)
-    with own_forward.on_disk(stream.skeleton, stream.path) as placed, torch.no_grad():
+    with own_forward.on_disk(stream.skeleton, stream.paths) as placed, torch.no_grad():
         logits = source.load(None, placed)(input_ids=ids, use_cache=False).logits
     assert torch.allclose(stream.answers(ids).all(), logits, atol=1e-4)
 

@@ -333,9 +333,9 @@ def test_packed_missing_and_pickled_weights(tmp_path: Path) -> None:
     assert refused(folder).code == "weights-pickle"
 
 
-def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+def test_an_encoder_decoder_that_writes_no_text_is_refused(tmp_path: Path) -> None:
     config = transformers.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
-    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    transformers.T5Model(config).save_pretrained(tmp_path / "t5")
     assert refused(tmp_path / "t5").code == "architecture-unsupported"
 
 

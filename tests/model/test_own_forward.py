@@ -130,7 +130,7 @@ def test_a_model_whose_parts_depend_on_how_many_blocks_there_are_is_not_cut(
 
     def load(self: Source, blocks: int | None = None, placed: Any = None) -> Any:
         model = whole(self, blocks, placed)
-        parts = model.get_submodule(stream.path).parameters(), model.get_input_embeddings().parameters()
+        parts = model.get_submodule(stream.paths[0]).parameters(), model.get_input_embeddings().parameters()
         where.extend({value.device.type for value in part} for part in parts)
         return model
 

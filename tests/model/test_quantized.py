@@ -359,7 +359,7 @@ def test_the_stream_is_the_opened_model(tmp_path: Path) -> None:
     assert demand_equal(stream, ids, 1).ok
     loaded = stream.source.load()
     assert torch.equal(loaded.get_parameter(f"{LINEAR}.weight"), stream.tensor(f"{LINEAR}.weight"))
-    with on_disk(stream.skeleton, stream.path) as placed:
+    with on_disk(stream.skeleton, stream.paths) as placed:
         assert not (folder / "opened").exists()
         offloaded = stream.source.load(None, placed)
         with torch.no_grad():

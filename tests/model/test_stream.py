@@ -48,7 +48,7 @@ def test_streamed_from_disk_is_the_model(saved: tuple[str, nn.Module, Path]) -> 
     # a last chunk that is smaller than the others is called with its own masks
     assert close(stream.run(ids, chunk=2), whole)
     assert close(stream.run(ids, chunk=1), whole)
-    head = Head(stream.rest(), stream.path, stream.flow)
+    head = Head(stream.rest(), stream.paths, stream.flow)
     assert close(head(whole, ids), answer(model, ids))
     assert close(head(whole[1:2], ids[1:2]), answer(model, ids[1:2]))
 
@@ -99,7 +99,7 @@ def test_the_rest_holds_everything_but_the_blocks(saved: tuple[str, nn.Module, P
     name, model, folder = saved
     stream = StreamedModel(open_model(str(folder)))
     rest = stream.rest()
-    outside = {key: value for key, value in rest.named_parameters() if not key.startswith(stream.path + ".")}
+    outside = {key: value for key, value in rest.named_parameters() if not key.startswith(tuple(stream.block_names))}
     assert outside
     for key, value in outside.items():
         assert torch.equal(value, model.get_parameter(key))
@@ -140,7 +140,7 @@ def test_bfloat16_weights_are_computed_in_float32(tmp_path: Path) -> None:
     ids = zoo.ids(2, 8)
     found = stream.run(ids)
     assert found.dtype == torch.float32
-    head = Head(stream.rest(), stream.path, stream.flow)
+    head = Head(stream.rest(), stream.paths, stream.flow)
     plain = type(model).from_pretrained(tmp_path / "half", dtype=torch.float32).eval()  # type: ignore[attr-defined]
     assert close(head(found, ids), answer(plain, ids))
 

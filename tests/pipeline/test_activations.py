@@ -49,7 +49,7 @@ def of_transformers(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 def streamed(folder: Path, ids: torch.Tensor, **settings: Any) -> torch.Tensor:
     stream = reloaded(folder, **settings)
     hidden = stream.run(ids, chunk=2)
-    return Head(stream.rest(), stream.path, stream.flow)(hidden, ids)
+    return Head(stream.rest(), stream.paths, stream.flow)(hidden, ids)
 
 
 STATIC = {"granularity": "tensor", "dynamic": False}

@@ -112,7 +112,7 @@ def test_only_the_product_of_the_head_uses_the_codes(name: str, tmp_path: Path) 
     path = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())  # type: ignore[operator]
     assert torch.equal(values.tensor(f"{path}.weight"), embedding)
 
-    found = Head(values.stream.rest(), values.stream.path, values.stream.flow)
+    found = Head(values.stream.rest(), values.stream.paths, values.stream.flow)
     hidden = values.stream.run(ids)
     model.lm_head.weight = torch.nn.Parameter(dense)
     with torch.no_grad():

@@ -195,7 +195,7 @@ def test_a_live_model_stays_there(tmp_path: Path) -> None:
             for name, value in [*module.named_parameters(), *module.named_buffers()]:
                 if not value.is_meta:
                     set_tensor(module, name, fake_gpu.like(value))
-        calls = LiveCalls(rest, stream.path, stream.visits, fake_gpu.like(ids), stream.flow.batch, stream.runs(rest))
+        calls = LiveCalls(rest, stream.paths, stream.visits, fake_gpu.like(ids), stream.flow.batch, stream.runs(rest))
         hidden = calls.pass_on(0, calls.run_all(block, 0, calls.hidden))
     assert calls.device == hidden.device == fake_gpu.CUDA
 

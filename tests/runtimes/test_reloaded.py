@@ -29,7 +29,7 @@ def export(model: nn.Module, folder: Path, scheme: Any, **options: Any) -> Path:
     tensors, schemes = {}, {}
     for name, module in stream.skeleton.named_modules():
         chosen = scheme(name) if callable(scheme) else scheme
-        if not name.startswith(f"{stream.path}.") or not is_linear(module) or chosen is None:
+        if not name.startswith(tuple(stream.block_names)) or not is_linear(module) or chosen is None:
             continue
         weight = source.weights.read(stream.files[f"{name}.weight"]).float()
         weight = weight.T if is_transposed(module) else weight
@@ -54,7 +54,7 @@ def plain(folder: Path, ids: torch.Tensor, kind: Any = AutoModelForCausalLM) -> 
 def streamed(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     stream = reloaded(folder)
     hidden = stream.run(ids, chunk=2)
-    return Head(stream.rest(), stream.path, stream.flow)(hidden, ids)
+    return Head(stream.rest(), stream.paths, stream.flow)(hidden, ids)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:

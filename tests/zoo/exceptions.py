@@ -151,14 +151,12 @@ _SEEING = {
     **{"idefics3": "Idefics3", "smolvlm": "SmolVLM", "internvl": "InternVL", "mistral3": "Mistral3"},
     **{"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "llama4": "Llama4"},
 }
-_BOTH_WAYS = {"t5": "T5ForConditionalGeneration", "bart": "BartForConditionalGeneration", "marian": "MarianMTModel"}
 # heads besides the auto classes of language models: (table, model type -> class)
 HEADS: list[tuple[str, dict[str, Any]]] = [
     *(
         (f"AutoModelFor{task}", {kind: f"{stem}For{task}" for kind, stem in stems.items()})
         for task, stems in _STEMS.items()
     ),
-    ("AutoModelForSeq2SeqLM", _BOTH_WAYS),
     ("AutoModelForImageTextToText", {kind: f"{stem}ForConditionalGeneration" for kind, stem in _SEEING.items()}),
     ("AutoModelForSpeechSeq2Seq", {"whisper": "WhisperForConditionalGeneration"}),
 ]

@@ -69,7 +69,8 @@ _SIZES: list[tuple[str, int]] = [
 ]
 # fields whose default is none, which then means a size that is too large or hides something
 _UNSET = r"num_key_value_heads|num_kv_heads|head_dim|num_experts_per_tok"
-_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+_START = 1
+_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": _START}
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def entries() -> Iterator[tuple[str, str, str]]:
         ("AutoModelForCausalLM", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         ("AutoModelForMaskedLM", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
         ("AutoModelForTextEncoding", auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES),
+        ("AutoModelForSeq2SeqLM", auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
         ("AutoModel", auto.MODEL_MAPPING_NAMES),
         *HEADS,
     ]
@@ -207,7 +209,10 @@ def config_of(architecture: Architecture, **changes: Any) -> Any:
         settings["is_decoder"] = architecture.table == "AutoModelForCausalLM"
     special = {**EXCEPTIONS.get(architecture.cls, {}), **VARIANTS.get((architecture.cls, architecture.variant), {})}
     # a copy, because configs write into what they are given
-    return config_class(**copy.deepcopy({**settings, **special, **changes}))
+    config = config_class(**copy.deepcopy({**settings, **special, **changes}))
+    if getattr(config, "is_encoder_decoder", False):
+        config.decoder_start_token_id = _START
+    return config
 
 
 def tiny(
@@ -277,7 +282,10 @@ def answer(model: nn.Module, tokens: Tensor) -> Tensor:
         if isinstance(config := getattr(each, "config", None), transformers.PretrainedConfig):
             config.use_cache = False
     torch.manual_seed(0)
-    output = model(input_ids=tokens)
+    more = {}
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:  # the same text, behind its start
+        more["decoder_input_ids"] = torch.cat([torch.full_like(tokens[:, :1], _START), tokens[:, 1:]], dim=1)
+    output = model(input_ids=tokens, **more)
     found: Tensor = output.logits if hasattr(output, "logits") else output[0]
     return found
 

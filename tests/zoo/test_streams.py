@@ -43,6 +43,7 @@ RIGHT = {
     "RwkvForCausalLM": "no attention; blocks return triples",
     "SqueezeBertForMaskedLM": "blocks return dicts; hidden states lie the other way round",
     "T5EncoderModel": "the first block makes the bias by which all others attend",
+    "T5ForConditionalGeneration": "an encoder and a decoder, which reads what the encoder puts out",
     "XLMWithLMHeadModel": "lists of attentions and of feed-forwards, no list of blocks",
     "XLNetLMHeadModel": "two streams; parameters that its class does not make on the meta device",
     "ZambaForCausalLM": "blocks of two kinds, which share one attention",
@@ -61,7 +62,7 @@ REFUSED = {
     "PerceiverForMaskedLM": "stream-unsupported",
     "ReformerModelWithLMHead": "stream-unsupported",
     "ViTForImageClassification": "stream-unsupported",
-    "BartForConditionalGeneration": "architecture-unsupported",
+    "T5ForSequenceClassification": "architecture-unsupported",
     "Gemma4ForConditionalGeneration": "architecture-unsupported",
 }
 

@@ -202,12 +202,12 @@ def check_bundle(
 
 def outside(source: Source, files: Mapping[str, str] | None = None) -> set[str]:
     """Name the tensors outside the blocks of the text, in the files and in the class: a tower's are numbered too."""
-    from quantkit.model.structure.traced import find_blocks
+    from quantkit.model.structure.traced import find_stacks, is_inside
 
     skeleton = source.skeleton()
     files = match_names(source.weights, skeleton) if files is None else files
-    blocks = f"{find_blocks(skeleton)}."
-    return {one for pair in files.items() if not pair[0].startswith(blocks) for one in pair}
+    blocks = find_stacks(skeleton)
+    return {one for pair in files.items() if not is_inside(pair[0], blocks) for one in pair}
 
 
 def reload(
@@ -239,7 +239,7 @@ def reload(
             model, problem = loaded(own, folder, blocks, leftover, wanted.outside)
             if problem:
                 return _judge(name, None, problem)
-            inputs = inputs or batch(model.config)
+            inputs = inputs or batch(model)
             dtype = model.dtype
             values = logits(in_float32(model), inputs, cached=cached)
             classes = {path: type(module) for path, module in model.named_modules()}
@@ -275,12 +275,11 @@ def reload(
 
 def _quantize_at_run_time(model: Any, how: RunTime) -> None:
     """Quantize a model's inputs and cache at run time."""
-    from quantkit.model.structure.traced import find_blocks
+    from quantkit.model.structure.traced import blocks_of, find_stacks, names_of
 
-    path = find_blocks(model)
-    blocks = model.get_submodule(path)
-    for transform in how.transforms([f"{path}.{index}" for index in range(len(blocks))], model.dtype):
-        for index, block in enumerate(blocks):
+    paths = find_stacks(model)
+    for transform in how.transforms(names_of(model, paths), model.dtype):
+        for index, block in enumerate(blocks_of(model, paths)):
             transform.block(index, block)
 
 
@@ -467,14 +466,16 @@ def loaded(
     return model, ""
 
 
-def batch(config: Any) -> dict[str, torch.Tensor]:
+def batch(model: Any) -> dict[str, torch.Tensor]:
     """Return two fixed sequences of 24 tokens."""
     import torch
 
-    inner = config.get_text_config()
-    length = min(24, positions(config.to_dict()) or 24)
+    from quantkit.model.streaming.calls import texts
+
+    inner = model.config.get_text_config()
+    length = min(24, positions(model.config.to_dict()) or 24)
     ids = torch.arange(2 * length).mul(7919).remainder(inner.vocab_size).reshape(2, length)
-    return {"input_ids": ids}
+    return texts(model, ids)
 
 
 def logits(model: Any, inputs: Mapping[str, torch.Tensor], *, cached: bool) -> torch.Tensor:

@@ -63,6 +63,7 @@ class Gguf(Exporter):
         """Refuse layers beyond the file. Raises as `Exporter`; InputError `gguf-tokenizer`, `float16-overflow`."""
         demand_package()
         asked.demand_text(self.name)
+        asked.demand_one_stack(self.name)
         _refuse(asked, options)
         for linear in asked.padded:
             value, rule = "its last group is padded", "a row of a GGUF file has only whole blocks"

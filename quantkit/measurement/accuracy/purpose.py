@@ -303,12 +303,13 @@ class _Head:
 
     def __init__(self, stream: StreamedModel) -> None:
         from quantkit.model.streaming.calls import stand_in
+        from quantkit.model.structure.traced import blocks_of
 
         self.device, flow = stream.device, stream.flow
         self.model = stream.rest()
         self.base = stream.runs(self.model)
-        blocks = list(self.model.get_submodule(stream.path).children())
-        stand_in(self.model, stream.path, lambda index, hidden, _: flow.output(blocks[index], hidden))
+        blocks = blocks_of(self.model, stream.paths)
+        stand_in(self.model, stream.paths, lambda index, hidden, _: flow.output(blocks[index], hidden))
         self._states: Tensor | None = None
 
     @classmethod

@@ -59,6 +59,7 @@ from quantkit.model.source.weights import (
 from quantkit.model.structure.kinds import (
     class_name,
     cut_config,
+    has_both,
     kind_of,
     native_class,
     reads_images,
@@ -131,6 +132,11 @@ class Source:
     def sha256(self) -> str:
         """Hash over (file name, sha256) of config, weights and tokenizer files, sorted; "" if the model is unhashed."""
         return self.hashing()
+
+    @property
+    def has_encoder(self) -> bool:
+        """True for a decoder beside an encoder."""
+        return self.kind == "decoder" and has_both(self.model_class(), self.config)
 
     def demand_unchanged(self) -> None:
         """Raise InputError `source-changed` if a file has changed since the model was opened."""
@@ -247,7 +253,7 @@ class Source:
     def skeleton(self) -> PreTrainedModel:
         """Build the model without weights: parameters and persistent buffers on the meta device, float32, eval mode.
 
-        Buffers that no file stores (rotary tables, masks, position numbers) are computed, as transformers does after a
+        Values that no file stores (rotary tables, masks, position numbers) are computed, as transformers does after a
         load.
         Merged experts are split (`structure.experts`). Attention is `sdpa` if the class supports it, else `eager`.
         Raises
@@ -270,7 +276,11 @@ class Source:
         for name, buffer in list(model.named_non_persistent_buffers()):
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, torch.empty_like(buffer, device="cpu"))
-        model.initialize_weights()  # fills the buffers; on meta parameters it does nothing
+        for name in model._keys_to_ignore_on_save or ():  # computed too: Marian's table of positions
+            owner, _, leaf = name.rpartition(".")
+            value = torch.empty_like(model.get_parameter(name), device="cpu")
+            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
+        model.initialize_weights()  # fills these; on meta parameters it does nothing
         experts.split(model, merging_rules(model))
         return model.eval().requires_grad_(False)
 

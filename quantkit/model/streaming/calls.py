@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from quantkit import content
 from quantkit.bundle.disk import stopping_when_full
 from quantkit.errors import InputError
+from quantkit.model.structure.kinds import is_pair
 
 ON_DISK = 1 << 30
 _HIDDEN = "hidden_states"
@@ -353,7 +354,28 @@ NO_PICTURES = Pictures()
 def forward(model: nn.Module, ids: Tensor, pictures: Pictures = NO_PICTURES) -> Any:
     """Run the model's own forward on ids [samples, tokens], inside of `uncached`; with images for a single sequence."""
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    return model(input_ids=ids, **options, **pictures.of(ids))
+    return model(**texts(model, ids), **options, **pictures.of(ids))
+
+
+def texts(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """Return a model's inputs for ids [samples, tokens].
+
+    The decoder of an encoder-decoder reads the text that its encoder reads, with the token that begins its own texts in
+    place of the first one, so that its answer at a position is the next token, as any decoder's.
+    """
+    if not is_pair(model):
+        return {"input_ids": ids}
+    start = ids.clone()
+    start[:, 0] = first_token(model)
+    return {"input_ids": ids, "decoder_input_ids": start}
+
+
+def first_token(model: Any) -> int:
+    """Return the first token of texts by a decoder beside an encoder."""
+    keys = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    places = (getattr(model, "generation_config", None), model.config)
+    stated = (getattr(place, key, None) for key in keys for place in places)
+    return next((token for token in stated if isinstance(token, int)), 0)
 
 
 class Stand(nn.Module):
@@ -380,25 +402,31 @@ class Stand(nn.Module):
         return self.takes(self.index, *Given.of(args, kwargs))
 
 
-def stand_in(model: nn.Module, path: str, takes: Callable[[int, Tensor, Given], Any]) -> None:
-    """Replace every block of `model` by a `Stand`, permanently."""
+def stand_in(model: nn.Module, paths: Sequence[str], takes: Callable[[int, Tensor, Given], Any]) -> None:
+    """Replace every block of `model` by a `Stand`, permanently; they are numbered through all lists."""
+    first = 0
+    for path in paths:
+        blocks = model.get_submodule(path)
+        assert isinstance(blocks, nn.ModuleList)
+        _replace(model, path, nn.ModuleList(Stand(block, index, takes) for index, block in enumerate(blocks, first)))
+        first += len(blocks)
+
+
+def _replace(model: nn.Module, path: str, blocks: nn.Module) -> None:
     parent, _, leaf = path.rpartition(".")
-    blocks = model.get_submodule(path)
-    assert isinstance(blocks, nn.ModuleList)
-    stands = nn.ModuleList(Stand(block, index, takes) for index, block in enumerate(blocks))
-    setattr(model.get_submodule(parent), leaf, stands)
+    setattr(model.get_submodule(parent), leaf, blocks)
 
 
 @contextmanager
-def standing_in(model: nn.Module, path: str, takes: Callable[[int, Tensor, Given], Any]) -> Iterator[None]:
+def standing_in(model: nn.Module, paths: Sequence[str], takes: Callable[[int, Tensor, Given], Any]) -> Iterator[None]:
     """Replace every block of `model` by a `Stand`, temporarily."""
-    parent, _, leaf = path.rpartition(".")
-    blocks = model.get_submodule(path)
-    stand_in(model, path, takes)
+    lists = {path: model.get_submodule(path) for path in paths}
+    stand_in(model, paths, takes)
     try:
         yield
     finally:
-        setattr(model.get_submodule(parent), leaf, blocks)
+        for path, blocks in lists.items():
+            _replace(model, path, blocks)
 
 
 # --- files without a name -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ the first block. The variables of all forwards are kept in files, from as many b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class LiveCalls(Calls):
     def __init__(
         self,
         model: nn.Module,
-        path: str,
+        paths: Sequence[str],
         visits: tuple[int, ...],
         ids: Tensor,
         batch: int = 0,
@@ -57,7 +57,7 @@ class LiveCalls(Calls):
     ) -> None:
         super().__init__(torch.empty(0), 1, [], device=ids.device)
         self.model, self.visits, self.batch = model, visits, batch
-        stand_in(model, path, self._leave)
+        stand_in(model, paths, self._leave)
         # never restored: several of these may be open, and end in any order. The blocks' own configs may be a user's,
         # and are not changed: a block makes no cache, it only writes to the one in its arguments
         without_cache(model)

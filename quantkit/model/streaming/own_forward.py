@@ -34,11 +34,11 @@ from quantkit.errors import InputError, QuantkitError
 from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.model.source.open import Source, quiet_loading
 from quantkit.model.source.weights import write_tensors
-from quantkit.model.streaming.calls import NO_PICTURES, Given, Pictures, forward, primary, uncached, unsupported
+from quantkit.model.streaming.calls import NO_PICTURES, Given, Pictures, forward, primary, texts, uncached, unsupported
 from quantkit.model.streaming.stream import LoadedModel, StreamedModel, answer
 from quantkit.model.streaming.transforms import Transform
 from quantkit.model.structure.flow import Flow
-from quantkit.model.structure.traced import hooked
+from quantkit.model.structure.traced import blocks_of, hooked
 
 LIMIT = 1e-4
 NAME = "stream.own_forward"
@@ -70,13 +70,13 @@ class Answering:
     @torch.no_grad()
     def run(self, model: nn.Module) -> Tensor:
         """Return a loaded model's answers, float32; it is not used for anything else after that."""
-        blocks = enumerate(model.get_submodule(self.like.path).children()) if self.changes else ()
+        blocks = enumerate(blocks_of(model, self.like.paths)) if self.changes else ()
         for index, block in blocks:
             for change in self.changes:
                 change.block(index, block)
         with nullcontext() if self.cached else uncached(model):
             runs = self.like.runs(model.eval())
-            return answer(runs(input_ids=self.ids) if self.cached else forward(runs, self.ids)).float()
+            return answer(runs(**texts(runs, self.ids)) if self.cached else forward(runs, self.ids)).float()
 
     def keep(self, model: nn.Module) -> None:
         """Write a loaded model's answers."""
@@ -134,13 +134,13 @@ def demand_equal_in_memory(model: LoadedModel, ids: Tensor) -> None:
     that
     is one block is its own forward.
     """
-    if not model.path:
+    if not model.paths:
         return
     architecture = type(model.model).__name__
     with _as_unsupported(architecture):
         few = few_of(ids)
         calls = model.begin(few, _CHUNK)
-        parts = [_watched(model.model, model.path, model.flow, part, model.model) for part in few.split(calls.chunk)]
+        parts = [_watched(model.model, model.paths, model.flow, part, model.model) for part in few.split(calls.chunk)]
         expected = [torch.cat(hidden) for hidden in zip(*(part.inputs for part in parts), strict=True)]
         expected.append(torch.cat([part.last for part in parts]))
         names = [model.block_names[index] for index in model.visits]
@@ -188,13 +188,22 @@ def few_of(ids: Tensor) -> Tensor:
 def _demand_equal(model: StreamedModel, few: Tensor, blocks: int, beside: Answering | None = None) -> Check:
     count, architecture = len(model.block_names), model.source.architecture
     fits = blocks >= count
-    whole = fits or not model.source.can_be_cut(blocks)
+    # a config has one number of blocks for each of two stacks
+    whole = fits or len(model.paths) > 1 or not model.source.can_be_cut(blocks)
     blocks = count if whole else blocks
     with ExitStack() as stack:
-        placed = stack.enter_context(on_disk(model.skeleton, model.path)) if whole and not fits else None
+        placed = stack.enter_context(on_disk(model.skeleton, model.paths)) if whole and not fits else None
         cut = None if whole else blocks
         own = own_forward(
-            model.source, model.path, model.flow, few, cut, model.runs, placed, beside if fits else None, model.pictures
+            model.source,
+            model.paths,
+            model.flow,
+            few,
+            cut,
+            model.runs,
+            placed,
+            beside if fits else None,
+            model.pictures,
         )
     stages = [stage for stage, index in enumerate(model.visits) if index < blocks]
     names = [model.block_names[index] for index in model.visits]
@@ -226,7 +235,7 @@ def _demand_equal(model: StreamedModel, few: Tensor, blocks: int, beside: Answer
 
 def own_forward(
     source: Source,
-    path: str,
+    paths: Sequence[str],
     flow: Flow,
     ids: Tensor,
     blocks: int | None,
@@ -243,7 +252,7 @@ def own_forward(
     """
     with quiet_loading():
         model = source.load(blocks, placed)
-        own = _watched(model, path, flow, ids, runs(model), pictures)
+        own = _watched(model, paths, flow, ids, runs(model), pictures)
         if beside is not None:
             beside.keep(model)
     del model
@@ -253,7 +262,7 @@ def own_forward(
 
 @torch.no_grad()
 def _watched(
-    model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module, pictures: Pictures = NO_PICTURES
+    model: nn.Module, paths: Sequence[str], flow: Flow, ids: Tensor, runs: nn.Module, pictures: Pictures = NO_PICTURES
 ) -> Own:
     """Record a model's own forward with temporary hooks."""
     inputs: list[Tensor] = []
@@ -265,7 +274,7 @@ def _watched(
     def note_output(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         last[:] = [primary(output).movedim(flow.batch, 0).detach().clone()]
 
-    blocks = list(model.get_submodule(path).children())
+    blocks = blocks_of(model, paths)
     hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
     hooks += [block.register_forward_hook(note_output) for block in blocks]
     with hooked(hooks), uncached(model):
@@ -302,15 +311,15 @@ def _centered(logits: Tensor) -> Tensor:
 
 
 @contextmanager
-def on_disk(model: nn.Module, path: str) -> Iterator[dict[str, object]]:
+def on_disk(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, object]]:
     """Yield options of `from_pretrained` that leave the blocks on disk; the folder is deleted at the end."""
     folder = content.cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="offloaded-") as place:
-        yield {"device_map": places(model, path), "offload_folder": place}
+        yield {"device_map": places(model, paths), "offload_folder": place}
 
 
-def places(model: nn.Module, path: str) -> dict[str, str]:
+def places(model: nn.Module, paths: Sequence[str]) -> dict[str, str]:
     """Map each module or parameter to `cpu` or `disk`: the blocks on disk, everything else in memory."""
     placed: dict[str, str] = {}
 
@@ -319,9 +328,9 @@ def places(model: nn.Module, path: str) -> dict[str, str]:
         placed.update({f"{prefix}{name}": "cpu" for name in sorted(kept)})
         for name, child in module.named_children():
             full = f"{prefix}{name}"
-            if full == path:
+            if full in paths:
                 placed.update({f"{full}.{block}": "disk" for block, _ in child.named_children()})
-            elif path.startswith(f"{full}."):
+            elif any(path.startswith(f"{full}.") for path in paths):
                 look(child, f"{full}.")
             else:
                 placed[full] = "cpu"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from types import MappingProxyType
@@ -47,7 +47,7 @@ from quantkit.model.streaming.transforms import Transform
 from quantkit.model.structure.experts import Expert
 from quantkit.model.structure.flow import Flow, learn
 from quantkit.model.structure.names import match_names
-from quantkit.model.structure.traced import find_blocks, find_head, is_linear
+from quantkit.model.structure.traced import blocks_of, find_head, find_stacks, is_inside, is_linear, names_of
 
 CPU = torch.device("cpu")
 # bytes from which on a live model's answers for one sequence are kept in a file: 256 tokens of 262,144 logits
@@ -76,8 +76,8 @@ class Whole(BlockStream, Protocol):
     """Interface of a model for passes of scope `model`: also its parts outside of the blocks."""
 
     @property
-    def path(self) -> str:
-        """Path of the `ModuleList` of blocks; empty if the whole model is the block."""
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the `ModuleList`s of blocks; empty if the whole model is the block."""
 
     @property
     def beside(self) -> Mapping[str, tuple[int, ...]]:
@@ -116,7 +116,7 @@ class ReadAhead:
 @torch.no_grad()
 def record(
     model: nn.Module,
-    path: str,
+    paths: Sequence[str],
     flow: Flow,
     ids: Tensor,
     chunk: int,
@@ -129,7 +129,7 @@ def record(
 
     Args:
         model: model with weights everywhere except in its blocks.
-        path: path of the `ModuleList` of blocks.
+        paths: paths of the `ModuleList`s of blocks.
         flow: its flow of hidden states.
         chunk: sequences per forward. It becomes 1 if arguments depend on the text and cannot be split by sequence.
         runs: part of the model to run; by default all of it.
@@ -139,21 +139,21 @@ def record(
     if flow.live:
         from quantkit.model.streaming.live import LiveCalls
 
-        return LiveCalls(model, path, flow.visits, ids, flow.batch, runs, pictures)
+        return LiveCalls(model, paths, flow.visits, ids, flow.batch, runs, pictures)
     chunk = chunk if pictures.first(ids) is None else 1
     notes: list[list[Given]] = []
 
     def parts(size: int) -> Iterator[Tensor]:
         kept = Kept()
         for part in ids.split(size):
-            hidden, calls = _record(model, path, flow, part, runs or model, pictures)
+            hidden, calls = _record(model, paths, flow, part, runs or model, pictures)
             alike = bool(notes) and same(notes[0], calls)
             notes.append(notes[0] if alike else kept.of(calls, notes[0] if notes else None))
             yield hidden
 
     hidden = gathered(parts(chunk), ids.shape[0], place)
-    first = notes[0] if min(chunk, len(ids)) == 1 else _record(model, path, flow, ids[:1], runs or model, pictures)[1]
-    other = first if len(ids) == 1 else _record(model, path, flow, ids[1:2], runs or model, pictures)[1]
+    first = notes[0] if min(chunk, len(ids)) == 1 else _record(model, paths, flow, ids[:1], runs or model, pictures)[1]
+    other = first if len(ids) == 1 else _record(model, paths, flow, ids[1:2], runs or model, pictures)[1]
     full = len(ids) // chunk
     if same(first, other) and all(note is notes[0] for note in notes[:full]):
         return Calls(hidden, chunk, notes, first, device=ids.device)
@@ -169,9 +169,9 @@ class _AllRecorded(Exception):
 
 
 def _record(
-    model: nn.Module, path: str, flow: Flow, ids: Tensor, runs: nn.Module, pictures: Pictures
+    model: nn.Module, paths: Sequence[str], flow: Flow, ids: Tensor, runs: nn.Module, pictures: Pictures
 ) -> tuple[Tensor, list[Given]]:
-    blocks = list(model.get_submodule(path).children())
+    blocks = blocks_of(model, paths)
     noted: list[tuple[Tensor, Given]] = []
 
     def takes(index: int, hidden: Tensor, rest: Given) -> Any:
@@ -180,7 +180,7 @@ def _record(
             raise _AllRecorded
         return flow.output(blocks[index], hidden)
 
-    with uncached(model), standing_in(model, path, takes), suppress(_AllRecorded):
+    with uncached(model), standing_in(model, paths, takes), suppress(_AllRecorded):
         forward(runs, ids, pictures)
     return noted[0][0].clone(), [rest for _, rest in noted]
 
@@ -240,11 +240,9 @@ class StreamedModel:
     ) -> None:
         self.source, self.device, self.place = source, device, place
         self.skeleton: nn.Module = source.skeleton()
-        self.path = find_blocks(self.skeleton)
-        blocks = self.skeleton.get_submodule(self.path)
-        assert isinstance(blocks, nn.ModuleList)
-        self.blocks = blocks
-        self.block_names = [f"{self.path}.{index}" for index in range(len(blocks))]
+        self.paths = find_stacks(self.skeleton)
+        self.blocks = blocks_of(self.skeleton, self.paths)
+        self.block_names = names_of(self.skeleton, self.paths)
         self.files = match_names(source.weights, self.skeleton) if files is None else dict(files)
         used = set(self.files.values())
         self.beside = {name: entry.shape for name, entry in source.weights.entries.items() if name not in used}
@@ -348,7 +346,7 @@ class StreamedModel:
 
     def rest_names(self) -> list[str]:
         """List the parameters outside of the blocks by their names in the skeleton; tied ones under each name."""
-        return [name for name in self.files if not name.startswith(f"{self.path}.")]
+        return [name for name in self.files if not is_inside(name, self.paths)]
 
     def rest(self) -> nn.Module:
         """Load the model with weights everywhere except in its blocks; the caller drops it."""
@@ -366,8 +364,7 @@ class StreamedModel:
 
     def _rest(self, loaded: dict[str, Tensor]) -> nn.Module:
         """Load the model likewise, but for tensors of files that are loaded; the others are added to these."""
-        blocks = self.skeleton.get_submodule(self.path)
-        model = copy.deepcopy(self.skeleton, {id(blocks): blocks})
+        model = copy.deepcopy(self.skeleton, {id(block): block for block in self.blocks})
         for name in self.rest_names():
             file = self.files[name]
             if file not in loaded:
@@ -394,13 +391,13 @@ class StreamedModel:
             size = self.source.config.get("vocab_size")
             # skips the first ids, mostly padding and special tokens, from which some classes count positions
             ids = torch.arange(5, 21).reshape(2, 8).remainder(size if isinstance(size, int) else 16)
-            self._flow = learn(model, self.path, self.load, ids.to(self.device), self.runs(model))
+            self._flow = learn(model, self.paths, self.load, ids.to(self.device), self.runs(model))
         return self._flow
 
     def _learn_seeing(self, model: nn.Module, row: Tensor) -> Flow:
         """Learn the flow on a sequence with images [1, tokens]: a class may add them between two blocks."""
         if self._seeing is None:
-            self._seeing = learn(model, self.path, self.load, row, self.runs(model), self.pictures)
+            self._seeing = learn(model, self.paths, self.load, row, self.runs(model), self.pictures)
             if self._seeing.visits != self._learn(model).visits:
                 raise unsupported(self.source.architecture, "calls its blocks in another order where there are images")
         return self._seeing
@@ -410,7 +407,7 @@ class StreamedModel:
         """Compute the hidden states before block 0 for `ids` [samples, tokens], and record each block's call."""
         model, ids, seeing = self.ends(), ids.to(self.device), self.pictures.first(ids)
         flow = self._learn(model) if seeing is None else self._learn_seeing(model, seeing.to(self.device))
-        return record(model, self.path, flow, ids, chunk, self.runs(model), self.place, self.pictures)
+        return record(model, self.paths, flow, ids, chunk, self.runs(model), self.place, self.pictures)
 
     @torch.no_grad()
     def through(self, ids: Tensor, chunk: int = 4) -> Calls:
@@ -456,7 +453,7 @@ class StreamedModel:
         if calls is not None and hidden is None:
             hidden = calls.hidden
         model = self.ends()
-        return Answers(Head(model, self.path, self._learn(model), self.runs(model)), ids, hidden)
+        return Answers(Head(model, self.paths, self._learn(model), self.runs(model)), ids, hidden)
 
 
 class Head:
@@ -467,19 +464,19 @@ class Head:
     soft caps come from the model's class.
 
     Args:
-        model, path, flow, runs: as for `record`; takes over the model.
+        model, paths, flow, runs: as for `record`; takes over the model.
     """
 
-    def __init__(self, model: nn.Module, path: str, flow: Flow, runs: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module, paths: Sequence[str], flow: Flow, runs: nn.Module | None = None) -> None:
         assert not flow.live, "a live model ends in its own forward"
         self.model, self.runs = model, runs or model
         self._plays = torch.empty(0)
-        blocks = list(model.get_submodule(path).children())
+        blocks = blocks_of(model, paths)
 
         def takes(index: int, hidden: Tensor, _: Given) -> Any:
             return flow.output(blocks[index], hidden if index else self._plays)
 
-        stand_in(model, path, takes)
+        stand_in(model, paths, takes)
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -569,14 +566,14 @@ class LoadedModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval()
-        self.path = ""
+        self.paths: tuple[str, ...] = ()
         self.beside: Mapping[str, tuple[int, ...]] = {}
         # only transformers are known to pass hidden states from layer to layer
         if "input_ids" in inspect.signature(model.forward).parameters:
             with suppress(InputError):
-                self.path = find_blocks(model)
-        self._blocks = list(self.model.get_submodule(self.path).children()) if self.path else [self.model]
-        self.block_names = [f"{self.path}.{index}" for index in range(len(self._blocks))] if self.path else [""]
+                self.paths = find_stacks(model)
+        self._blocks = blocks_of(model, self.paths) if self.paths else [self.model]
+        self.block_names = names_of(model, self.paths) if self.paths else [""]
         self.flow = Flow(tuple(range(len(self._blocks))), False)
 
     @property
@@ -590,8 +587,7 @@ class LoadedModel:
 
     def rest(self) -> nn.Module:
         """Copy the parts outside of the blocks."""
-        blocks = self.model.get_submodule(self.path)
-        return copy.deepcopy(self.model, {id(blocks): blocks})
+        return copy.deepcopy(self.model, {id(block): block for block in self._blocks})
 
     def apply(self, transform: Transform) -> None:
         """Transform every part, in place."""
@@ -602,8 +598,8 @@ class LoadedModel:
     @torch.no_grad()
     def begin(self, ids: Tensor, chunk: int) -> Calls:
         """Compute hidden states before block 0 for `ids` [samples, tokens]; for a single block, `ids` is its input."""
-        if not self.path:
+        if not self.paths:
             nothing = [Given()]
             return Calls(ids, chunk, [nothing for _ in ids.split(chunk)], nothing)
-        self.flow = learn(self.model, self.path, self.load, ids)
-        return record(self.rest() if self.flow.live else self.model, self.path, self.flow, ids, chunk)
+        self.flow = learn(self.model, self.paths, self.load, ids)
+        return record(self.rest() if self.flow.live else self.model, self.paths, self.flow, ids, chunk)

@@ -8,7 +8,7 @@ recorded, and the model is live (see `streaming/calls.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from quantkit.model.streaming.calls import (
     uncached,
     unsupported,
 )
+from quantkit.model.structure.traced import blocks_of
 
 # sequences and tokens of the probe
 _ROWS, _TOKENS = 2, 8
@@ -64,7 +65,7 @@ class Flow:
 @torch.no_grad()
 def learn(
     model: nn.Module,
-    path: str,
+    paths: Sequence[str],
     load: Callable[[int], nn.Module],
     ids: Tensor,
     runs: nn.Module | None = None,
@@ -83,7 +84,7 @@ def learn(
     few = few if seeing is None else seeing
     try:
         with uncached(model):
-            return _learn(_Runner(model, path, load, runs or model, few, pictures))
+            return _learn(_Runner(model, paths, load, runs or model, few, pictures))
     except InputError:
         raise
     except Exception as problem:  # a class may raise anything on stand-ins
@@ -123,15 +124,15 @@ class _Runner:
     def __init__(
         self,
         model: nn.Module,
-        path: str,
+        paths: Sequence[str],
         load: Callable[[int], nn.Module],
         runs: nn.Module,
         ids: Tensor,
         pictures: Pictures,
     ) -> None:
         self.pictures = pictures
-        self.model, self.path, self.load, self.runs, self.ids = model, path, load, runs, ids
-        self.blocks = list(model.get_submodule(path).children())
+        self.model, self.paths, self.load, self.runs, self.ids = model, paths, load, runs, ids
+        self.blocks = blocks_of(model, paths)
         self.real = self.moving = self.departed = False
         self.forms: dict[type, int | None] = {}
         self.leaves_more: set[type] = set()  # classes that return tensors besides the hidden states
@@ -142,7 +143,7 @@ class _Runner:
 
     def run(self) -> None:
         self.noted, self._before, self.departed = [], None, False
-        with standing_in(self.model, self.path, self._takes):
+        with standing_in(self.model, self.paths, self._takes):
             forward(self.runs, self.ids, self.pictures)
 
     def batch(self) -> int:

@@ -78,20 +78,40 @@ def unknown_architecture(name: str, where: str, model_type: Any = None) -> Input
 
 
 def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: str) -> Kind:
-    """Return a model's kind. Raises `architecture-unsupported` for encoder-decoders, several modalities, sound."""
+    """Return a model's kind. Raises `architecture-unsupported` for several modalities, sound, and encoder-decoders that
+    generate no text.
+    """
     from transformers.models.auto import modeling_auto as auto
 
     claimed = model_class.input_modalities
-    arguments = inspect.signature(model_class.forward).parameters
-    both = config.get("is_encoder_decoder", getattr(model_class.config_class, "is_encoder_decoder", False))
-    both = bool(both) and _DECODER_IDS in arguments
+    arguments, both, writes = inspect.signature(model_class.forward).parameters, has_both(model_class, config), False
+    if both:
+        writes = model_class.can_generate()
     encoder = auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(str(config.get("model_type")))
     into = takes({claimed} if isinstance(claimed, str) else set(claimed), arguments)
-    return judge(model_class.__name__, into, both, config, where, encoder if isinstance(encoder, str) else None)
+    return judge(model_class.__name__, into, both, config, where, encoder if isinstance(encoder, str) else None, writes)
+
+
+def has_both(model_class: type[PreTrainedModel], config: Mapping[str, Any]) -> bool:
+    """Tell whether a class has an encoder and a decoder."""
+    both = config.get("is_encoder_decoder", getattr(model_class.config_class, "is_encoder_decoder", False))
+    return bool(both) and _DECODER_IDS in inspect.signature(model_class.forward).parameters
+
+
+def is_pair(model: torch.nn.Module) -> bool:
+    """Tell whether a model has an encoder and a decoder with text of its own."""
+    both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return bool(both) and _DECODER_IDS in inspect.signature(model.forward).parameters
 
 
 def judge(
-    name: str, into: Collection[str], both: bool, config: Mapping[str, Any], where: str, encoder: str | None
+    name: str,
+    into: Collection[str],
+    both: bool,
+    config: Mapping[str, Any],
+    where: str,
+    encoder: str | None,
+    writes: bool = False,
 ) -> Kind:
     """Return the kind of a class. Raises InputError (`architecture-unsupported`).
 
@@ -99,13 +119,14 @@ def judge(
         into: its inputs: text, image, audio, ...
         both: True if text goes through an encoder and a decoder.
         encoder: class of its encoder alone, if transformers has one.
+        writes: True if it generates text.
     """
     if set(into) == {"image"}:
         return "network"
     if name.endswith(_DECODERS) and not {"vision_config", "audio_config"} & set(config):
         return "decoder"  # Gemma3ForCausalLM inherits images as an input, but has no vision tower
-    if set(into) == {"text"} and not both:
-        return "encoder"
+    if set(into) == {"text"} and (writes or not both):
+        return "decoder" if both else "encoder"
     if {"text", "image"} <= set(into) <= _SEEN and not both and reads_images(name, config):
         return "decoder"
     value = f"{name} takes {' and '.join(sorted(into))}{' through an encoder and a decoder' if both else ''}"

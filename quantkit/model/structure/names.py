@@ -66,6 +66,8 @@ def match_names(weights: Weights, skeleton: PreTrainedModel) -> dict[str, str]:
     files = {}
     for name, tensor in wanted.items():
         candidates = [stored[twin] for twin in [name, *twins[id(tensor)]] if twin in stored]
+        if not candidates and not tensor.is_meta:  # the skeleton has computed it
+            continue
         if not candidates:
             absent = sum(other not in stored for other in wanted)
             shards = ", ".join(weights.shards[:3])
@@ -84,7 +86,8 @@ def match_names(weights: Weights, skeleton: PreTrainedModel) -> dict[str, str]:
                     'set "tie_word_embeddings": false in config.json',
                 )
                 raise InputError("weights-tied", other, f"differs from {held[0]}", rule, remedy)
-        files.update(dict.fromkeys(names, files[names[0]]))
+        if names[0] in files:
+            files.update(dict.fromkeys(names, files[names[0]]))
     _check_unused({file: name for name, file in stored.items() if name not in wanted}, skeleton)
     return files
 

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from quantkit.errors import InputError
 from quantkit.model.streaming.calls import filed, is_in_file
+from quantkit.model.structure.kinds import is_pair
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -176,6 +177,34 @@ def of_text(model: Any) -> Iterator[Any]:
     yield from (module for name, module in model.named_modules() if name.startswith(stack) or module is head)
 
 
+def find_stacks(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of a model's lists of blocks, in the order in which its forward calls them.
+
+    It is one list; of a model with an encoder and a decoder, the encoder's and the decoder's. Raises InputError
+    (`blocks-not-found`).
+    """
+    if not is_pair(model):
+        return (find_blocks(model),)
+    parts = [model.get_encoder(), model.get_decoder()]  # type: ignore[operator]
+    owners = [next(path for path, module in model.named_modules() if module is part) for part in parts]
+    return tuple(f"{owner}.{find_blocks(part)}" for owner, part in zip(owners, parts, strict=True))
+
+
+def blocks_of(model: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
+    """List the blocks of all lists."""
+    return [block for path in paths for block in model.get_submodule(path).children()]
+
+
+def names_of(model: nn.Module, paths: Iterable[str]) -> list[str]:
+    """List the names of the blocks of all lists."""
+    return [f"{path}.{name}" for path in paths for name, _ in model.get_submodule(path).named_children()]
+
+
+def is_inside(name: str, paths: Iterable[str]) -> bool:
+    """Tell whether a parameter or module belongs to a block, by its full name."""
+    return name.startswith(tuple(f"{path}." for path in paths))
+
+
 def find_head(model: nn.Module) -> str | None:
     """Return the path of the linear for logits, such as `lm_head`; None if the model names none."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -192,7 +221,10 @@ def has_interface(model: nn.Module) -> bool:
     from transformers import AttentionInterface
 
     inside = {
-        base.__module__ for module in model.get_submodule(find_blocks(model)).modules() for base in type(module).__mro__
+        base.__module__
+        for block in blocks_of(model, find_stacks(model))
+        for module in block.modules()
+        for base in type(module).__mro__
     }
     files = [vars(sys.modules[name]) for name in inside if name in sys.modules]
     return any(isinstance(value, AttentionInterface) for names in files for value in names.values())

@@ -210,10 +210,10 @@ class Ends:
     """A model without its blocks, on ids [samples, tokens], each below `ROWS`."""
 
     def __init__(self, stream: Whole, ids: Tensor) -> None:
-        self.path, self.ids = stream.path, ids
+        self.paths, self.ids = stream.paths, ids
         self.model = stream.rest()
-        self.flow = learn(self.model, self.path, stream.load, ids)
-        self._head = Head(self.model, self.path, self.flow)
+        self.flow = learn(self.model, self.paths, stream.load, ids)
+        self._head = Head(self.model, self.paths, self.flow)
         # the blocks are stand-ins without weights
         for module in self.model.modules():
             if isinstance(module, nn.Embedding) and module.weight.shape[0] > ROWS:
@@ -229,7 +229,7 @@ class Ends:
     def start(self) -> tuple[Tensor, list[Tensor]]:
         """Compute the hidden states before block 0, and the other tensor arguments of blocks."""
         with InDouble():  # type: ignore[no-untyped-call]
-            calls = record(self.model, self.path, self.flow, self.ids, len(self.ids))
+            calls = record(self.model, self.paths, self.flow, self.ids, len(self.ids))
         return calls.hidden, calls.tensors()
 
     def finish(self, hidden: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class Pipeline:
                     stream.apply(outcome.transform)
                 if outcome.unties and getattr(model.config, "tie_word_embeddings", False):
                     model.config.tie_word_embeddings = False  # type: ignore[union-attr]
-        probe = inputs[:2, :12] if stream.path else inputs[:2]
+        probe = inputs[:2, :12] if stream.paths else inputs[:2]
         how: dict[str, Any] = {"widest": layers.widest, "dtype": dtype, "seed": self.recipe.seed}
         for worked in work(
             stream, steps, layers.schemes, inputs, probe_ids=probe, activations=layers.activations, **how

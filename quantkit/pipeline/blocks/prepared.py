@@ -228,9 +228,11 @@ def _demand_purpose(request: Request, source: Source) -> None:
         other = "a copy of the folder without that file is a decoder, which llama.cpp pools as it is told"
         remark = f"an encoder, as {MODULES} pools {named} ({other})"
     demand_kind(request.recipe, request.target, (source.kind,), source.ref, remark)
-    if request.recipe.scheme.kv_cache is not None and source.kind != "decoder":
-        rule, remedy = "only a decoder has a KV cache", "--set scheme.kv_cache=null"
-        raise InputError("cache-unknown", where=source.ref, value=one(source.kind), rule=rule, remedy=remedy)
+    alone = source.kind == "decoder" and not source.has_encoder
+    if request.recipe.scheme.kv_cache is not None and not alone:
+        rule, remedy = "only a decoder alone has a KV cache of one kind", "--set scheme.kv_cache=null"
+        value = one(source.kind) + (" beside an encoder" if source.has_encoder else "")
+        raise InputError("cache-unknown", where=source.ref, value=value, rule=rule, remedy=remedy)
     if source.kind == "network":
         raise model_graph(source.architecture, source.ref)
 
@@ -354,10 +356,12 @@ def _beside(stream: StreamedModel, hidden: int) -> int:
     blocks that is wider than those has a part for each block."""
     from torch import nn
 
+    from quantkit.model.structure.traced import is_inside
+
     tables = [
         module.embedding_dim
         for name, module in stream.skeleton.named_modules()
-        if isinstance(module, nn.Embedding) and not name.startswith(f"{stream.path}.")
+        if isinstance(module, nn.Embedding) and not is_inside(name, stream.paths)
     ]
     return sum(width for width in tables if width > hidden)
 

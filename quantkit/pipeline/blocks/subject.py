@@ -217,7 +217,11 @@ class TransformerSubject(Subject):
         """Tell whether vLLM may run the checkpoint of a decoder: the target has cells of it."""
         tensors = any(load_exporter(step.name).stores == "tensors" for step in self.request.recipe.export)
         cells = any("vllm" in cells for cells in self.request.target.formats.values())
-        return self.request.vllm and tensors and cells and self.prepared.source.kind == "decoder"
+        return self.request.vllm and tensors and cells and self._decodes_alone()
+
+    def _decodes_alone(self) -> bool:
+        source = self.prepared.source
+        return source.kind == "decoder" and not source.has_encoder
 
     def compile_engines(self) -> None:
         """See `Subject`."""

@@ -106,7 +106,7 @@ def load(
     from quantkit.measurement.accuracy.purpose import purpose_of
 
     choice = recipe.calibration
-    demand_talking(choice, source.kind)
+    demand_talking(choice, "decoder beside an encoder" if source.has_encoder else source.kind)
     if choice.pictures is not None:
         demand_seeing(choice.pictures, source)
     tokens = sequence_length(choice.tokens, source, decisions)

@@ -181,7 +181,8 @@ class TorchRuntime(Runtime):
                 max_new_tokens=new_tokens,
                 do_sample=sample,
             )
-        new = output[0, inputs["input_ids"].shape[1] :]
+        # a decoder beside an encoder begins its own text, with one token
+        new = output[0, 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] :]
         return {
             "text": tokenizer.decode(new, skip_special_tokens=True),
             "tokens": int(new.numel()),

@@ -133,7 +133,9 @@ def export(path: Path, folder: Path, name: str, how: WeightScheme) -> tuple[Any,
     tensors = {
         linear: quantize(origin.weights.read(stream.files[f"{linear}.weight"]).float(), how)
         for linear, module in stream.skeleton.named_modules()
-        if linear.startswith(f"{stream.path}.") and is_linear(module) and not linear.endswith("1.self_attn.o_proj")
+        if linear.startswith(tuple(stream.block_names))
+        and is_linear(module)
+        and not linear.endswith("1.self_attn.o_proj")
     }
     finished.save(folder / "block", tensors, {})
     results = Finished([folder / "block"], dict.fromkeys(tensors, how))
@@ -221,7 +223,7 @@ def test_others_load_what_was_meant(tmp_path: Path, source: Path, name: str, fie
             limit = 2e-2 if "fp4" in how.format or half else 1e-3
             assert float((found - meant).abs().max() / meant.abs().max()) <= limit
         stream = reloaded(arguments[0] / "model")
-        scored = Head(stream.rest(), stream.path, stream.flow)(stream.run(ids, chunk=2), ids)
+        scored = Head(stream.rest(), stream.paths, stream.flow)(stream.run(ids, chunk=2), ids)
     assert float((scored - meant).abs().max() / meant.abs().max()) <= 2e-2
 
 

@@ -1,0 +1,132 @@
+"""Models with an encoder and a decoder, from a compile to a reload: T5, BART, Marian."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import zoo
+
+from quantkit.bundle import Bundle
+from quantkit.errors import InputError
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.calls import texts
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.pipeline import Request, compile_model
+from quantkit.pipeline.measure import measure_bundle
+from quantkit.pipeline.reload import reload
+from quantkit.runtimes import load_runtime
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+_SPECIAL = {"pad_token_id": 255, "eos_token_id": 257, "decoder_start_token_id": 256, "vocab_size": 258}
+_BART = {
+    **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2},
+    **{"decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64},
+    "forced_eos_token_id": None,
+}
+_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 2}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "t5": ("T5", "T5ForConditionalGeneration", {**_T5, "tie_word_embeddings": False}),
+    "t5-gated": ("T5", "T5ForConditionalGeneration", {**_T5, "feed_forward_proj": "gated-gelu"}),
+    "bart": ("Bart", "BartForConditionalGeneration", {**_BART, "bos_token_id": 256}),
+    "marian": ("Marian", "MarianMTModel", _BART),
+}
+FEW = ["calibration.samples=2", "calibration.tokens=32", "scheme.weights.group=16", "gates={}"]
+CHECKPOINT = "export=[{checkpoint: {}}]"
+
+
+@pytest.fixture(autouse=True)
+def fewer_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+
+
+def saved(name: str, folder: Path, tokenizer: Any) -> Path:
+    family, model_class, sizes = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**_SPECIAL, **sizes})
+    zoo.filled(getattr(transformers, model_class), config).save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def compiled(folder: Path, out: Path, recipe: str = "rtn-int4", **asked: Any) -> Any:
+    changes = [*FEW, CHECKPOINT, *asked.pop("changes", [])]
+    return compile_model(Request.of(str(folder), recipe=recipe, out=out, changes=changes, speed=False, **asked))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_stacks_are_quantized_and_transformers_loads_them(name: str, tmp_path: Path, byte_tokenizer: Any) -> None:
+    folder = saved(name, tmp_path / name, byte_tokenizer)
+    done = compiled(folder, tmp_path / "out", "awq-int4" if name == "bart" else "gptq-int4")
+    source = open_model(str(folder))
+    inside = [path for path, module in source.skeleton().named_modules() if isinstance(module, torch.nn.Linear)]
+    wanted = {path for path in inside if ".layers." in path or ".block." in path}
+    assert {layer.name for layer in done.bundle.manifest.layers} == wanted
+    assert any("encoder_attn.k_proj" in path or "EncDecAttention.k" in path for path in wanted)
+    checks = {check.name: check for check in done.bundle.manifest.checks}
+    assert all(checks[name].ok for name in ("stream.own_forward", "reload.transformers", "score.kl"))
+    rows = {row.name: row.value for row in done.rows}
+    assert 0 < rows["accuracy.kl"] < 5
+    # the text that the command line writes is transformers' own
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(done.bundle.model_folder)
+    ids = byte_tokenizer("a text", return_tensors="pt")["input_ids"]
+    own = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)[0, 1:]
+    written = load_runtime("torch").generate(done.bundle, "a text", new_tokens=8)
+    assert written["text"] == byte_tokenizer.decode(own, skip_special_tokens=True)
+
+
+def test_a_stream_is_the_models_own_forward_on_pairs_of_texts(tmp_path: Path, byte_tokenizer: Any) -> None:
+    folder = saved("marian", tmp_path / "marian", byte_tokenizer)
+    model = transformers.MarianMTModel.from_pretrained(folder).eval()
+    ids = zoo.ids(3, 16)
+    inputs = texts(model, ids)
+    assert inputs["decoder_input_ids"][:, 0].eq(256).all() and inputs["decoder_input_ids"][:, 1:].equal(ids[:, 1:])
+    with torch.no_grad():
+        own = model(**inputs).logits
+    assert torch.allclose(StreamedModel(open_model(str(folder))).answers(ids).all(), own, atol=1e-5)
+
+
+def test_the_decoders_keys_are_solved_by_what_the_encoder_puts_out(tmp_path: Path, byte_tokenizer: Any) -> None:
+    folder = saved("bart", tmp_path / "bart", byte_tokenizer)
+    stream, ids = StreamedModel(open_model(str(folder))), zoo.ids(2, 8)
+    read: list[torch.Tensor] = []
+    calls = stream.begin(ids, 1)
+    hidden = calls.hidden
+    for stage, index in enumerate(stream.visits):
+        block = stream.load(index)
+        if index == 2:
+            block.get_submodule("encoder_attn.k_proj").register_forward_pre_hook(lambda _, args: read.append(args[0]))
+        hidden = calls.pass_on(stage, calls.run_all(block, stage, hidden))
+    model = transformers.BartForConditionalGeneration.from_pretrained(folder).eval()
+    with torch.no_grad():
+        wanted = model.get_encoder()(input_ids=ids).last_hidden_state
+    assert torch.allclose(torch.cat(read), wanted, atol=1e-5)
+
+
+def test_a_bundle_is_verified_and_measured_again(tmp_path: Path, byte_tokenizer: Any) -> None:
+    folder = saved("t5", tmp_path / "t5", byte_tokenizer)
+    done = compiled(folder, tmp_path / "out")
+    checks, notes = reload(Bundle.load(done.bundle.path))
+    assert checks and all(check.ok for check in checks) and not notes
+    again = measure_bundle(Bundle.load(done.bundle.path), str(folder), runtime="torch", speed=False)
+    found = [{row.name: row.value for row in rows if row.name.startswith("accuracy.")} for rows in (done.rows, again)]
+    assert found[0] == found[1] and found[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        (["export=[{onnx: {}}]"], "architecture-unsupported"),
+        (["export=[{gguf: {}}]", "scheme.weights={format: q8_0}"], "architecture-unsupported"),
+        (["scheme.kv_cache={format: int8, granularity: tensor}"], "cache-unknown"),
+        (["calibration.generated=0.5"], "calibration-generated"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(
+    changes: list[str], code: str, tmp_path: Path, byte_tokenizer: Any
+) -> None:
+    folder = saved("t5", tmp_path / "t5", byte_tokenizer)
+    with pytest.raises(InputError) as caught:
+        compiled(folder, tmp_path / "out", changes=changes)
+    assert caught.value.code == code
