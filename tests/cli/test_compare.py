@@ -39,3 +39,19 @@ def test_margins_and_what_is_compared_are_the_user_s(tmp_path: Path, quantkit: A
     assert quantkit("compare", a, b, *options).code == 3
     assert quantkit("compare", a, b, *options, "--no-speed").code == 0
     assert quantkit("compare", a, b, *options, "--latency-margin", 1.0).code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--draft", "./a"), "--draft and --of name a bundle each"),
+        (("--of", "./a"), "--draft and --of name a bundle each"),
+        (("./a", "./b", "--draft", "./c", "--of", "./d"), "leave A out"),
+        (("--draft", "./c", "--of", "./d", "--measure"), "leave --measure out"),
+        (("./a",), "A and B, or --draft and --of"),
+    ],
+)
+def test_a_draft_is_named_with_its_target(options: tuple[str, ...], words: str, quantkit: Any) -> None:
+    ran = quantkit("compare", *options)
+    assert ran.code == 2 and "[usage]" in ran.err and words in ran.err
+    assert ran.err.count("\n") == 1
