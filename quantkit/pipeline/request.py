@@ -200,8 +200,8 @@ def demand_model(model: str, adapters: Sequence[str] = ()) -> None:
         demand_no_adapter(Path(model), model)
         demand_possible(model)
     for adapter in adapters:
-        if content.is_path(adapter):
-            Adapter.open(Path(adapter).expanduser())
+        if not adapter.startswith("hf:"):
+            Adapter.at(adapter)
 
 
 def _names(changes: Sequence[str], key: str) -> bool:

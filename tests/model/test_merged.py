@@ -230,7 +230,7 @@ def config(adapter: Path, **changes: object) -> None:
 
 def refused(base: Path, adapter: Path) -> InputError:
     with pytest.raises(InputError) as caught:
-        merge(open_model(str(base)), Adapter.open(adapter))
+        merge(open_model(str(base)), Adapter.at(str(adapter)))
     assert "\n" not in caught.value.line()
     return caught.value
 
@@ -279,7 +279,14 @@ def test_a_folder_without_an_adapter_and_pickles_are_refused(tmp_path: Path) -> 
     adapter = trained(base, tmp_path / "adapter")
     assert refused(base, tmp_path / "nowhere").code == "file-missing"
     assert refused(base, base).code == "adapter-invalid"
+    with pytest.raises(InputError, match=r"adapter-invalid.*\./french"):
+        open_merged(str(base), ["french"])
     weights = adapter / "adapter_model.safetensors"
+    flat = {name: value[:0] for name, value in load_file(weights).items()}
+    save_file(flat, tmp_path / "empty.safetensors")
+    shutil.copytree(adapter, tmp_path / "empty")
+    (tmp_path / "empty.safetensors").rename(tmp_path / "empty" / weights.name)
+    assert "a matrix" in refused(base, tmp_path / "empty").line()
     torch.save(load_file(weights), adapter / "adapter_model.bin")
     weights.unlink()
     error = refused(base, adapter)

@@ -24,12 +24,14 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
+from quantkit.content import is_path
 from quantkit.errors import InputError, absent
 from quantkit.model.sight import ADAPTER, by_peft, is_prompt
 from quantkit.model.source.files import file_sha256, remember
@@ -100,14 +102,25 @@ class Adapter:
     weights: Weights = field(repr=False)
 
     @classmethod
+    def at(cls, ref: str) -> Adapter:
+        """Open an adapter by its path as typed. Raises InputError: as `open`."""
+        if not is_path(ref):
+            rule = "an adapter is a folder (./folder) or hf:org/name"
+            raise InputError("adapter-invalid", "--adapter", ref, rule, f"./{ref}")
+        folder = Path(ref)
+        with suppress(RuntimeError):  # ~nobody
+            folder = folder.expanduser()
+        if not folder.exists():
+            raise absent(ref)
+        return cls.open(folder.resolve())
+
+    @classmethod
     def open(cls, folder: Path, ref: str = "") -> Adapter:
         """Open and check an adapter; its place is kept in the cache under its hash.
 
-        Raises InputError: `file-missing`, `adapter-invalid`, `adapter-kind`, those of `checked_file` and `read_header`.
+        Raises InputError: `adapter-invalid`, `adapter-kind`, those of `checked_file` and `read_header`.
         """
-        ref = ref or f"path:{folder.resolve().name}"
-        if not folder.exists():
-            raise absent(str(folder))
+        ref = ref or f"path:{folder.name}"
         if not (folder / ADAPTER).is_file():
             remedy = "give the folder that PEFT wrote: model.save_pretrained(folder)"
             raise InputError("adapter-invalid", ref, f"no {ADAPTER} in it", "an adapter is a folder of PEFT", remedy)
@@ -164,6 +177,10 @@ class Adapter:
             if not {"a", "b"} <= set(matrices) or (self.kind == "DoRA") != ("magnitude" in matrices):
                 value, rule = f"has {', '.join(sorted(matrices))}", "a module has A and B, and of DoRA its magnitudes"
                 raise InputError("adapter-invalid", f"{self.ref}: {module}", value, rule, "save the adapter again")
+            for name in matrices.values():
+                shape = self.weights.entries[name].shape
+                if 0 in shape or (len(shape) < 2 and name in (matrices["a"], matrices["b"])):
+                    raise InputError("adapter-invalid", f"{self.ref}: {name}", f"shape {list(shape)}", "a matrix")
         return {module: LowRank(**matrices) for module, matrices in modules.items()}
 
     @cached_property

@@ -19,11 +19,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle.manifest import AdapterEntry, SourceEntry
-from quantkit.content import is_path
 from quantkit.errors import InputError
 from quantkit.lazy import torch
 from quantkit.model.device import put
@@ -63,12 +61,7 @@ class _Change:
 
 def open_adapter(ref: str) -> Adapter:
     """Open an adapter by path or hub id. Raises InputError: those of `Adapter.open` and of the hub."""
-    if ref.startswith("hf:"):
-        return Adapter.open(from_hub(ref, False), ref)
-    if not is_path(ref):
-        rule = "an adapter is a folder (./folder) or hf:org/name"
-        raise InputError("adapter-invalid", "--adapter", ref, rule, f"./{ref}")
-    return Adapter.open(Path(ref).expanduser())
+    return Adapter.open(from_hub(ref, False), ref) if ref.startswith("hf:") else Adapter.at(ref)
 
 
 def open_merged(
