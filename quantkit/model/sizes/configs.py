@@ -101,8 +101,8 @@ def _of_floats(config: Mapping[str, Any], name: str) -> Architecture:
         assumed.append(f"blocks like Llama's: {model_type} is unknown")
     if family is None:
         rule = "sizes are read from the configs of known models"
-        remedy = f"known: {', '.join(sorted([*FAMILIES, *TEXT, *VISION]))}"
-        raise InputError("config-unknown", name, f"model_type {model_type!r:.60}", rule, remedy)
+        known = ", ".join(sorted(kind for kind in (*FAMILIES, *TEXT, *VISION) if not kind.endswith("_text")))
+        raise InputError("config-unknown", name, f"model_type {model_type!r:.60}", rule, f"known: {known}")
     figures = Figures(inner, name, family.defaults)
     figures.assumed += assumed
     head = not class_name.endswith("Model") or class_name.endswith(_HEADS)
