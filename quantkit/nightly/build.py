@@ -181,7 +181,7 @@ class _Measuring:
     def _scored(self, cell: NightCell, sides: Mapping[Side, Bundle]) -> dict[Side, Bundle]:
         """Score each side in a runtime without steps to time, unless it was already. Raises as `measure_bundle`."""
         if self.device is not None:
-            rule, remedy = "its own Python is on this machine", f"leave out `on` for runtime {cell.program}"
+            rule, remedy = "a night scores and loads it on this machine", f"leave out `on` for runtime {cell.program}"
             raise InputError("runtime-unsupported", cell.on, cell.program, rule, remedy)
         for bundle in sides.values():
             if not (bundle.path / f"items-{cell.program}.safetensors").is_file():
