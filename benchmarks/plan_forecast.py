@@ -96,7 +96,7 @@ def fit(folder: Path, sizes: Sequence[dict[str, Any]], seconds: float = math.inf
 
 def compared(rows: Sequence[dict[str, Any]], taught: Sequence[Sample], name: str) -> Iterator[dict[str, Any]]:
     """Each step that was timed, with its forecast."""
-    target = here(rows)
+    target = here(figures(rows))
     recipe, changes = RECIPES[name]
     question = PlanQuestion("smollm2-135m", [recipe], target, "onnxruntime", changes=[EXPORT, *changes])
     served = plan(question, taught).candidates[0].served

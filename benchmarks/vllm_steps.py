@@ -4,6 +4,7 @@
     python benchmarks/vllm_steps.py --fit           # times random models, writes planning/efficiencies.jsonl
     python benchmarks/vllm_steps.py                 # forecasts SmolLM2 and Qwen2.5-Coder from those, then times them
     python benchmarks/vllm_steps.py --target h100   # either on a GPU, with the figures that its target states
+    python benchmarks/vllm_steps.py --again benchmarks/results/vllm-steps-fit-YYYYMMDD.json --fit   # of timed steps
 
 vLLM's own generator sends bursts of requests at once to vLLM's own server, so a step includes scheduler, sampler and
 HTTP server:
@@ -11,8 +12,9 @@ HTTP server:
     prefill of a prompt     time to first token of a request alone
     decode step at B        median gap between two tokens in the second half of each of B answers
 
-Each burst is sent twice; the spread is that between the two. Targets: half of the steps of each format within 25 % of
-what was measured, and at least eight of ten within the printed interval.
+Each burst is sent twice; the spread is that between the two. Ceilings are measured before each model. The largest ones
+count, as a busy moment lowers one. Targets: half of the steps of each format within 25 % of what was measured, and at
+least eight of ten within the printed interval.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree
 from statistics import median
@@ -29,6 +31,7 @@ from typing import Any
 
 from harness.forecasts import COLUMNS, claims, compared, figures, here, learned, ship, unscored
 from harness.process import helper
+from harness.random_model import describe
 from harness.record import parsing, record, show, verdicts
 
 from quantkit import machine
@@ -49,7 +52,6 @@ SIZES: list[dict[str, Any]] = [
     {"layers": 12, "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 4, "vocabulary": 49152, "tied": True},
     {"layers": 32, "hidden": 512, "intermediate": 1408, "heads": 8, "kv_heads": 2, "vocabulary": 16384, "tied": True},
     {"layers": 20, "hidden": 768, "intermediate": 2048, "heads": 12, "vocabulary": 32768, "tied": True},
-    {"layers": 16, "hidden": 1280, "intermediate": 3456, "heads": 20, "kv_heads": 4, "vocabulary": 65536, "tied": True},
 ]
 # rounding is what differs least between models, and takes seconds
 RECIPES: Mapping[str, tuple[str, list[str]]] = {
@@ -59,35 +61,37 @@ RECIPES: Mapping[str, tuple[str, list[str]]] = {
 }
 OUTPUT, CONTEXT = 32, 1280
 # (requests, tokens of their prompts) of each burst
-BURSTS = 2 * [(1, 64), (1, 256), (1, 1024), (4, 256), (16, 256), (32, 256), (4, 1024)]
+BURSTS = 2 * [(1, 64), (1, 256), (1, 1024), (4, 256), (16, 128), (32, 128), (4, 1024)]
 MODELS = "smollm2-135m,qwen2.5-coder-0.5b"
+
+
+# (model, format, step, seconds, relative spread)
+Timed = tuple[str, str, ModelStep, float, float]
 
 
 @dataclass(frozen=True)
 class Place:
-    """The device that is timed, with the ceilings of the moment.
+    """The device that is timed.
 
     Args:
         target: its target.
         device: as measurements name it.
         read: bytes a second that it reads; None on a GPU, whose target states them.
-        figures: measured ceilings.
     """
 
     target: Target
     device: Mapping[str, str]
     read: float | None = None
-    figures: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str) -> Place:
-        """Return a GPU by its target's name, or this processor for none."""
+    def of(cls, name: str, ceiled: Iterable[Mapping[str, float]]) -> Place:
+        """Return a GPU by its target's name; for none this processor, with the largest of some ceilings."""
         if name:
             return cls(Target.load(name), machine.gpu(str(machine.gpus()[0][0]["name"])))
-        device = machine.device()
-        kept = ceilings.measured(machine.cores(), ("read", "compute", "bf16"), size=2048, runs=9)
-        rows = [one.as_dict(device=device, versions={}) for one in kept]
-        return cls(here(rows), device, float(kept[0].value or 0.0), figures(rows))
+        best: dict[str, float] = {}
+        for one in ceiled:
+            best |= {place: max(value, best.get(place, 0.0)) for place, value in one.items()}
+        return cls(here(best), machine.device(), best["memory.read_bandwidth"])
 
     def served(self, model: str, form: str, taught: Sequence[Sample]) -> Served:
         """Return the plan of a model in vLLM."""
@@ -95,6 +99,12 @@ class Place:
         one = plan(question, taught).candidates[0].served
         assert one is not None
         return one
+
+
+def ceilings_now() -> dict[str, float]:
+    """Measure the ceilings of this processor."""
+    kept = ceilings.measured(machine.cores(), ("read", "compute", "bf16"), size=2048, runs=9)
+    return figures(one.as_dict(device=machine.device(), versions={}) for one in kept)
 
 
 def checkpoint(model: str, form: str, out: Path) -> Path:
@@ -108,8 +118,8 @@ def checkpoint(model: str, form: str, out: Path) -> Path:
     return out
 
 
-def steps(folders: Mapping[str, Path], *, eager: bool) -> Iterator[tuple[str, ModelStep, float, float]]:
-    """Time the steps of checkpoints by format: (format, step, seconds, relative spread)."""
+def steps(model: str, folders: Mapping[str, Path], *, eager: bool) -> Iterator[Timed]:
+    """Time the steps of a model's checkpoints, which are by format."""
     place, visits = apart.demand(OWN.name), []
     for form, folder in folders.items():
         port = free_port()
@@ -136,7 +146,7 @@ def steps(folders: Mapping[str, Path], *, eager: bool) -> Iterator[tuple[str, Mo
             if count == 1:
                 seen.setdefault(ModelStep(1, prompt), []).append(row["ttfts"][0])
         for step, seconds in seen.items():
-            yield form, step, sum(seconds) / len(seconds), max(seconds) / min(seconds) - 1
+            yield model, form, step, sum(seconds) / len(seconds), max(seconds) / min(seconds) - 1
 
 
 def taught(place: Place, served: Served, subject: str, step: ModelStep, seconds: float) -> Sample:
@@ -163,31 +173,49 @@ def random(number: int, folder: Path) -> str:
     return str(model)
 
 
+def again(path: Path, folder: Path) -> tuple[list[Timed], dict[str, dict[str, float]]]:
+    """Read the timed steps and the ceilings of a record; random models are described anew."""
+    recorded = json.loads(path.read_text())
+    for number, size in enumerate(SIZES):
+        describe(folder / f"random{number}", positions=CONTEXT, **size)
+    timed = []
+    for row in recorded["rows"]:
+        step = ModelStep(row["batch"], row["tokens"], row["context"])
+        model = str(folder / row["model"]) if row["model"].startswith("random") else row["model"]
+        timed.append((model, row["format"], step, row["measured_ms"] / 1e3, row["spread"]))
+    return timed, recorded["settings"]["ceilings"]
+
+
 def main() -> int:
     parser = parsing(__doc__)
     parser.add_argument("--fit", action="store_true", help="time random models, and ship what they teach")
-    parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many of the random models")
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--target", default="", help="of a GPU; left out, this processor")
     parser.add_argument("--work", type=Path, help="keeps models and checkpoints there")
+    parser.add_argument("--again", type=Path, help="takes the steps of a record instead of timing")
     options = parser.parse_args()
-    rows, samples, ceiled = [], list[Sample](), {}
-    known = [] if options.fit else efficiency.shipped()
+    timed, ceiled = list[Timed](), dict[str, dict[str, float]]()
     with tempfile.TemporaryDirectory() as name:
         folder = options.work or Path(name)
-        models = range(options.sizes) if options.fit else options.models.split(",")
-        for one in models:
+        if options.again:
+            timed, ceiled = again(options.again, folder)
+        for one in () if options.again else range(len(SIZES)) if options.fit else options.models.split(","):
             model = random(one, folder) if options.fit else one
-            folders, place = checkpoints(model, folder), Place.of(options.target)
-            served = {form: place.served(model, form, known) for form in RECIPES}
-            ceiled[Path(model).name] = place.figures
-            for form, step, seconds, spread in steps(folders, eager=place.target.kind == "cpu"):
-                beside = compared(served[form].timed(step), seconds)
-                rows.append({"model": Path(model).name, "format": form, **beside, "spread": spread})
-                if options.fit:
-                    samples.append(taught(place, served[form], f"random {json.dumps(SIZES[one])}", step, seconds))
-            if options.fit:
-                ship("vllm", samples)
+            folders = checkpoints(model, folder)
+            ceiled[Path(model).name] = {} if options.target else ceilings_now()
+            timed += steps(model, folders, eager=not options.target)
+        place, known = Place.of(options.target, ceiled.values()), [] if options.fit else efficiency.shipped()
+        served = {(model, form): place.served(model, form, known) for model, form, *_ in timed}
+    rows, samples = [], []
+    for model, form, step, seconds, spread in timed:
+        name = Path(model).name
+        rows.append({"model": name, "format": form, **compared(served[model, form].timed(step), seconds)})
+        rows[-1] |= {"spread": spread}
+        if options.fit:
+            subject = f"random {json.dumps(SIZES[int(name.removeprefix('random'))])}"
+            samples.append(taught(place, served[model, form], subject, step, seconds))
+    if options.fit:
+        ship("vllm", samples)
     kinds = sorted({one.what for one in efficiency.shipped() if one.runtime == "vllm"})
     show("steps of vLLM's server", rows, COLUMNS | {"spread": "spread:.2f"})
     settings = {"bursts": BURSTS, "output": OUTPUT, "sizes": SIZES, "note": options.note, "ceilings": ceiled}

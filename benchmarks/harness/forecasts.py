@@ -9,8 +9,9 @@ from statistics import median
 from typing import Any
 
 from harness.record import layout
-from quantkit import machine
+from quantkit import content, machine
 from quantkit.bundle import Build
+from quantkit.content import read_yaml
 from quantkit.pipeline import Request
 from quantkit.pipeline.blocks.prepared import prepare
 from quantkit.pipeline.blocks.subject import TransformerSubject
@@ -41,11 +42,13 @@ def unscored(
         yield build.bundle, subject
 
 
-def here(rows: Iterable[Mapping[str, Any]]) -> Target:
-    """This machine's target with the ceilings among some rows."""
+def here(figures: Mapping[str, float]) -> Target:
+    """This machine's target with measured ceilings."""
     known = {"memory.capacity": machine.memory_limit(), "memory.last_level_cache": machine.last_level_cache()}
+    # `Target.load` would take what the doctor has measured
+    target = Target.from_dict(read_yaml(content.find("export", "cpu-x86")), name="cpu-x86")
     isa = machine.isa_features()
-    return Target.load("cpu-x86").resolve({"figures": known | figures(rows), "source": "this run", "isa": isa})
+    return target.resolve({"figures": known | dict(figures), "source": "this run", "isa": isa})
 
 
 def figures(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
