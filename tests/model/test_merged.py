@@ -182,6 +182,33 @@ def test_an_expert_of_its_own_name_is_merged(tmp_path: Path) -> None:
     assert own_forward.demand_equal(stream, zoo.ids(5, 24), 2).ok
 
 
+def test_onto_a_quantized_source_it_is_merged_onto_the_opened_weights(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", dtype=torch.bfloat16)
+    adapter = trained(base, tmp_path / "adapter")
+    folder = tmp_path / "fp8"
+    shutil.copytree(base, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].float().abs().amax().reshape(1, 1) / 448
+        tensors |= {name: (tensors[name].float() / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    edited = json.loads((folder / "config.json").read_text()) | {"quantization_config": stated}
+    (folder / "config.json").write_text(json.dumps(edited))
+    opened, source = open_model(str(folder)), open_merged(str(folder), [str(adapter)])
+    before, after, one = ours(opened), ours(source), Adapter.at(str(adapter))
+    for module, low in one.parts.items():
+        a, b = (one.weights.read(str(name)).float() for name in (low.a, low.b))
+        expected = before[f"{module}.weight"].float() + one.factor(module) * (b @ a)
+        assert torch.equal(after.pop(f"{module}.weight"), expected.to(torch.bfloat16))
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    assert source.quantization is not None and source.was == opened.was and source.dtype == "bfloat16"
+    stream = StreamedModel(source)
+    assert own_forward.demand_equal(stream, zoo.ids(5, 24), len(stream.block_names)).ok
+    written = open_model(str(source.in_files().path))
+    assert written.quantization is None and apart(ours(written), ours(source)) == 0
+
+
 def test_the_merged_model_as_files_is_the_merged_model(tmp_path: Path) -> None:
     base = tmp_path / "base"
     zoo.tiny("llama-tied").save_pretrained(base, max_shard_size="60KB")  # type: ignore[operator]
