@@ -113,7 +113,7 @@ def forecast(draft: Bundle, target: Bundle) -> tuple[DraftTimes | None, str]:
     except InputError as problem:
         return None, f"no times: {problem.value}"
     if None in (*theirs, *ours):
-        return None, f"no times: the plan has none for {aimed.name}"
+        return None, f"no times: the plan has none for {aimed.name} (`quantkit doctor --write` measures this machine)"
     seconds = [float(one or 0) for one in theirs]
     # of a pass the forecast may be that of a prompt, which has another basis than a step's
     passes = {tokens: max(seconds[0], one) for tokens, one in enumerate(seconds, start=1)}

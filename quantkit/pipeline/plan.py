@@ -194,7 +194,7 @@ def step_seconds(bundle: Bundle, target: Target, steps: Sequence[ModelStep]) -> 
 
     Raises InputError: a target that cannot run it.
     """
-    question = PlanQuestion(str(bundle.path), target=target, batches=(1,), devices=1)
+    question = PlanQuestion(str(bundle.path.resolve()), target=target, batches=(1,), devices=1)
     architecture = configs.read(question.model)
     recipe = fitted(Recipe.from_dict(bundle.manifest.recipe, name=bundle.manifest.recipe["name"]), target)[0]
     runtime, workload = _runtime(recipe, architecture.kind, target, None), _workload(question, architecture, target)

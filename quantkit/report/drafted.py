@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from quantkit.measurement.accuracy.drafts import WAYS, Drafted, DraftTimes, Gain
 from quantkit.report.kit import charts, words
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve
-from quantkit.report.kit.tree import Conclusion, Document, Exhibit, Part, Remark, Section, Sheet, Styled
+from quantkit.report.kit.tree import Conclusion, Document, Exhibit, On, Part, Remark, Section, Sheet, Styled
 
 _NAMES = {"greedy": "greedy decoding", "sampling": "sampling at temperature 1"}
 _COLOURS = {"greedy": QUANTIZED, "sampling": ORIGINAL}
@@ -60,8 +60,10 @@ def _acceptance(data: Drafted) -> list[Part]:
     rows = []
     for way in WAYS:
         mean = data.seen.mean(way)
-        rows.append([_NAMES[way], words.percent(mean.value), words.between(mean.ci95, words.percent), f"{mean.n:,}"])
-    table = Sheet(["", "accepted", "95\u00a0% interval", "positions"], rows)
+        shares, sure = data.seen.by_prompt(way), words.between(mean.ci95, words.percent)
+        of_prompts = words.between((min(shares), max(shares)), words.percent)
+        rows.append([_NAMES[way], words.percent(mean.value), sure, of_prompts])
+    table = Sheet(["", "accepted", "95\u00a0% interval", "of a prompt"], rows)
     return [Remark(f"{words.sentence(data.data)}; intervals are over prompts.", "caption"), table]
 
 
@@ -95,4 +97,8 @@ def _sure(gain: Gain) -> str:
 def _prompts(data: Drafted) -> list[Part]:
     shares = zip(*(data.seen.by_prompt(way) for way in WAYS), strict=True)
     rows = [[str(number), *map(words.percent, both)] for number, both in enumerate(shares, start=1)]
-    return [Sheet(["prompt", *(_NAMES[way] for way in WAYS)], rows, folded=True, title="Acceptance of each prompt")]
+    return [
+        Sheet(
+            ["prompt", *(_NAMES[way] for way in WAYS)], rows, folded=True, title="Acceptance of each prompt", on=On.PAGE
+        )
+    ]

@@ -19,6 +19,7 @@ from quantkit.measurement.accuracy.drafts import Acceptance
 from quantkit.measurement.rows import Row
 from quantkit.pipeline import drafts
 from quantkit.pipeline.drafts import concluded, forecast, judge_draft, measured
+from quantkit.target import Target
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +97,16 @@ def test_times_of_one_place_are_taken_and_a_pass_is_a_step_of_as_many_rows(pair:
     assert any("no decode step of both" in note for note in judged.notes)
 
 
-def test_without_recorded_steps_the_plan_is_asked(pair: tuple[Path, Path]) -> None:
+def test_without_recorded_steps_the_plan_is_asked(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     draft, target = (Bundle.load(path) for path in pair)
+    monkeypatch.setattr(drafts, "target_of", lambda _: Target.load("h100"))
     times, why = forecast(draft, target)
-    if times is None:  # a target that was never measured has no figures
-        assert why.startswith("no times")
-    else:
-        assert times.source == "forecast" and times.draft > 0
-        assert all(times.passes[k] >= times.step for k in times.passes)
+    assert times is not None and times.source == "forecast" and "h100" in times.about and why
+    assert times.draft > 0 and times.passes[1] == times.step
+    assert all(times.passes[k] >= times.step for k in times.passes)
+    monkeypatch.setattr(drafts, "step_seconds", lambda *_: ([None] * 9, "torch"))
+    times, why = forecast(draft, target)
+    assert times is None and why.startswith("no times")
 
 
 def test_another_vocabulary_and_what_does_not_decode_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

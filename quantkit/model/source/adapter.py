@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
-from quantkit.content import is_path
+from quantkit.content import is_path, near
 from quantkit.errors import InputError, absent
 from quantkit.model.sight import ADAPTER, by_peft, is_prompt
 from quantkit.model.source.files import file_sha256, remember
@@ -248,7 +248,7 @@ def _demand_kind(config: Mapping[str, Any], where: str, folder: Path) -> None:
         remedy = "compile the base model alone, and add the adapter where it is served"
         raise InputError("adapter-kind", where, kind, rule, remedy)
     if kind != "LORA":
-        raise InputError("adapter-kind", where, kind, "LoRA, rsLoRA and DoRA are merged", by_peft(folder, config))
+        raise InputError("adapter-kind", where, kind, "LoRA, rsLoRA and DoRA are merged", by_peft(near(folder), config))
     other = [key for key in _OTHER_MATH if config.get(key)]
     if start not in _PLAIN_START:
         rule = "this start of the training also changed the weights of the base model"
@@ -259,7 +259,7 @@ def _demand_kind(config: Mapping[str, Any], where: str, folder: Path) -> None:
     if strange:
         rule = "it may change how the adapter is merged" if not other else "this variant has no rule here"
         raise InputError(
-            "adapter-kind", where, f"{strange[0]}: {config[strange[0]]!r:.60}", rule, by_peft(folder, config)
+            "adapter-kind", where, f"{strange[0]}: {config[strange[0]]!r:.60}", rule, by_peft(near(folder), config)
         )
 
 
@@ -283,5 +283,5 @@ def _without_weights(folder: Path, ref: str) -> InputError:
         return InputError("adapter-invalid", ref, f"no {WEIGHTS} in it", "an adapter's weights are safetensors")
     rule = "quantkit never unpickles: a pickle can run any code"
     remedy = "convert it where you trust it, in Python: import torch, safetensors.torch as st; st.save_file("
-    remedy += f"torch.load({str(folder / pickled)!r}, weights_only=True), {str(folder / WEIGHTS)!r})"
+    remedy += f"torch.load({near(folder / pickled)!r}, weights_only=True), {near(folder / WEIGHTS)!r})"
     return InputError("weights-pickle", ref, f"only pickled weights ({pickled})", rule, remedy)

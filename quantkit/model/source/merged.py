@@ -141,8 +141,9 @@ def merge(source: Source, adapter: Adapter) -> Source:
 def note(adapter: Adapter) -> str:
     """Describe a merged adapter for the reader of figures."""
     ranks = " and ".join(map(str, adapter.ranks))
-    parts = [f"{adapter.kind} of rank {ranks} in {len(adapter.parts)} weights"] if adapter.parts else []
-    parts += [f"{len(adapter.replaced)} tensors replaced"] if adapter.replaced else []
+    count, others = len(adapter.parts), len(adapter.replaced)
+    parts = [f"{adapter.kind} of rank {ranks} in {count} weight{'s' * (count > 1)}"] if count else []
+    parts += [f"{others} tensor{'s' * (others > 1)} replaced"] if others else []
     return f"the adapter {adapter.name} is merged ({', '.join(parts)}); the original is the merged model"
 
 

@@ -532,8 +532,9 @@ def origin(manifest: Manifest) -> str:
 def adapter(entry: AdapterEntry) -> str:
     """Describe a merged adapter: `path:french, LoRA, rank 8, alpha 16, 24 weights, sha256 …`."""
     ranks = f"rank {' and '.join(map(str, entry.ranks))}, alpha {entry.alpha:g}" if entry.ranks and entry.alpha else ""
-    replaced = f"{entry.replaced} tensors replaced" if entry.replaced else ""
-    return words.joined(entry.ref, entry.kind, ranks, f"{entry.weights} weights", replaced, f"sha256 {entry.sha256}")
+    count = words.plural(entry.weights, "weight") if entry.weights else ""
+    replaced = f"{words.plural(entry.replaced, 'tensor')} replaced" if entry.replaced else ""
+    return words.joined(entry.ref, entry.kind, ranks, count, replaced, f"sha256 {entry.sha256}")
 
 
 def schemes(manifest: Manifest) -> list[tuple[int, str]]:
