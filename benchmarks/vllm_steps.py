@@ -5,6 +5,7 @@
     python benchmarks/vllm_steps.py                 # forecasts SmolLM2 and Qwen2.5-Coder from those, then times them
     python benchmarks/vllm_steps.py --target h100   # either on a GPU, with the figures that its target states
     python benchmarks/vllm_steps.py --again benchmarks/results/vllm-steps-fit-YYYYMMDD.json --fit   # of timed steps
+    python benchmarks/vllm_steps.py --again RECORD --load RECORD    # the plan against a load by vllm_load.py
 
 vLLM's own generator sends bursts of requests at once to vLLM's own server, so a step includes scheduler, sampler and
 HTTP server:
@@ -14,7 +15,7 @@ HTTP server:
 
 Each burst is sent twice; the spread is that between the two. Ceilings are measured before each model. The largest ones
 count, as a busy moment lowers one. Targets: half of the steps of each format within 25 % of what was measured, and at
-least eight of ten within the printed interval.
+least eight of ten within the printed interval; nine of ten figures of a load within 25 %.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shutil import copytree
 from statistics import median
@@ -32,7 +34,7 @@ from typing import Any
 from harness.forecasts import COLUMNS, claims, compared, figures, here, learned, ship, unscored
 from harness.process import helper
 from harness.random_model import describe
-from harness.record import parsing, record, show, verdicts
+from harness.record import layout, parsing, record, show, verdicts
 
 from quantkit import machine
 from quantkit.measurement.operators import ceilings
@@ -40,9 +42,13 @@ from quantkit.model.source.open import open_model
 from quantkit.pipeline.load import free_port
 from quantkit.pipeline.plan import PlanQuestion, plan
 from quantkit.planning import efficiency
+from quantkit.planning.batching import Server
 from quantkit.planning.efficiency import Sample
 from quantkit.planning.forecast import Served
+from quantkit.planning.held import held
+from quantkit.planning.load import visit
 from quantkit.planning.roofline import ModelStep
+from quantkit.planning.traffic import RequestKind, Traffic
 from quantkit.runtimes import apart
 from quantkit.runtimes.vllm import OWN, environment
 from quantkit.target import Target
@@ -62,6 +68,8 @@ RECIPES: Mapping[str, tuple[str, list[str]]] = {
 OUTPUT, CONTEXT = 32, 1280
 # (requests, tokens of their prompts) of each burst
 BURSTS = 2 * [(1, 64), (1, 256), (1, 1024), (4, 256), (16, 128), (32, 128), (4, 1024)]
+HOLDS = 0.9
+HELD = layout("bundle | subject | what | rate:g | planned:.3g | measured:.3g | ratio:.2f")
 MODELS = "smollm2-135m,qwen2.5-coder-0.5b"
 
 
@@ -186,6 +194,30 @@ def again(path: Path, folder: Path) -> tuple[list[Timed], dict[str, dict[str, fl
     return timed, recorded["settings"]["ceilings"]
 
 
+def loaded(path: Path, place: Place) -> Iterator[dict[str, Any]]:
+    """Set the plan of each bundle and its original beside a load, which `vllm_load.py` recorded."""
+    rows = [row for row in json.loads(path.read_text())["rows"] if "rate" in row["settings"]]
+    for bundle in dict.fromkeys(row["bundle"] for row in rows):
+        model, _, recipe = bundle.partition("--")
+        ours = [row for row in rows if row["bundle"] == bundle]
+        size = ours[0]["shape"]
+        traffic, longest = Traffic([RequestKind(size["prompt"], size["output"])]), size["prompt"] + size["output"]
+        counts = {row["settings"]["rate"]: row["n"] // 2 for row in ours if row["name"] == "load.requests"}
+        for name in (recipe, "float"):
+            question = PlanQuestion(model, [name], place.target, "vllm", **size)
+            served = plan(question, efficiency.shipped()).candidates[0].served
+            assert served is not None
+            seconds = partial(_seconds, served)
+            server = Server.of(seconds, longest=longest, cache_tokens=128 * longest, max_batch=128)
+            visits = {rate: visit(server, traffic, rate, count) for rate, count in counts.items()}
+            for one in held(name, ours, visits, None, original=name == "float"):
+                yield {"bundle": bundle, **one.as_dict(), "near": one.near}
+
+
+def _seconds(served: Served, batch: int, tokens: int, past: int) -> float:
+    return served.timed(ModelStep(batch, tokens, past)).seconds or 0.0
+
+
 def main() -> int:
     parser = parsing(__doc__)
     parser.add_argument("--fit", action="store_true", help="time random models, and ship what they teach")
@@ -193,6 +225,7 @@ def main() -> int:
     parser.add_argument("--target", default="", help="of a GPU; left out, this processor")
     parser.add_argument("--work", type=Path, help="keeps models and checkpoints there")
     parser.add_argument("--again", type=Path, help="takes the steps of a record instead of timing")
+    parser.add_argument("--load", type=Path, help="record of vllm_load.py on this machine, to hold the plan against")
     options = parser.parse_args()
     timed, ceiled = list[Timed](), dict[str, dict[str, float]]()
     with tempfile.TemporaryDirectory() as name:
@@ -223,6 +256,12 @@ def main() -> int:
     if options.fit:
         record("vllm-steps-fit", "what random models teach of vLLM's steps", rows, settings)
         return 0
+    if options.load:
+        figures_of = list(loaded(options.load, place))
+        show("the plan against a load in vLLM's server", figures_of, HELD)
+        record("vllm-held", "figures of plans for vLLM beside a measured load", figures_of, settings)
+        near = [row["near"] for row in figures_of]
+        return verdicts({f"{HOLDS:.0%} of the figures of a load within 25 %": sum(near) >= HOLDS * len(near)})
     record("vllm-steps", "forecasts of vLLM's steps from other models", rows, settings)
     return verdicts(claims(rows))
 
