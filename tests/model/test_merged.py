@@ -109,7 +109,7 @@ def test_two_adapters_are_merged_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_in_half_precision_it_is_rounded_once(tmp_path: Path) -> None:
-    """Each value is the bfloat16 nearest to the exact sum, of which PEFT's is sometimes not."""
+    """Each value is the bfloat16 nearest to the exact sum, and no further from it than PEFT's."""
     half = torch.bfloat16
     base = saved(tmp_path / "base", dtype=half)
     adapter = trained(base, tmp_path / "adapter", dtype=half)

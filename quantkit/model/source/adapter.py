@@ -14,8 +14,7 @@ model's.
     adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...lora_B.weight, ...
 
 The names and shapes of the tensors decide what is merged where; of the config, only the factor s and the variant count.
-The arithmetic is float32, and the result is rounded once to the dtype of W. PEFT rounds s B A to 16 bits as well, if
-both are stored so; in float32 the results are equal.
+The arithmetic is float32, and the result is rounded once to the dtype of W, as PEFT does with an adapter in float32.
 """
 
 from __future__ import annotations
