@@ -2,6 +2,7 @@
 
     python benchmarks/zoo.py
     python benchmarks/zoo.py --only llama AutoModelForMaskedLM --no-record
+    python benchmarks/zoo.py --only AutoModelForSeq2SeqLM                   # recorded, and laid over the page's rows
     python benchmarks/zoo.py --half                                         # decoders stored in bfloat16
     python benchmarks/zoo.py --dtypes                                       # all recipes on one Llama in three dtypes
     python benchmarks/zoo.py --page
@@ -78,10 +79,10 @@ def main() -> int:
     claim = (
         "a tiny model of every text architecture is compiled to figures that plain transformers finds too, or refused"
     )
-    name = "zoo_half" if options.half else "zoo"
-    path = record(name, claim, rows, settings, write=not (options.no_record or options.only))
+    name = "zoo_half" if options.half else "zoo_part" if options.only else "zoo"
+    path = record(name, claim, rows, settings, write=not options.no_record)
     if path is not None and not options.half:
-        page.PAGE.write_text(page.markdown(path), encoding="utf-8")
+        page.PAGE.write_text(page.markdown(page.newest()), encoding="utf-8")
     return status
 
 

@@ -112,6 +112,7 @@ class Exporter(Protocol):
         runtimes: runtimes that read its output.
         fuses: whether it gains from linears that are stored as one.
         moves: whether it can hold inputs whose channels are moved before they are quantized.
+        stacks: number of stacks of blocks that it can hold: 2 for an encoder and a decoder.
         adds: whether it can also export the checkpoint of a finished bundle.
         place: folder of a bundle that it writes.
         weights: suffix of its files of weights, if no table of bundles knows the folder.
@@ -126,6 +127,7 @@ class Exporter(Protocol):
     runtimes: tuple[str, ...]
     fuses: bool = False
     moves: bool = False
+    stacks: int = 1
     adds: bool = False
     place: str = ""
     weights: tuple[str, ...] = ()

@@ -65,6 +65,8 @@ _DEFAULTS: dict[Kind, Sequence[Sequence[str]]] = {
     "encoder": (("fp8",), ("int8-dynamic", "int8-tensorrt"), ("awq-int4",)),
     "network": (("int8-tensorrt",),),
 }
+# they run an encoder and a decoder
+_TWO_STACKS = ("onnxruntime", "torch")
 # they run language models and, some of them, encoders of text
 _TEXT_ALONE = ("vllm", "llama_cpp")
 
@@ -123,6 +125,7 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     architecture, aimed = configs.read(question.model), question.target
     target = aimed if isinstance(aimed, Target) else Target.load(this_machine() if aimed is None else aimed)
     target = target.served_by(question.runtime, machine.cores() if runs_here(target) else None)
+    target = _of_two_stacks(target) if architecture.has_encoder else target
     workload = _workload(question, architecture, target)
     if samples is None:
         samples = [*efficiency.measured(question.measured), *efficiency.own(), *efficiency.shipped()]
@@ -187,6 +190,15 @@ def _held(
         visits = {rate: visit(server, workload.traffic, rate, count) for rate, count in counts.items() if server}
         blocks = kv_blocks(served.architecture, served.cache, space * 2**30, workload.context, size) if space else None
         yield from held(recipe.name, rows, visits, blocks, original=original)
+
+
+def _of_two_stacks(target: Target) -> Target:
+    """Return a target with only the runtimes of an encoder and a decoder. Raises InputError `target-cannot-run`."""
+    able = [name for name in target.runtimes if name in _TWO_STACKS]
+    if not able:
+        value, rule = "an encoder and a decoder", f"only {' and '.join(_TWO_STACKS)} run them"
+        raise InputError("target-cannot-run", target.name, value, rule, "take a target with one of these runtimes")
+    return target.model_copy(update={"runtimes": able})
 
 
 def step_seconds(bundle: Bundle, target: Target, steps: Sequence[ModelStep]) -> tuple[list[float | None], str]:

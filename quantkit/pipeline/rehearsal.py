@@ -329,6 +329,9 @@ def cut(prepared: Prepared, index: int, folder: Path) -> None:
     source = prepared.original
     # passes that change the whole model do so with the cut one as well
     stream = StreamedModel(source) if prepared.stream.transforms else prepared.stream
+    if len(stream.paths) > 1:
+        where, rule = stream.block_names[index], "a block is rehearsed as the only one of a model"
+        raise InputError("block-not-alone", where, "a block of a decoder reads what the encoder puts out", rule)
     folder.mkdir(parents=True)
     for path, name in carried(source.path, code=source.trust_remote_code):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -61,6 +61,9 @@ def storage(architecture: Architecture, recipe: Recipe, export: str | None = Non
     if exporter.classes and architecture.class_name and architecture.class_name not in exporter.classes:
         rule = f"`{chosen}` supports {', '.join(exporter.classes)}"
         raise unheld(architecture.name, architecture.class_name, rule, f"leave `{chosen}` out of `export`")
+    if architecture.has_encoder and exporter.stacks == 1:
+        rule = f"`{chosen}` holds one stack of blocks"
+        raise unheld(architecture.name, "an encoder and a decoder", rule, f"leave `{chosen}` out of `export`")
     laid, assigned = _laid_over(architecture, recipe)
     stored = exporter.storage(steps[chosen].settings, laid)
     shared = architecture.tied and assigned.head is None
@@ -259,6 +262,8 @@ class Footprint:
         if self.architecture.kind != "decoder":
             return total
         for attention, count in self._attentions.items():
+            if not attention.causal:  # an encoder's
+                continue
             tokens = context if attention.window is None else min(context, attention.window)
             share = 1.0 if attention.kind == "latent" else -(-attention.kv_heads // devices) / attention.kv_heads
             total += count * tokens * share * self.cache.bytes(attention)
@@ -370,7 +375,7 @@ def _inner(layer: BlockShapes) -> tuple[int, int]:
     widths = {True: 0, False: 0}
     for matrix in layer.matrices:
         inside = matrix.name.removeprefix(layer.name)
-        attention = "attn" in inside or "attention" in inside
+        attention = "attn" in inside or "attention" in inside.lower()
         widths[attention] += matrix.active * (matrix.K if matrix.name.endswith(_LAST) else matrix.N)
     return widths[True], widths[False]
 

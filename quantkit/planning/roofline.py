@@ -226,16 +226,28 @@ def bound(
     head = architecture.head.name.rpartition(".")[2] if architecture.head is not None else None
     for product, times in products.items():
         # logits are needed for the last token of each sequence only
-        rows = step.batch if product.matrix.name == head else step.rows
-        works[_linear(product, rows, devices)] += times
+        rows = step.batch if product.matrix.name == head else rows_of(product.matrix, step)
+        if rows:
+            works[_linear(product, rows, devices)] += times
+    both, prefills = architecture.has_encoder, step.phase == "prefill"
     for layer in architecture.layers:
-        if layer.attention is not None:
+        # beside an encoder, a prompt passes through that one alone
+        if layer.attention is not None and not (both and layer.attention.causal == prefills):
             works[_attention(layer.attention, cache, step, devices, attention)] += 1
     ops = [
         Op(name, form, times, moved, stored, work, kind, *_roof(moved, work, kind, target))
         for (name, form, moved, stored, work, kind), times in works.items()
     ]
     return Bound(step, ops)
+
+
+def rows_of(matrix: Matrix, step: ModelStep) -> int:
+    """Return M of a linear in a step: beside an encoder, that of a source's tokens or of an answer's."""
+    if not matrix.when:
+        return step.rows
+    if step.phase == "prefill":  # the first token of the answer follows the prompt
+        return step.rows if matrix.when == "prompt" else step.batch
+    return step.rows if matrix.when == "step" else 0
 
 
 def alike(products: Iterable[RooflineProduct]) -> dict[RooflineProduct, int]:

@@ -9,6 +9,7 @@ from quantkit import machine
 from quantkit.bundle import Bundle
 from quantkit.kernels.cpu.library import why_not
 from quantkit.runtimes.onnxruntime import OnnxRuntime
+from quantkit.runtimes.onnxruntime.encoder_decoder import ENCODER
 from quantkit.runtimes.onnxruntime.session import OnnxModel
 
 
@@ -21,6 +22,8 @@ class QuantkitCpu(OnnxRuntime):
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """Return the reason: an unsuitable CPU, or no compiler."""
+        if folder is not None and (folder / ENCODER).is_file():
+            return "an encoder and a decoder are two graphs, and it multiplies in one"
         missing = [name for name in ("onnxruntime", "onnx") if not machine.has(name)]
         return f"{missing[0]} is not installed" if missing else why_not()
 

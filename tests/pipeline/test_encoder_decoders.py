@@ -1,5 +1,6 @@
 """Models with an encoder and a decoder, from a compile to a reload: T5, BART, Marian."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import zoo
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.model.source.open import open_model
-from quantkit.model.streaming.calls import texts
+from quantkit.model.streaming.calls import first_token, texts
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.measure import measure_bundle
@@ -76,6 +77,35 @@ def test_both_stacks_are_quantized_and_transformers_loads_them(name: str, tmp_pa
     assert written["text"] == byte_tokenizer.decode(own, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_two_graphs_answer_as_torch_does(name: str, tmp_path: Path, byte_tokenizer: Any) -> None:
+    folder = saved(name, tmp_path / name, byte_tokenizer)
+    changes = ["export=[{checkpoint: {}}, {onnx: {accuracy_level: 0}}]"]
+    done = compiled(folder, tmp_path / "out", changes=changes)
+    checks = {check.name: check for check in done.bundle.manifest.checks}
+    assert checks["reload.onnxruntime"].ok and checks["reload.onnxruntime"].value < 1e-4
+    rows: dict[str, dict[str, Any]] = {"torch": {}, "onnxruntime": {}}
+    for row in done.rows:
+        if row.name == "accuracy.kl":
+            rows[row.runtime][row.name] = row.value
+    assert rows["torch"]["accuracy.kl"] == pytest.approx(rows["onnxruntime"]["accuracy.kl"], rel=0.5)
+    texts_ = [load_runtime(runtime).generate(done.bundle, "a text", new_tokens=8)["text"] for runtime in rows]
+    assert texts_[0] == texts_[1]
+    model = load_runtime("onnxruntime").load(done.bundle)
+    for step in (model.decode(2, 8), model.prefill(2, 8)):
+        step()
+
+
+def test_the_first_token_is_that_of_generation_config(tmp_path: Path, byte_tokenizer: Any) -> None:
+    folder = saved("t5", tmp_path / "t5", byte_tokenizer)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("decoder_start_token_id", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"decoder_start_token_id": 7}))
+    assert first_token(StreamedModel(open_model(str(folder))).skeleton) == 7
+    assert first_token(transformers.T5ForConditionalGeneration.from_pretrained(folder)) == 7
+
+
 def test_a_stream_is_the_models_own_forward_on_pairs_of_texts(tmp_path: Path, byte_tokenizer: Any) -> None:
     folder = saved("marian", tmp_path / "marian", byte_tokenizer)
     model = transformers.MarianMTModel.from_pretrained(folder).eval()
@@ -117,7 +147,7 @@ def test_a_bundle_is_verified_and_measured_again(tmp_path: Path, byte_tokenizer:
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        (["export=[{onnx: {}}]"], "architecture-unsupported"),
+        (["export=[{openvino: {}}]"], "architecture-unsupported"),
         (["export=[{gguf: {}}]", "scheme.weights={format: q8_0}"], "architecture-unsupported"),
         (["scheme.kv_cache={format: int8, granularity: tensor}"], "cache-unknown"),
         (["calibration.generated=0.5"], "calibration-generated"),

@@ -15,6 +15,7 @@ from zoo.pictures import SEEING
 
 from quantkit.errors import InputError
 from quantkit.model.sizes import configs
+from quantkit.model.sizes.encoder_decoders import PAIRS
 from quantkit.model.sizes.families import FAMILIES, TEXT, VISION
 from quantkit.model.structure.traced import find_blocks, is_linear
 
@@ -33,6 +34,10 @@ _LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16} | {
 }
 _DEEP = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _CLASSES = {"num_labels": 7}
+_T5 = {"d_kv": 24, "d_ff": 96, "num_decoder_layers": 3}
+_BART = {"decoder_layers": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 80} | {
+    "max_position_embeddings": 48
+}
 _NO_WINDOW = {"sliding_window": None}
 # model type, class, what it has besides; every switch and every class that is counted by itself once
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -103,6 +108,13 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("deit", "DeiTModel", {"image_size": 30, "patch_size": 8}),
     ("deit", "DeiTForImageClassification", _CLASSES),
     ("deit", "DeiTForImageClassificationWithTeacher", _CLASSES),
+    ("t5", "T5ForConditionalGeneration", _T5),
+    ("mt5", "MT5ForConditionalGeneration", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    *(
+        (name, class_name, {**_BART, "decoder_start_token_id": 1})
+        for name, class_name in PAIRS.items()
+        if name not in ("t5", "mt5")
+    ),
 ]
 
 
@@ -156,7 +168,7 @@ def test_sizes_are_those_of_the_model_that_transformers_builds(
 
 
 def test_every_family_is_held_against_transformers() -> None:
-    assert {model_type for model_type, _, _ in CASES} == {*FAMILIES, *TEXT, *VISION}
+    assert {model_type for model_type, _, _ in CASES} == {*FAMILIES, *PAIRS, *TEXT, *VISION}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -16,7 +16,7 @@ Written by `make zoo` from `benchmarks/results/{record}`; edit `tests/zoo/page.p
 Does quantkit work on an architecture? A tiny random model of every text architecture in the auto classes of
 transformers {version}, and of twelve [vision-language classes](vision.md), went through a whole compile: quantized to 4
 bits by GPTQ in groups of 32, exported, reloaded, scored. Its figures were then compared with plain transformers, which
-knows nothing of quantkit.
+knows nothing of quantkit. T5, BART and their relatives have [a page of their own](encoder-decoders.md).
 
 - **works**: three things agree.
   - Perplexity of the source, perplexity of the bundle and KL (of an encoder, the cosine) equal those of two plain
@@ -40,11 +40,15 @@ def newest() -> Path:
 def markdown(record: Path) -> str:
     """The page."""
     content = json.loads(record.read_text())
-    rows = content["rows"]
+    parts = [part for part in sorted(record.parent.glob("zoo_part-*.json")) if _date(part) >= _date(record)]
+    rows = _replaced(content["rows"], [json.loads(part.read_text())["rows"] for part in parts])
     right = [row for row in rows if row["verdict"] == "right"]
     version = content["machine"]["packages"]["transformers"]
     head = _HEAD.format(record=record.name, version=version, error=max(row["error"] for row in right), others=_others())
-    parts = [head, _counts(rows), "\n## Works\n", *_works(right)]
+    if parts:
+        named = ", ".join(f"`{part.name}`" for part in parts)
+        head += f"\nSome classes were tried again since, one part of them at a time: {named}.\n"
+    written = [head, _counts(rows), "\n## Works\n", *_works(right)]
     others = {
         "Refused": ("refused", "Code and reason of each."),
         "Wrong": ("WRONG", "Known, and to be mended."),
@@ -54,8 +58,21 @@ def markdown(record: Path) -> str:
     for title, (verdict, words) in others.items():
         found = [row for row in rows if row["verdict"] == verdict]
         if found:
-            parts.append(f"\n## {title}\n\n{words}\n\n" + _table(found))
-    return "".join(parts)
+            written.append(f"\n## {title}\n\n{words}\n\n" + _table(found))
+    return "".join(written)
+
+
+def _date(record: Path) -> str:
+    return record.stem.rpartition("-")[2]
+
+
+def _replaced(rows: Sequence[Any], parts: Iterable[Sequence[Any]]) -> list[Any]:
+    """The rows of a campaign, with those of later ones in the place of rows of the same name."""
+    found = {row["name"]: row for row in rows}
+    for part in parts:
+        found |= {row["name"]: row for row in part}
+    order = list(dict.fromkeys(row["table"] for row in [*rows, *found.values()]))
+    return sorted(found.values(), key=lambda row: order.index(row["table"]))
 
 
 def _others() -> str:

@@ -72,6 +72,7 @@ class Checkpoint(Exporter):
     place = "model"
     runtimes = ("torch", "vllm")
     stores = "tensors"
+    stacks = 2
     Options = CheckpointOptions
 
     def accepts(self, options: CheckpointOptions, asked: LayerSpec) -> None:

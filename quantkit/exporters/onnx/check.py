@@ -4,6 +4,9 @@
                          compute in float32 (accuracy level 0, inputs not rounded) in spite of the file's settings, so
                          int8 rounding cannot hide a wrong nibble, zero point, mask or position
 
+Two graphs of an encoder and a decoder run a batch of whole answers, the same token by token through both caches, and a
+source with padding behind it.
+
 With quantized inputs:
 
     reload.integers      ||y - b - x̂ Wᵀ|| / ||x̂ Wᵀ|| <= 1e-4 for every product, as the median over its tokens. x̂ is the
@@ -38,7 +41,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from quantkit.bundle import Check
-from quantkit.exporters.check import all_within, counted, first_line, judged, prompt, reloaded
+from quantkit.errors import InputError
+from quantkit.exporters.check import all_within, counted, difference, first_line, judged, largest, prompt, reloaded
 from quantkit.exporters.onnx.ends import HEAD_ROWS, TABLE, Storage, with_ends
 from quantkit.exporters.onnx.integers import BYTES, LINEARS, expandable
 from quantkit.exporters.values import Values
@@ -46,6 +50,7 @@ from quantkit.formats.base import activation
 from quantkit.graph import integer
 from quantkit.graph.integer import QuantizedSite
 from quantkit.model.streaming.stream import set_tensor
+from quantkit.runtimes.onnxruntime.encoder_decoder import ENCODER, OnnxPair
 from quantkit.runtimes.onnxruntime.float_products import BIAS, Links, nodes_of, one_way
 from quantkit.runtimes.onnxruntime.open import write_optimized
 from quantkit.runtimes.onnxruntime.session import MODEL, OnnxModel
@@ -58,13 +63,18 @@ _SHARE = 0.95
 # half a step, with the rounding of float32
 _HALF = 0.501
 _PROMPTS = 0.25
+# tokens of a source before its padding
+_SHORT = 9
 
 
 def check(folder: Path, values: Values | None) -> list[Check]:
     """Check `onnx/` of a bundle; outputs only if the file is sound and expected values are available."""
-    checks = sound(folder)
+    both = (folder / ENCODER).is_file()
+    checks = [*sound(folder), *(sound(folder, ENCODER) if both else [])]
     if values is None or not all(check.ok for check in checks):
         return checks
+    if both:
+        return [*checks, _both(folder, values)]
     values = with_ends(values, *_stored(folder))
     checks.append(
         reloaded("reload.onnxruntime", LIMIT, values, lambda: OnnxModel(folder, threads=_threads(), accuracy_level=0))
@@ -329,3 +339,33 @@ def _unpadded(values: Values, linear: str) -> torch.Tensor:
     """Return the values of a linear's codes without padding."""
     shape = values.skeleton.get_parameter(f"{linear}.weight").shape
     return values.quantized(linear).dense()[:, : shape[0] if values.linears()[linear] else shape[1]]
+
+
+# --- an encoder and a decoder ---------------------------------------------------------------------------------------
+
+
+def _both(folder: Path, values: Values) -> Check:
+    """Make the check `reload.onnxruntime`."""
+    try:
+        model = OnnxPair(folder, threads=torch.get_num_threads(), accuracy_level=0)
+        error, where = largest(_runs(model, values))
+    except InputError as problem:
+        error, where = None, problem.line()
+    return judged("reload.onnxruntime", error, LIMIT, where)
+
+
+def _runs(model: OnnxPair, values: Values) -> Mapping[str, float]:
+    ids = prompt(values)
+    tokens, expected = ids.numpy(), values.stream.answers(ids).all().float().numpy()
+    runs = {"whole": difference(model.retold(tokens), expected)}
+    state, told = model.state(len(tokens), 2 * tokens.shape[1]), tokens.copy()
+    told[:, 0] = model.start
+    model.read(state, tokens)
+    steps = [model.write(state, told[:, [at]]) for at in range(tokens.shape[1])]
+    runs["steps"] = difference(np.concatenate(steps, axis=1), expected)
+    mask = np.ones_like(tokens)
+    mask[-1, _SHORT:] = 0
+    short = values.stream.answers(ids[-1:, :_SHORT]).all().float().numpy()
+    runs["padded source"] = difference(model.retold(tokens, mask)[-1:, :_SHORT], short)
+    runs["source beside it"] = difference(model.retold(tokens, mask)[:1], expected[:1])
+    return runs

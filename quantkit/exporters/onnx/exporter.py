@@ -19,7 +19,7 @@ from quantkit import machine
 from quantkit.bundle import Check, Decision, LayerEntry, decision
 from quantkit.content import Closed
 from quantkit.errors import MissingDependency
-from quantkit.exporters import Exporter, LayerSpec, Trial
+from quantkit.exporters import Exporter, LayerSpec, Trial, unheld
 from quantkit.exporters.onnx.nbits import refuse, refuse_heads
 from quantkit.model.structure.kinds import positions
 from quantkit.runtimes.text import json_or_empty
@@ -82,6 +82,7 @@ class Onnx(Exporter):
     stores = "graph"
     fuses = True
     moves = True
+    stacks = 2
     adds = True
     place = FOLDER
     Options = OnnxOptions
@@ -89,6 +90,12 @@ class Onnx(Exporter):
     def accepts(self, options: OnnxOptions, asked: LayerSpec) -> None:
         """Refuse unsupported layers. Raises the errors of `Exporter`; InputError `attention-unsupported`."""
         demand_packages("an ONNX export")
+        if asked.source is not None and asked.source.has_encoder:
+            for linear, inputs in asked.activations.items():
+                rule = "graphs of an encoder and a decoder have float inputs"
+                raise unheld(linear, f"activations in {inputs.format}", rule, "leave `onnx` out of `export`")
+            refuse(asked)
+            return
         asked.demand_graph(self.name)
         refuse(asked)
         if asked.source is not None and asked.source.kind == "decoder":
@@ -165,6 +172,8 @@ class Onnx(Exporter):
         source = values.source
         kind = "decoder" if source.kind == "decoder" else "encoder"
         context = context_of(source.config)
+        if source.has_encoder:
+            return _both(folder, values, options, context)
         stored, taken = ends(values, options.embedding, options.head_rows)
         weights, traced = replace(dialect_weights(values), ends=stored), trace(values.skeleton, kind)
         settings: dict[str, Any] = {
@@ -224,6 +233,33 @@ class Onnx(Exporter):
         from quantkit.exporters.onnx.check import check
 
         return check(bundle / FOLDER, values or decided(bundle))
+
+
+def _both(folder: Path, values: Values, options: OnnxOptions, context: int) -> list[Decision]:
+    """Write the two graphs of an encoder and a decoder, and return what is asked for that these do not have."""
+    from quantkit.exporters.carried import carry
+    from quantkit.exporters.onnx.dialect import OrtDialect
+    from quantkit.exporters.trace.encoder_decoder import trace_both
+    from quantkit.exporters.trace.rewrite import save
+    from quantkit.model.streaming.calls import first_token
+    from quantkit.runtimes.onnxruntime.encoder_decoder import ENCODER, START
+
+    weights, decisions = dialect_weights(values), list[Decision]()
+    how: dict[str, Any] = {"merge": options.merge, "accuracy_level": options.accuracy_level, "positions": context}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, traced in zip((ENCODER, MODEL), trace_both(values.skeleton), strict=True):
+        model = OrtDialect(traced, weights, **how).apply()
+        notes = {"quantkit.kind": "decoder", "quantkit.context": str(2 * context)}
+        notes |= {"quantkit.accuracy_level": str(options.accuracy_level if values.schemes else 0)}
+        model.metadata_props.update(notes | work(model) | {START: str(first_token(values.skeleton))})
+        save(model, folder / name, f"{name}.data")
+    carry(values.source, folder)
+    asked = {"prefill": (options.prefill, "same"), "embedding": (options.embedding, "float")}
+    for key, (wanted, plain) in asked.items():
+        if wanted != plain:
+            reason = f"graphs of an encoder and a decoder have `{key}: {plain}` alone"
+            decisions.append(decision("onnx", f"{key}-{plain}", MODEL, reason, wanted, plain))
+    return decisions
 
 
 def _fast(isa: Sequence[str]) -> str:

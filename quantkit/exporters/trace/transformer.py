@@ -37,7 +37,7 @@ from quantkit.model.to_onnx import quiet
 
 OPSET = 23
 # example sizes: all different, and none 0 or 1, which torch.export treats as constants
-_BATCH, _NEW, _PAST = 2, 5, 7
+BATCH, NEW, PAST = 2, 5, 7
 _ATTENTION = "quantkit_traced"
 _MODEL = "model."
 
@@ -66,7 +66,7 @@ _last: list[tuple[nn.Module, tuple[Any, ...], Traced]] = []
 _memory: ContextVar[_Memory] = ContextVar("memory")
 
 
-class _PassedOn(Cache):  # type: ignore[misc]
+class PassedOn(Cache):  # type: ignore[misc]
     """Cache that stores nothing: new keys and values go on to attention, which has the old ones."""
 
     def __init__(self, length: int) -> None:
@@ -205,7 +205,7 @@ def rms_norm(module: nn.Module) -> tuple[float, float] | None:
     return None
 
 
-def _stand_ins(model: nn.Module) -> None:
+def stand_ins(model: nn.Module) -> None:
     """Replace linears and norms by placeholders, in place."""
     for name, module in list(model.named_modules()):
         stand_in: nn.Module | None = None
@@ -218,7 +218,7 @@ def _stand_ins(model: nn.Module) -> None:
             setattr(model.get_submodule(parent), leaf, stand_in)
 
 
-def _hollow(model: nn.Module, floats: torch.dtype) -> None:
+def hollow(model: nn.Module, floats: torch.dtype) -> None:
     """Give every parameter without data one element in place of all; buffers stay float32."""
     for module in model.modules():
         for kind in (module._parameters, module._buffers):
@@ -249,7 +249,7 @@ class _Decoder(nn.Module):
             # a token's position is the number of real tokens before it: padding on the left does not count
             positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, total - new :]
         memory = _Memory(dict(zip(self.layers, past, strict=True)), attention_mask)
-        cache = _PassedOn(past[0][0].shape[2])
+        cache = PassedOn(past[0][0].shape[2])
         with memory.seen():
             answer = self.model(input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True)
         missing = [index for index in self.layers if index not in memory.present]
@@ -364,8 +364,8 @@ def _traced(
     blocks = model.get_submodule(path)
     assert isinstance(blocks, nn.ModuleList)
     like = _repeat.kinds(blocks)
-    _hollow(model, floats)
-    _stand_ins(model)
+    hollow(model, floats)
+    stand_ins(model)
     layers = _repeat.share(blocks, like, apart)
     AttentionInterface.register(_ATTENTION, _attention)
     model.config._attn_implementation = _ATTENTION  # type: ignore[union-attr]
@@ -379,23 +379,17 @@ def _traced(
         except (InputError, _repeat.CalledOtherwise):
             raise
         except Exception as problem:
-            raise InputError(
-                "export-untraceable",
-                where=type(skeleton).__name__,
-                value=str(problem).strip().split("\n", 1)[0][:300],
-                rule="torch.export traces the model's forward",
-                remedy=CHECKPOINT,
-            ) from problem
+            raise untraceable(skeleton, problem) from problem
     assert program is not None
     if isinstance(wrapped, _Encoder):
         names[1][:] = exported.call_spec.out_spec.context
     named = (skeleton.named_parameters(remove_duplicate=False), skeleton.named_buffers(remove_duplicate=False))
     known = {name for pairs in named for name, _ in pairs}
-    return _cleaned(program.model, names, decoder, len(blocks) if decoder else 0, path, known)
+    return cleaned(program.model, names, decoder, len(blocks) if decoder else 0, path, known)
 
 
 Parts = tuple[nn.Module, tuple[Any, ...], tuple[Any, ...], tuple[list[str], list[str], dict[str, list[str]]]]
-_BSP = ("batch_size", "sequence_length", "past_sequence_length", "total_sequence_length")
+BSP = ("batch_size", "sequence_length", "past_sequence_length", "total_sequence_length")
 
 
 def _decoder(model: nn.Module, floats: torch.dtype, positions: bool, layers: Sequence[int]) -> Parts:
@@ -403,12 +397,12 @@ def _decoder(model: nn.Module, floats: torch.dtype, positions: bool, layers: Seq
     config: Any = model.config
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    empty = torch.zeros(_BATCH, heads, _PAST, size, dtype=floats)
-    ones = torch.ones(_BATCH, _NEW + _PAST, dtype=torch.int64)
+    empty = torch.zeros(BATCH, heads, PAST, size, dtype=floats)
+    ones = torch.ones(BATCH, NEW + PAST, dtype=torch.int64)
     dynamic = torch.export.Dim.DYNAMIC
     first = {0: dynamic, 1: dynamic}
     cache = {0: dynamic, 2: dynamic}
-    batch, new, past, total = _BSP
+    batch, new, past, total = BSP
     inputs, outputs = ["input_ids", "attention_mask"], ["logits"]
     axes = {"input_ids": [batch, new], "attention_mask": [batch, total], "logits": [batch, new, ""]}
     for index in layers:
@@ -416,10 +410,10 @@ def _decoder(model: nn.Module, floats: torch.dtype, positions: bool, layers: Seq
             inputs.append(f"past_key_values.{index}.{part}")
             outputs.append(f"present.{index}.{part}")
             axes[inputs[-1]], axes[outputs[-1]] = [batch, "", past, ""], [batch, "", total, ""]
-    arguments: list[Any] = [ones[:, :_NEW].clone(), ones, [(empty.clone(), empty.clone()) for _ in layers]]
+    arguments: list[Any] = [ones[:, :NEW].clone(), ones, [(empty.clone(), empty.clone()) for _ in layers]]
     shapes: list[Any] = [first, first, [(cache, cache)] * len(layers)]
     if positions:
-        arguments.append(torch.arange(_NEW).repeat(_BATCH, 1))
+        arguments.append(torch.arange(NEW).repeat(BATCH, 1))
         shapes.append(first)
         inputs.append("position_ids")
         axes["position_ids"] = [batch, new]
@@ -430,17 +424,17 @@ def _encoder(model: nn.Module, whole: bool) -> Parts:
     parameters = inspect.signature(model.forward).parameters
     typed = "token_type_ids" in parameters and int(getattr(model.config, "type_vocab_size", 0) or 0) > 1
     extra = ["token_type_ids"] if typed else []
-    ones = torch.ones(_BATCH, _NEW, dtype=torch.int64)
+    ones = torch.ones(BATCH, NEW, dtype=torch.int64)
     free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     inputs = ["input_ids", "attention_mask", *extra]
-    axes = {name: list(_BSP[:2]) for name in inputs}
-    axes["last_hidden_state"] = [*_BSP[:2], ""]
+    axes = {name: list(BSP[:2]) for name in inputs}
+    axes["last_hidden_state"] = [*BSP[:2], ""]
     arguments = (ones, ones.clone(), *(torch.zeros_like(ones) for _ in extra))
     shapes = (free, free, *([(free,) * len(extra)] if extra else []))
     return _Encoder(model, extra, whole), arguments, shapes, (inputs, ["last_hidden_state"], axes)
 
 
-def _cleaned(
+def cleaned(
     model: ir.Model,
     names: tuple[list[str], list[str], dict[str, list[str]]],
     decoder: bool,
@@ -489,3 +483,9 @@ def _cleaned(
         if value.shape is not None:
             value.shape = ir.Shape([called.get(str(axis)) or axis for axis in value.shape])
     return Traced(model, parameters, decoder, layers)
+
+
+def untraceable(skeleton: nn.Module, problem: Exception) -> InputError:
+    """Make the error for a forward that cannot be traced."""
+    value, rule = str(problem).strip().split("\n", 1)[0][:300], "torch.export traces the model's forward"
+    return InputError("export-untraceable", type(skeleton).__name__, value, rule, CHECKPOINT)

@@ -13,6 +13,9 @@ from typing import Any, Literal
 from quantkit.errors import InputError
 from quantkit.kinds import Kind
 
+# tokens that a linear multiplies: all; of the source; of the answer
+When = Literal["", "prompt", "step"]
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -26,6 +29,7 @@ class Matrix:
         active: number of them that a token passes through.
         bias: True with a bias.
         router: True if it chooses experts; a parameter in transformers, not a linear, so recipes never quantize it.
+        when: "prompt" if it multiplies only the tokens of a source, "step" if only those of an answer.
     """
 
     name: str
@@ -35,6 +39,7 @@ class Matrix:
     active: int = 1
     bias: bool = False
     router: bool = False
+    when: When = ""
 
     @property
     def parameters(self) -> int:
@@ -122,6 +127,11 @@ class Architecture:
     assumed: Sequence[str] = ()
     ends: int = 0
     class_name: str = ""
+
+    @property
+    def has_encoder(self) -> bool:
+        """True for a decoder beside an encoder."""
+        return any(matrix.when for matrix in self.inside())
 
     @property
     def parameters(self) -> int:

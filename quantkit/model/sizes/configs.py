@@ -25,6 +25,7 @@ from quantkit.content import Closed, is_path, read_yaml, validated
 from quantkit.errors import InputError, MissingDependency, absent, one, unknown_name
 from quantkit.model.sight import models_below
 from quantkit.model.sizes.architecture import Architecture, Figures
+from quantkit.model.sizes.encoder_decoders import PAIRS, encoder_decoder
 from quantkit.model.sizes.families import FAMILIES, TEXT, VISION, assumed_family, decoder, text_encoder, vision_encoder
 from quantkit.model.sizes.quantized import SourceGrid, grid_of
 
@@ -95,13 +96,17 @@ def _of_floats(config: Mapping[str, Any], name: str) -> Architecture:
         figures.assumed += assumed
         build = text_encoder if model_type in TEXT else vision_encoder
         return build(figures, class_name, name)
+    if class_name in ("", PAIRS.get(model_type)) and model_type in PAIRS:
+        figures = Figures(inner, name)
+        figures.assumed += assumed
+        return encoder_decoder(figures, name)
     family = FAMILIES.get(model_type)
     if family is None:
         family = assumed_family(inner)
         assumed.append(f"blocks like Llama's: {model_type} is unknown")
     if family is None:
         rule = "sizes are read from the configs of known models"
-        known = ", ".join(sorted(kind for kind in (*FAMILIES, *TEXT, *VISION) if not kind.endswith("_text")))
+        known = ", ".join(sorted(kind for kind in (*FAMILIES, *PAIRS, *TEXT, *VISION) if not kind.endswith("_text")))
         raise InputError("config-unknown", name, f"model_type {model_type!r:.60}", rule, f"known: {known}")
     figures = Figures(inner, name, family.defaults)
     figures.assumed += assumed
@@ -115,7 +120,7 @@ def _of_floats(config: Mapping[str, Any], name: str) -> Architecture:
 def is_known(config: Mapping[str, Any]) -> bool:
     """Tell whether the blocks of a `model_type` are known, for the text part if there is one."""
     inner = next((config[key] for key in _NESTED if isinstance(config.get(key), dict)), config)
-    return str(inner.get("model_type")) in (*FAMILIES, *TEXT, *VISION)
+    return str(inner.get("model_type")) in (*FAMILIES, *PAIRS, *TEXT, *VISION)
 
 
 def _text_part(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str]]:

@@ -213,6 +213,8 @@ class LaidOver:
             others += sum(matrix.count * matrix.N * (matrix.K + 4.0) for matrix in again)
         block, rest = _GRAPH[architecture.kind]
         table = table_bytes(architecture, options.embedding, coded=coded)
+        if architecture.has_encoder:  # each of two graphs holds the tokens
+            table = 8.0 * architecture.embeddings
         last = _in_graph(head, options) if head is not None else None
         return Storage("float32", filled, last, table, others, float(block * len(architecture.layers) + rest))
 
@@ -270,7 +272,7 @@ def table_bytes(architecture: Architecture, stored: str, *, coded: bool) -> floa
 
 def _rotary(architecture: Architecture) -> float:
     """Return the bytes of cosines and sines of every position, float32, once for all layers with equal rotation."""
-    if architecture.kind != "decoder" or architecture.max_context is None:
+    if architecture.kind != "decoder" or architecture.max_context is None or architecture.has_encoder:
         return 0.0
     apart = architecture.model_type in ("gemma3_text", "olmo3")  # layers with a window have angles of their own
     kinds = {

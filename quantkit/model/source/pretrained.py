@@ -106,6 +106,14 @@ def network(model_class: Any, folder: Path | None, *, trust: bool | None = None,
         return model_class.from_pretrained(folder, **{**fixed, **options})
 
 
+def with_generation(model: Any, folder: Path) -> None:
+    """Give a model the folder's generation config, as loading it does: it may name the token that begins a text."""
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
 def config_of_gguf(path: Path) -> Any:
     """Read the config of a GGUF file's metadata with transformers; raises as `of_gguf`."""
     from transformers import AutoConfig

@@ -373,7 +373,7 @@ def texts(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
 def first_token(model: Any) -> int:
     """Return the first token of texts by a decoder beside an encoder."""
     keys = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
-    places = (getattr(model, "generation_config", None), model.config)
+    places = (model.config, getattr(model, "generation_config", None))
     stated = (getattr(place, key, None) for key in keys for place in places)
     return next((token for token in stated if isinstance(token, int)), 0)
 

@@ -26,6 +26,7 @@ from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.model.device import Lane
 from quantkit.model.sizes.architecture import EXPERTS_IN_MEMORY
+from quantkit.model.source import pretrained
 from quantkit.model.source.open import Source
 from quantkit.model.streaming.calls import (
     NO_PICTURES,
@@ -241,6 +242,8 @@ class StreamedModel:
         self.source, self.device, self.place = source, device, place
         self.skeleton: nn.Module = source.skeleton()
         self.paths = find_stacks(self.skeleton)
+        if len(self.paths) > 1:
+            pretrained.with_generation(self.skeleton, source.path)
         self.blocks = blocks_of(self.skeleton, self.paths)
         self.block_names = names_of(self.skeleton, self.paths)
         self.files = match_names(source.weights, self.skeleton) if files is None else dict(files)

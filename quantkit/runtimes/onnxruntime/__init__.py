@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantkit.runtimes import FileRuntime
-from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, OnnxGraph, OnnxModel
+from quantkit.runtimes.onnxruntime.encoder_decoder import opened
+from quantkit.runtimes.onnxruntime.session import FOLDER, MODEL, OnnxGraph
 
 
 class OnnxRuntime(FileRuntime):
@@ -15,7 +16,7 @@ class OnnxRuntime(FileRuntime):
     imports, extra, order = ("onnxruntime",), "onnx", 0
     graph, file = MODEL, f"{FOLDER}/{MODEL}"
     absent = ("bundle-without-onnx", "this runtime runs the ONNX export")
-    model = OnnxModel
+    model = staticmethod(opened)
 
     def opens_graph(self, file: Path, threads: int | None = None) -> OnnxGraph:
         """Open as `Runtime.opens_graph` does. Raises as `open_graph`."""
