@@ -58,8 +58,8 @@ def main() -> int:
     parser.add_argument("--models", default="smollm2-135m,qwen2.5-coder-0.5b")
     parser.add_argument("--recipes", default="awq-int4,int8-dynamic")
     options = parser.parse_args()
-    rows = []
-    for model in options.models.split(","):
+    rows, models = [], options.models.split(",")
+    for model in models:
         for recipe in options.recipes.split(","):
             bundle = options.work / f"{Path(model).name}--{recipe}"
             if not bundle.exists():
@@ -70,7 +70,8 @@ def main() -> int:
     show("KL divergence, nats", rows, {**columns, "across": "from itself:.5f", "floor": "noise floor:.5f"})
     off = [row["bundle"] for row in rows if abs(row["vllm"] - row["torch"]) > FLOORS * row["floor"] + row["across"]]
     claim = "in vLLM a bundle loses what it loses in torch, within 3 noise floors and its own departure"
-    record("vllm-accuracy", claim, rows, {"vllm": dict(apart.demand("vllm").versions), "floors": FLOORS})
+    name = "vllm-accuracy" + (f"-{Path(models[0]).name}" if len(models) == 1 else "")
+    record(name, claim, rows, {"vllm": dict(apart.demand("vllm").versions), "floors": FLOORS})
     return verdicts({f"every bundle loses as much in both: {' '.join(off)}": not off})
 
 
