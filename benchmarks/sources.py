@@ -1,7 +1,7 @@
 """Quantized sources: every weight is opened to what its library makes of it, bit for bit; then it is quantized again.
 
-    python benchmarks/sources.py                                    all layouts, both models, equality alone
-    python benchmarks/sources.py --recipes awq-int4 int8-dynamic    and the harm of two recipes on each source
+    python benchmarks/sources.py --work DIR                         all layouts, both models, equality alone
+    ... --recipes awq-int4 int8-dynamic                             and the harm of two recipes on each source
 
 The models are copied in bfloat16 first, as people bring them. quantkit writes the layouts of compressed-tensors, GPTQ
 and bitsandbytes by round to nearest; the script writes `fp8` in blocks of 128 x 128 and AWQ, which quantkit does not.
@@ -16,28 +16,29 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.process import compiled
+from harness.process import compiled, environment
 from harness.record import parsing, record, show, verdicts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b")
-_GPTQ = ("scheme.weights.symmetric=true", "scheme.weights.scale=float16", "export=[{checkpoint: {layout: gptq}}]")
-# layout -> recipe and its changes
-WRITTEN: dict[str, tuple[str, tuple[str, ...]]] = {
-    "int4": ("rtn-int4", ("scheme.weights.scale=bfloat16",)),
-    "int8": ("int8-dynamic", ("passes=[rtn]",)),
-    "fp8": ("fp8", ("passes=[rtn]",)),
-    "nvfp4": ("nvfp4", ("passes=[rtn]",)),
-    "mxfp4": ("mxfp4", ("passes=[rtn]",)),
-    "nf4": ("nf4", ("passes=[rtn]",)),
-    "gptq": ("rtn-int4", _GPTQ),
-    "gptq-v2": ("rtn-int4", ("scheme.weights.scale=float16", "export=[{checkpoint: {layout: gptq-v2}}]")),
+_CHANNEL, _GROUP64 = {"granularity": "channel"}, {"granularity": "group", "group": 64}
+# layout -> its name, scheme of the weights, kind of the rounded inputs
+WRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "int4": ("pack-quantized", {"format": "int4", "symmetric": False, "scale": "bfloat16", **_GROUP64}, ""),
+    "int8": ("int-quantized", {"format": "int8", "scale": "bfloat16", **_CHANNEL}, "int"),
+    "fp8": ("float-quantized", {"format": "fp8_e4m3", "scale": "bfloat16", **_CHANNEL}, "float"),
+    "nvfp4": ("nvfp4-pack-quantized", {"format": "nvfp4"}, ""),
+    "mxfp4": ("mxfp4-pack-quantized", {"format": "mxfp4"}, ""),
+    "nf4": ("bitsandbytes", {"format": "nf4", "scale": "double"}, ""),
+    "gptq": ("gptq", {"format": "int4", **_GROUP64}, ""),
+    "gptq-v2": ("gptq-v2", {"format": "int4", "symmetric": False, **_GROUP64}, ""),
 }
+INPUTS = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
 LAYOUTS = (*WRITTEN, "fp8-block", "awq")
 GROUP, BLOCK = 64, 128
 
@@ -64,9 +65,18 @@ def _restate(folder: Path, **changes: Any) -> None:
 def source(model: Path, layout: str, folder: Path) -> Path:
     """Write a model in a layout."""
     if layout in WRITTEN:
-        recipe, changes = WRITTEN[layout]
-        compiled(model, recipe, folder, *(f"--set={change}" for change in changes), "--no-speed")
-        return folder / "model"
+        from exported import export
+
+        from quantkit.scheme import WeightScheme
+
+        name, fields, inputs = WRITTEN[layout]
+        written = export(model, folder, WeightScheme(**fields), norms=1.0, layout=name).model
+        if inputs:
+            stated = json.loads((written / "config.json").read_text())["quantization_config"]
+            for group in stated["config_groups"].values():
+                group["input_activations"] = {**INPUTS, "type": inputs}
+            _restate(written, quantization_config=stated)
+        return written
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(model, folder)
@@ -169,8 +179,10 @@ def held(layout: str, folder: Path) -> dict[str, Any]:
     return {**about, "tensors": len(names), "equal": equal}
 
 
-def rows(models: list[str], layouts: list[str], recipes: list[str], place: Path) -> Iterator[dict[str, Any]]:
-    """Write, open and quantize again; what is in `place` already is not made again."""
+def rows(models: list[str], layouts: list[str], recipes: list[str], place: Path) -> list[dict[str, Any]]:
+    """Write, open and quantize again; figures in `place` are not taken again."""
+    file = place / "rows.json"
+    taken: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
     for model in models:
         floats = place / f"{model}-bfloat16"
         if not floats.exists():
@@ -180,16 +192,21 @@ def rows(models: list[str], layouts: list[str], recipes: list[str], place: Path)
             written = folder / "model" if layout in WRITTEN else folder
             if not (written / "config.json").exists():
                 written = source(floats, layout, folder)
-            row = {"model": model, "layout": layout, **held(layout, written)}
-            for recipe in recipes:
+            row = taken.setdefault(f"{model} {layout}", {"model": model, "layout": layout})
+            if "equal" not in row:
+                row |= held(layout, written)
+            for recipe in (one for one in recipes if one not in row):
                 again = place / f"{model}-{layout}--{recipe}"
                 shutil.rmtree(again, ignore_errors=True)
-                result, done = compiled(written, recipe, again, "--set=export=[{checkpoint: {}}]", "--no-speed")
+                # on one thread: on several, sums end in another bit, and rounded inputs in another code
+                changes = ("--set=export=[{checkpoint: {}}]", "--no-speed")
+                result, done = compiled(written, recipe, again, *changes, env=environment(1))
                 kl = next(one for one in result["measurements"] if one["name"] == "accuracy.kl")
                 row |= {recipe: kl["value"], f"{recipe} ci95": kl["ci95"], f"{recipe} seconds": done.wall}
                 shutil.rmtree(again, ignore_errors=True)
+            file.write_text(json.dumps(taken))
             print(json.dumps(row), flush=True)
-            yield row
+    return list(taken.values())
 
 
 def main() -> int:
@@ -197,10 +214,10 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--recipes", nargs="*", default=[], help="quantize each source again")
-    parser.add_argument("--work", type=Path, required=True, help="folder for the sources; kept")
+    parser.add_argument("--work", type=Path, required=True, help="sources and figures; a later run goes on there")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    found = list(rows(arguments.models, arguments.layouts, arguments.recipes, arguments.work))
+    found = rows(arguments.models, arguments.layouts, arguments.recipes, arguments.work)
     claim = "a quantized source is opened to what its library makes of it, bit for bit, and quantized again"
     columns = {"model": "model", "layout": "layout", "was": "source", "bytes": "bytes:,", "against": "held against"}
     columns |= {

@@ -92,8 +92,10 @@ class Exported:
         return self.source.weights.read(self.stream.files[f"{linear}.weight"])
 
 
-def export(path: Path, folder: Path, schemes: Any, *, head: bool = False, **options: Any) -> Exported:
-    """Round every linear of the blocks, by one scheme or by a function of its name, and change a norm."""
+def export(
+    path: Path, folder: Path, schemes: Any, *, head: bool = False, norms: float = 1.5, **options: Any
+) -> Exported:
+    """Round every linear of the blocks, by one scheme or by a function of its name, and change norms by a factor."""
     source = open_model(str(path))
     stream = StreamedModel(source)
     blocks = tuple(f"{name}." for name in stream.block_names) + (("lm_head",) if head else ())
@@ -109,7 +111,7 @@ def export(path: Path, folder: Path, schemes: Any, *, head: bool = False, **opti
     changed = {}
     for name in stream.files:
         if name.endswith("post_attention_layernorm.weight"):
-            changed[name] = source.weights.read(stream.files[name]) * 1.5
+            changed[name] = source.weights.read(stream.files[name]) * norms
     file = folder.parent / f"{folder.name}-block.safetensors"
     folder.mkdir()
     finished.save(file, tensors, changed)

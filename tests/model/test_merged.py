@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from exported import export, scheme
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import InputError
@@ -95,6 +96,19 @@ def test_a_merge_is_peft_s(model: str, settings: dict[str, Any], tmp_path: Path)
     assert apart(after, theirs) <= 1e-6
     assert apart(before, theirs) > 1e-2
     assert source.name == "base+adapter" and source.kind == "decoder"
+
+
+def test_an_adapter_goes_onto_the_opened_values_of_a_quantized_source(tmp_path: Path) -> None:
+    floats = saved(tmp_path / "floats")
+    packed = export(floats, tmp_path / "bundle", scheme(), layout="pack-quantized", norms=1.0).model
+    opened, dense = open_model(str(packed)).weights, shutil.copytree(floats, tmp_path / "dense")
+    tensors = {name: opened.read(name) for name in opened.entries}
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    adapter = trained(dense, tmp_path / "adapter")
+    source = open_merged(str(packed), [str(adapter)])
+    assert source.was == "compressed-tensors int4 group 32"
+    assert apart(ours(source), by_peft(dense, adapter)) < 1e-6
+    assert own_forward.demand_equal(StreamedModel(source), zoo.ids(4, 32), 3).ok
 
 
 def test_two_adapters_are_merged_one_after_the_other(tmp_path: Path) -> None:
