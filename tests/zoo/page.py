@@ -14,9 +14,9 @@ _HEAD = """# Models
 Written by `make zoo` from `benchmarks/results/{record}`; edit `tests/zoo/page.py` instead.
 
 Does quantkit work on an architecture? A tiny random model of every text architecture in the auto classes of
-transformers {version}, and of twelve [vision-language classes](vision.md), went through a whole compile: quantized to 4
-bits by GPTQ in groups of 32, exported, reloaded, scored. Its figures were then compared with plain transformers, which
-knows nothing of quantkit. T5, BART and their relatives have [a page of their own](encoder-decoders.md).
+transformers {version} went through a whole compile: quantized to 4 bits by GPTQ in groups of 32, exported, reloaded,
+scored. Its figures were then compared with plain transformers, which knows nothing of quantkit. T5, BART and their
+relatives have [a page of their own](encoder-decoders.md), and [vision-language models](vision.md) have one too.
 
 - **works**: three things agree.
   - Perplexity of the source, perplexity of the bundle and KL (of an encoder, the cosine) equal those of two plain

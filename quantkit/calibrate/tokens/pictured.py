@@ -61,12 +61,13 @@ def with_images(tokens: TokenSet, reference: str, source: Source, seed: int) -> 
     places = range(0, len(tokens.ids) - tokens.generated, 2)
     name, images = drawn_bytes(reference, len(places), seed)
     processor = _processor(source)
+    turn = pack.prompt_with_image(processor, _ASKED, source.ref)
     before, ids, rows = pack.frame(processor.tokenizer)[0], tokens.ids.clone(), {}
     takes = inspect.signature(source.model_class().forward).parameters
     digest = hashlib.sha256(tokens.sha256.encode())
     for number, place in enumerate(places):
         image, where = images[number % len(images)], f"{reference}, image {number % len(images) + 1}"
-        prompt, beside = _prepared(processor, image, before, where)
+        prompt, beside = _prepared(processor, turn, image, before, where)
         _demand_room(len(prompt), ids.shape[1], where)
         text = ids[place][len(before) if ids[place, : len(before)].tolist() == before else 0 :]
         ids[place] = torch.cat([prompt, text])[: ids.shape[1]]
@@ -76,6 +77,7 @@ def with_images(tokens: TokenSet, reference: str, source: Source, seed: int) -> 
             digest.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode() + value.numpy().tobytes())
     digest.update(ids.numpy().tobytes())
     note = f"{len(places)} of {len(ids)} sequences begin with an image of {name}, by the model's own processor"
+    note += "" if turn else ", without words: it has no chat template that takes an image"
     begins = pack.begins(ids.numpy(), processor.tokenizer)
     changed: dict[str, Any] = {
         "ids": ids,
@@ -99,17 +101,18 @@ def _processor(source: Source) -> Any:
 
 
 def _prepared(
-    processor: Any, image: NDArray[np.uint8], before: list[int], where: str
+    processor: Any, turn: str | None, image: NDArray[np.uint8], before: list[int], where: str
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the ids of a prompt with an image, [tokens], and the other arguments of the forward."""
+    """Return the ids of a prompt with an image, [tokens], and the other arguments of the forward.
+
+    `turn` is a user's turn around the image; None for the image alone, behind the ids `before` a text.
+    """
     from PIL import Image
 
     try:
-        text = pack.prompt_with_image(processor, _ASKED, where)
-        bare = text is None
         answer = processor(
             images=[Image.fromarray(image).convert("RGB")],
-            text=[str(processor.image_token) if bare else text],
+            text=[turn or str(processor.image_token)],
             return_tensors="pt",
             add_special_tokens=False,
         )
@@ -120,7 +123,7 @@ def _prepared(
         rule, remedy = "the model's processor must take every image", f"leave that image out, or {_WITHOUT}"
         raise InputError(CODE, where, reason, rule, remedy) from None
     tensors = {key: value for key, value in answer.items() if isinstance(value, torch.Tensor)}
-    ids, more = tensors.pop("input_ids"), len(before) if bare else 0
+    ids, more = tensors.pop("input_ids"), 0 if turn else len(before)
     tensors.pop("attention_mask", None)
     if more:
         per_token = {key for key, value in tensors.items() if value.shape == ids.shape}
