@@ -14,6 +14,7 @@ from zoo import ARCHITECTURES, ids, tiny
 
 from quantkit.errors import InputError
 from quantkit.model.source.open import Source, open_model, untied
+from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.names import match_names
 
 
@@ -269,13 +270,16 @@ def test_two_tensors_for_one_parameter(tmp_path: Path) -> None:
     assert refused(folder).code == "weights-ambiguous"
 
 
-def test_what_is_merged_while_loading_and_cannot_be_taken_apart_is_refused(
+def test_what_is_merged_while_loading_and_cannot_be_taken_apart_is_read_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quantkit.model.structure.experts.split", lambda *_: None)
     settings = {**ARCHITECTURES["llama"][2], "num_local_experts": 2, "num_experts_per_tok": 1}
-    transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings)).save_pretrained(tmp_path / "moe")
-    assert refused(tmp_path / "moe").code == "architecture-unsupported"
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings))
+    model.save_pretrained(tmp_path / "moe")
+    stream = StreamedModel(open_model(str(tmp_path / "moe")))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(stream.tensor(name), model.get_parameter(name))
 
 
 # folders --------------------------------------------------------------------------------------------------------------
