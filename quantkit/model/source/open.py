@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import glob
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -75,6 +76,7 @@ _TOKENIZERS = (
 )
 _HUB_FILES = (*PATTERNS, "*.txt", "*.safetensors")
 OWN_CLASS = "the folder offers code of its own (auto_map); transformers' own class is used instead"
+_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -248,7 +250,10 @@ class Source:
                 cut = dict(model_class._from_config(config).named_parameters())
             except Exception:  # a class may raise anything on an inconsistent config
                 return False
-        return all(name in whole and value.shape == whole[name].shape for name, value in cut.items())
+        numbers = ((name, _NUMBER.search(name)) for name in whole)
+        first = {name for name, at in numbers if at is None or int(at[1]) < blocks}
+        alike = all(name in whole and value.shape == whole[name].shape for name, value in cut.items())
+        return alike and first <= cut.keys()
 
     def skeleton(self) -> PreTrainedModel:
         """Build the model without weights: parameters and persistent buffers on the meta device, float32, eval mode.

@@ -360,6 +360,8 @@ def loadable(model: nn.Module, names: Collection[str], read: Callable[[str], Ten
 
 def prove(experts: Experts) -> float:
     """Return the difference between both forms on a few experts, relative to the largest value, in float64."""
+    from quantkit.model.structure.fold import InDouble
+
     size = len(experts)
     count = min(_EXPERTS, size)
     ours = copy.copy(experts)  # only a few are copied: all may be larger than the memory
@@ -385,7 +387,7 @@ def prove(experts: Experts) -> float:
     generator = torch.Generator().manual_seed(0)
     width = experts.cuts[next(iter(experts.cuts))].size[1]
     args = CALLS[experts.form](width, count, _TOKENS, min(_CHOSEN, count), generator, torch.float64)
-    with torch.no_grad():
+    with torch.no_grad(), InDouble():  # type: ignore[no-untyped-call]
         # the class's own loop, not a faster replacement
         expected = own_forward(experts.plain)(theirs, *args)
         actual = ours(*args)
