@@ -59,6 +59,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", _EXPERTS),
     "gpt-oss": ("GptOssForCausalLM", {}),
+    "granite4": ("GraniteMoeHybridForCausalLM", {}),
+    "llama4": ("Llama4ForCausalLM", {}),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", _EXPERTS),
 }
 
 
@@ -107,20 +110,25 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nf4": ("bitsandbytes", {"weights": {"format": "nf4"}}),
     "nvfp4": ("nvfp4-pack-quantized", {"weights": {"format": "nvfp4"}}),
     "mxfp4": ("mxfp4-pack-quantized", {"weights": {"format": "mxfp4"}}),
+    "experts-mxfp4": ("mxfp4", {"weights": {"format": "mxfp4"}}),
 }
 # why vLLM is further away than its floor
 _CUT = "its CPU kernel cuts keys and values to FP8 toward zero instead of rounding them: every normal value, compared"
 THEIRS = {"llama/kv-fp8": _CUT, "llama/int4-g32-kv-fp8": _CUT}
 _OF_ALL = ("int4-g32", "int8-dynamic")
 # packed experts want AMX there (`CPUExpertsInt4`); their values do not
-_MIXTURES = ("mixtral", "qwen3-moe")
+_MIXTURES = ("mixtral", "qwen3-moe", "llama4", "deepseek-v3")
+# transformers packs none of their experts by a layout of compressed-tensors
+_MERGED = {"gpt-oss": ("int4-dense", "experts-mxfp4"), "granite4": ("int4-dense",)}
 _PLANTED = "llama/int4-g32"
 
 
 def cells() -> Iterator[tuple[str, str]]:
     """(model, layout), the float model first."""
     for model in MODELS:
-        layouts = [*(LAYOUTS if model == "llama" else _OF_ALL), *(["int4-dense"] if model in _MIXTURES else [])]
+        every = [name for name in LAYOUTS if name != "experts-mxfp4"]
+        layouts = [*(every if model == "llama" else _OF_ALL), *(["int4-dense"] if model in _MIXTURES else [])]
+        layouts = list(_MERGED.get(model, layouts))
         yield from ((model, layout) for layout in ("float", *layouts))
 
 
@@ -130,6 +138,8 @@ def recipe(layout: str) -> dict[str, Any]:
     calibration = {"set": "prose-en", "samples": 4, "tokens": 32}
     text: dict[str, Any] = {"schema": 1, "summary": layout, "models": ["decoder"], "calibration": calibration}
     text |= {"scheme": scheme, "passes": [{"rtn": {}}] if "weights" in scheme else []}
+    if layout == "experts-mxfp4":
+        text["keep"] = ["embeddings", "lm_head", "*.self_attn.*"]
     return {**text, "export": [{"checkpoint": {"layout": stored}}]}
 
 

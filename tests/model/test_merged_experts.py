@@ -15,7 +15,7 @@ from zoo import judge, shrink
 
 import quantkit
 from quantkit.errors import InputError
-from quantkit.model.source.converted import ExpertTensor
+from quantkit.model.source.converted import ExpertTensor, joined
 from quantkit.model.source.open import Source, open_model
 from quantkit.model.source.weights import Weights
 from quantkit.model.streaming import calls
@@ -77,6 +77,7 @@ def test_the_parts_are_the_tensor_and_only_one_expert_is_read(name: str, tmp_pat
         again = layer.whole(leaf, lambda part, path=path: source.weights.read(f"{path}.{part}"))  # type: ignore[misc]
         if whole in stored:
             assert torch.equal(again, stored[whole])
+            assert torch.equal(joined(source.weights).read(whole), stored[whole])
     sizes: list[int] = []
     read = Weights._read
 

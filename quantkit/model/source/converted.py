@@ -207,6 +207,23 @@ def cut(weights: Weights, skeleton: PreTrainedModel) -> Weights:
     return replace(weights, entries=listed) if parts else weights
 
 
+def joined(weights: Weights) -> Weights:
+    """Return the tensors with those of merged experts whole again, as transformers loads them."""
+    listed: dict[str, TensorEntry] = {}
+    for entry in weights.entries.values():
+        if not isinstance(entry, ExpertTensor):
+            listed[entry.name] = entry
+        elif entry.whole.name not in listed:
+            path = entry.name.removesuffix(f".{entry.number}.{entry.leaf}.weight")
+
+            def made(device: torch.device | None, form: Cut, path: str) -> Tensor:
+                return put(form.whole(lambda number, leaf: weights.read(f"{path}.{number}.{leaf}.weight")), device)
+
+            name, read = entry.whole.name, partial(made, form=entry.cut, path=path)
+            listed[name] = MadeTensor.of(name, entry.dtype, entry.cut.stored, entry.shard, read)
+    return replace(weights, entries=listed)
+
+
 def unstacked(weights: Weights, skeleton: PreTrainedModel, parts: Sequence[str]) -> Weights:
     """Return tensors of packed merged experts, WHOLE + a suffix in `parts`, cut into those of each expert's linear."""
     from quantkit.model.structure.experts import wholes

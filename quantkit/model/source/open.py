@@ -166,20 +166,20 @@ class Source:
 
     def _write(self, folder: Path) -> dict[str, str]:
         """Write all files with the merged weights into an empty folder, and return the hashes of the shards."""
-        hashes: dict[str, str] = {}
+        weights, hashes = converted.joined(self.weights), dict[str, str]()
         names: dict[str, str] = {}
-        for shard in self.weights.shards:
-            inside = [entry for entry in self.weights.entries.values() if entry.shard == shard]
+        for shard in weights.shards:
+            inside = [entry for entry in weights.entries.values() if entry.shard == shard]
             names |= {entry.name: shard for entry in inside}
             headers = [(entry.name, entry.dtype, entry.shape) for entry in inside]
-            hashes[shard] = write_safetensors(folder / shard, headers, self.weights.read)
+            hashes[shard] = write_safetensors(folder / shard, headers, weights.read)
         for file in self.files():
             place = folder / file.relative_to(self.path)
             if file.name == "config.json" and place.parent == folder:
                 write_json(place, self.config)
             elif file.name == INDEX and place.parent == folder:
-                write_json(place, {"metadata": {"total_size": self.weights.total_bytes()}, "weight_map": names})
-            elif file.name not in self.weights.shards or place.parent != folder:
+                write_json(place, {"metadata": {"total_size": weights.total_bytes()}, "weight_map": names})
+            elif file.name not in weights.shards or place.parent != folder:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, place)
         return hashes
@@ -234,7 +234,7 @@ class Source:
     def _loadable(self) -> Weights | None:
         """Return tensors for transformers to load in place of its files; None for the files themselves."""
         if self.adapters:
-            return self.weights
+            return converted.joined(self.weights)
         return None if self.quantization is None else self.quantization.floats
 
     def can_be_cut(self, blocks: int) -> bool:
