@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from quantkit.model.streaming.calls import Call
 from quantkit.model.streaming.stream import LoadedModel
-from quantkit.model.structure.fold import TOLERANCE, InDouble
+from quantkit.model.structure.fold import TOLERANCE
 from quantkit.model.structure.residual import Unturnable, find, find_heads, skips
-from quantkit.model.structure.traced import weight_of
+from quantkit.model.structure.traced import InDouble, weight_of
 from quantkit.model.structure.turn import Ends, Heads, ModelPart, Residual, prove, turn
 
 

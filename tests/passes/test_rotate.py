@@ -14,7 +14,7 @@ from quantkit import Pipeline
 from quantkit.errors import InputError
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import LoadedModel, StreamedModel
-from quantkit.model.structure.fold import InDouble
+from quantkit.model.structure.traced import InDouble
 from quantkit.model.structure.turn import ModelPart, Residual, prove
 from quantkit.passes import ModelOutcome, load_pass
 from quantkit.passes.solvers import rotate as solver

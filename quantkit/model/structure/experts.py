@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import InputError
 from quantkit.model.structure.stacked import CALLS, Cut, Form, Stack, own_forward, trace_form
+from quantkit.model.structure.traced import InDouble
 
 TOLERANCE = 1e-10
 # a rule's pattern: place of the expert's number, suffix of a linear's weight
@@ -360,8 +361,6 @@ def loadable(model: nn.Module, names: Collection[str], read: Callable[[str], Ten
 
 def prove(experts: Experts) -> float:
     """Return the difference between both forms on a few experts, relative to the largest value, in float64."""
-    from quantkit.model.structure.fold import InDouble
-
     size = len(experts)
     count = min(_EXPERTS, size)
     ours = copy.copy(experts)  # only a few are copied: all may be larger than the memory

@@ -22,15 +22,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.model.streaming.calls import Call, filed, is_in_file
 from quantkit.model.structure.experts import are_apart
-from quantkit.model.structure.traced import SharedInput, Structure, hooked, is_linear, is_transposed, set_parameter
+from quantkit.model.structure.traced import (
+    InDouble,
+    SharedInput,
+    Structure,
+    hooked,
+    is_linear,
+    is_transposed,
+    set_parameter,
+)
 
 Form = Literal["linear", "weight", "one_plus_weight"]
 TOLERANCE = 1e-10
@@ -56,31 +63,6 @@ class Fold:
     channels: int
     form: Form
     tied: bool = True
-
-
-class InDouble(TorchDispatchMode):
-    """Mode that replaces requests for a shorter float by float64: models compute norms, softmax and sums in explicit
-    float32.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the requested dtype."""
-        kwargs = dict(kwargs or {})
-        dtype = kwargs.get("dtype")
-        if dtype is not None and dtype.is_floating_point:
-            kwargs["dtype"] = torch.float64
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
-            return _grouped(*args)
-        return func(*args, **kwargs)
-
-
-def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply [S, K] x [experts, K, N] -> [S, N]; expert e has the rows up to `ends`[e]; torch lacks a float64
-    version.
-    """
-    starts = [0, *ends.tolist()]
-    parts = [rows[starts[e] : starts[e + 1]] @ weight for e, weight in enumerate(weights)]
-    return torch.cat([*parts, rows.new_zeros(len(rows) - starts[-1], weights.shape[-1])])
 
 
 def spread(scales: Tensor, index: Tensor, channels: int) -> Tensor:

@@ -29,8 +29,17 @@ from torch import Tensor, nn
 
 from quantkit.model.streaming.calls import Call
 from quantkit.model.structure import fold as folds
-from quantkit.model.structure.fold import InDouble, disagreement
-from quantkit.model.structure.traced import SharedInput, Structure, hooked, is_linear, set_parameter, trace, weight_of
+from quantkit.model.structure.fold import disagreement
+from quantkit.model.structure.traced import (
+    InDouble,
+    SharedInput,
+    Structure,
+    hooked,
+    is_linear,
+    set_parameter,
+    trace,
+    weight_of,
+)
 from quantkit.model.structure.turn import Form, Heads, ModelPart, Norm, Residual, Rotations, gain_of, turn_heads
 
 # relative tolerance: exact paths are far below, others far above

@@ -230,6 +230,31 @@ def has_interface(model: nn.Module) -> bool:
     return any(isinstance(value, AttentionInterface) for names in files for value in names.values())
 
 
+class InDouble(TorchDispatchMode):
+    """Mode that replaces requests for a shorter float by float64: models compute norms, softmax and sums in explicit
+    float32.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the requested dtype."""
+        kwargs = dict(kwargs or {})
+        dtype = kwargs.get("dtype")
+        if dtype is not None and dtype.is_floating_point:
+            kwargs["dtype"] = torch.float64
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
+            return _grouped(*args)
+        return func(*args, **kwargs)
+
+
+def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply [S, K] x [experts, K, N] -> [S, N]; expert e has the rows up to `ends`[e]; torch lacks a float64
+    version.
+    """
+    starts = [0, *ends.tolist()]
+    parts = [rows[starts[e] : starts[e + 1]] @ weight for e, weight in enumerate(weights)]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - starts[-1], weights.shape[-1])])
+
+
 class Computed(TorchDispatchMode):
     """Recorder of the operators that run in it.
 

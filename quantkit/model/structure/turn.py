@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from quantkit.model.streaming.calls import Call
 from quantkit.model.streaming.stream import Head, Whole, record
 from quantkit.model.structure.flow import learn
-from quantkit.model.structure.fold import InDouble, disagreement
-from quantkit.model.structure.traced import hooked, is_linear, set_parameter, set_weight, weight_of
+from quantkit.model.structure.fold import disagreement
+from quantkit.model.structure.traced import InDouble, hooked, is_linear, set_parameter, set_weight, weight_of
 
 Form = Literal["weight", "one_plus_weight", "none"]
 Rotations = Callable[[int], "Orthogonal"]
