@@ -7,6 +7,7 @@ from typing import Any
 
 from quantkit import machine
 from quantkit.bundle import Bundle
+from quantkit.errors import InputError
 from quantkit.kernels.cpu.library import why_not
 from quantkit.runtimes.onnxruntime import OnnxRuntime
 from quantkit.runtimes.onnxruntime.encoder_decoder import ENCODER
@@ -22,10 +23,17 @@ class QuantkitCpu(OnnxRuntime):
 
     def why_not_here(self, folder: Path | None = None) -> str | None:
         """Return the reason: an unsuitable CPU, or no compiler."""
-        if folder is not None and (folder / ENCODER).is_file():
-            return "an encoder and a decoder are two graphs, and it multiplies in one"
         missing = [name for name in ("onnxruntime", "onnx") if not machine.has(name)]
         return f"{missing[0]} is not installed" if missing else why_not()
+
+    def folder(self, bundle: Bundle) -> Path:
+        """Find the folder likewise. Raises InputError, of an encoder and a decoder too: `architecture-unsupported`."""
+        folder = super().folder(bundle)
+        if (folder / ENCODER).is_file():
+            rule = "its products run in one graph"
+            remedy = "take --runtime onnxruntime"
+            raise InputError("architecture-unsupported", str(bundle.path), "two graphs", rule, remedy)
+        return folder
 
     def open(self, path: Path, threads: int | None = None, **how: Any) -> OnnxModel:
         """Open as `Runtime.open` does."""
