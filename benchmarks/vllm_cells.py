@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeForCausalLM", _EXPERTS),
     "gpt-oss": ("GptOssForCausalLM", {}),
     "granite4": ("GraniteMoeHybridForCausalLM", {}),
-    "llama4": ("Llama4ForCausalLM", {}),
+    "llama4": ("Llama4ForCausalLM", {"attention_chunk_size": 128}),
     "deepseek-v3": ("DeepseekV3ForCausalLM", _EXPERTS),
 }
 
