@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, exp, inf, isfinite
+from math import ceil, exp, inf
 from typing import Any, Literal
 
 import numpy as np
@@ -75,9 +75,11 @@ class ServerLoad:
         """Read `rate=1,2,4` and `ttft=500ms,tpot=50ms`. Raises InputError `usage`, `unknown-limit`."""
         stated = _RATE.fullmatch(load.replace(" ", ""))
         parts = stated[1].split(",") if stated else []
-        rates = sorted({float(part) if _ONE.fullmatch(part) else 0.0 for part in parts})
-        if not rates or rates[0] <= 0 or not isfinite(rates[-1]):
-            raise InputError("usage", "--load", load, "requests a second, above zero", "rate=1,2,4")
+        wrong = [part for part in parts if not _ONE.fullmatch(part) or not 0 < float(part) < inf]
+        if wrong or not parts:
+            value = repr(wrong[0]) if wrong else load
+            raise InputError("usage", "--load", value, "rates are requests a second, above zero", "rate=1,2,4")
+        rates = sorted({float(part) for part in parts})
         limits = {}
         for part in filter(None, (slo or "").replace(" ", "").split(",")):
             name, _, text = part.partition("=")

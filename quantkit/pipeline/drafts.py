@@ -23,7 +23,7 @@ from quantkit.pipeline.plan import step_seconds
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import target_of
 from quantkit.planning.roofline import ModelStep
-from quantkit.runtimes.generate import demand_decoder
+from quantkit.runtimes.generate import demand_alone, demand_decoder
 from quantkit.runtimes.torch import RUNTIME as TORCH
 
 TEXT = "prose-en"
@@ -45,10 +45,15 @@ def judge_draft(
         calibration: another text, by name or path; its `eval` split is read.
 
     Raises:
-        InputError: `not-a-decoder`, `bundle-without-checkpoint`, `hash-mismatch`, `vocabulary-differs`; those of
-            `load_tokens`.
+        InputError: those of `Bundle.load`; `not-a-decoder`, `bundle-without-checkpoint`, `architecture-unsupported`
+            for a decoder beside an encoder, `hash-mismatch`, `vocabulary-differs`; those of `load_tokens`.
         MissingDependency: torch.
     """
+    bundles = [Bundle.load(side.path if isinstance(side, Bundle) else side) for side in (draft, target)]
+    for bundle in bundles:
+        demand_decoder(bundle)
+        TORCH.folder(bundle)
+        demand_alone(bundle, "its encoder would read the text that a draft has to predict")
     with MissingDependency.unless_found("torch", extra="compile", purpose="reading both models"):
         import torch  # noqa: F401
     from quantkit.measurement.accuracy.score import at_a_time
@@ -56,9 +61,6 @@ def judge_draft(
     progress = progress or Progress()
     progress.plan({"verify": 1.0, "score": 20.0})
     progress.at("verify", 0.0, "hashes")
-    bundles = [Bundle.load(side.path if isinstance(side, Bundle) else side) for side in (draft, target)]
-    for bundle in bundles:
-        demand_decoder(bundle)
     folders = [TORCH.checked(bundle) for bundle in bundles]
     _demand_one_vocabulary(folders[0], folders[1])
     text = _text(folders, calibration or TEXT)

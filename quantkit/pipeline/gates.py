@@ -131,7 +131,7 @@ def near(gates: Gates, rows: Sequence[Row]) -> list[Decision]:
             if ends is not None and ends[0] < limit < ends[1]:
                 low, high = map(words.short, ends)
                 reason = f"the mean over {row.n:,} items decides; its 95 % interval in {row.runtime}, {low} to {high}, "
-                decisions.append(decision("gates", NEAR, f"{_WHERE}{gate}", f"{reason}holds the limit", limit))
+                decisions.append(decision("gates", NEAR, f"{_WHERE}{gate}", f"{reason}includes the limit", limit))
     return decisions
 
 

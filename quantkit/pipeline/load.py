@@ -26,7 +26,9 @@ from quantkit.pipeline.verdict import keep
 from quantkit.runtimes import apart
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.generate import demand_decoder, too_long
+from quantkit.runtimes.torch import RUNTIME as TORCH
 from quantkit.runtimes.vllm import OWN, RUNTIME, dtype_of, environment
+from quantkit.runtimes.vllm.inside import JobRefused, served_name
 
 # (load, side -> folder, sides of the visits, progress) -> answers, fields of their rows
 Turns = Callable[[ServerLoad, Mapping[str, Path], Sequence[str], Report], tuple[list[Any], dict[str, Any]]]
@@ -113,14 +115,19 @@ def load_endpoint(bundle: Bundle, load: ServerLoad, url: str, progress: Progress
     """Load a running server twice, with the bundle's tokenizer; nothing is kept.
 
     Raises:
-        InputError: `runtime-not-here`, `usage` for no URL, `load-failed`.
+        InputError: `usage` for no URL, `load-failed`, before any work where no server answers; `runtime-not-here`.
     """
     place = urlsplit(url)
     if place.scheme not in ("http", "https") or not place.hostname:
         raise InputError("usage", "--endpoint", url, "the address of a server", "http://127.0.0.1:8000")
-    apart.demand(OWN.name)
-    folder = RUNTIME.folder(bundle)
     base = url.rstrip("/").removesuffix("/v1")
+    try:
+        served_name(base)
+    except JobRefused as problem:
+        code, value, rule = problem.args
+        raise InputError(code, "--endpoint", value, rule, "start the server, or give its address") from None
+    apart.demand(OWN.name, "the generator of the load is vLLM's")
+    folder = TORCH.folder(bundle)
     visits = [{"side": side, "command": None, "url": base, "where": base} for side in loads.ALONE]
     progress = progress or Progress()
     progress.plan({"load": 1.0})

@@ -176,18 +176,10 @@ def reload(bundle: Bundle, *, served: bool = True) -> tuple[list[Check], list[st
             missing = problem.where if isinstance(problem, MissingDependency) else problem.name
             why = f"{missing} is not installed" if missing else str(problem)
             notes.append(f"{name} not loaded: {why} {needs}")
-    if served and bundle.manifest.model.kind == "decoder" and _is_alone(bundle):
+    if served and bundle.manifest.model.kind == "decoder" and (bundle.model_folder / "config.json").is_file():
         there, why = served_check(bundle.model_folder)
         checks, notes = [*checks, *there], [*notes, *([why] if why else [])]
     return checks, notes
-
-
-def _is_alone(bundle: Bundle) -> bool:
-    """Tell whether a bundle has the checkpoint of a decoder without an encoder."""
-    from quantkit.model.source.open import open_written
-
-    folder = bundle.model_folder
-    return (folder / "config.json").is_file() and not open_written(folder).has_encoder
 
 
 def exports_of(bundle: Bundle, runtimes: Sequence[str]) -> dict[str, Path]:

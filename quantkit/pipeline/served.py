@@ -58,11 +58,13 @@ def check(folder: Path, progress: Report | None = None) -> tuple[list[Check], st
     from quantkit.model.source.open import open_written
     from quantkit.model.streaming.transforms import HalfBlocks
     from quantkit.runtimes.torch.reloaded import expanded, reloaded
-    from quantkit.runtimes.vllm import VllmModel
+    from quantkit.runtimes.vllm import NO_ENCODER, VllmModel
 
     try:
         if apart.find("vllm") is None:
             return [], ""
+        if config_json(folder).get("is_encoder_decoder"):
+            return [], f"not run in vLLM: {NO_ENCODER}"
         stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         if (need := _COPIES * stored + _OWN) > (free := machine.memory_available()):
             return [], f"not run in vLLM: it takes about {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"

@@ -119,12 +119,11 @@ def find(name: str) -> OwnPython | None:
         ) from None
 
 
-def demand(name: str) -> OwnPython:
+def demand(name: str, reason: str = "its packages clash with quantkit's, so it has a Python of its own") -> OwnPython:
     """Return the Python of a runtime. Raises InputError `runtime-not-here`, with the command that adds it."""
     if (place := find(name)) is None or not Path(place.python).is_file():
         value = "no Python with it is known" if place is None else f"no {place.python}"
-        rule = "its packages clash with quantkit's, so it has a Python of its own"
-        raise InputError("runtime-not-here", name, value, rule, f"quantkit runtime add {name} --install")
+        raise InputError("runtime-not-here", name, value, reason, f"quantkit runtime add {name} --install")
     return place
 
 
@@ -146,7 +145,8 @@ def add(of: OwnRuntime, python: Path, *, installed: bool = False) -> OwnPython:
         raise InputError("python-absent", "--python", f"{python}: {value}", "a Python 3.10 or later", remedy) from None
     version = str(versions.get(of.name, ""))
     if not version:
-        raise InputError("runtime-absent", "--python", f"{python} has no {of.name}", "it is installed there", remedy)
+        rule = f"give a Python with {of.name} installed"
+        raise InputError("runtime-absent", "--python", f"{python} has no {of.name}", rule, remedy)
     if tuple(int(part) for part in re.findall(r"\d+", version)[: len(of.oldest)]) < of.oldest:
         oldest = ".".join(map(str, of.oldest))
         rule = f"{oldest} or later"

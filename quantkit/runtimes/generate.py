@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit import machine
+from quantkit import limits, machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, one
 
@@ -92,6 +93,12 @@ def demand_decoder(bundle: Bundle) -> None:
     kind = bundle.manifest.model.kind
     if kind != "decoder":
         raise InputError("not-a-decoder", str(bundle.path), one(kind), "only decoders generate text")
+
+
+def demand_alone(bundle: Bundle, rule: str) -> None:
+    """Refuse the checkpoint of a decoder beside an encoder. Raises InputError `architecture-unsupported`."""
+    if json.loads(limits.read(bundle.model_folder / "config.json")).get("is_encoder_decoder"):
+        raise InputError("architecture-unsupported", str(bundle.path), "an encoder and a decoder", rule)
 
 
 def demand_tokens(count: int) -> None:

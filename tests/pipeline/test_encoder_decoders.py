@@ -15,6 +15,7 @@ from quantkit.model.source.open import open_model
 from quantkit.model.streaming.calls import first_token, texts
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.pipeline import Request, compile_model
+from quantkit.pipeline.drafts import judge_draft
 from quantkit.pipeline.measure import measure_bundle
 from quantkit.pipeline.reload import reload
 from quantkit.runtimes import load_runtime
@@ -134,19 +135,30 @@ def test_the_decoders_keys_are_solved_by_what_the_encoder_puts_out(tmp_path: Pat
     assert torch.allclose(torch.cat(read), wanted, atol=1e-5)
 
 
-def test_a_bundle_is_verified_and_measured_again(tmp_path: Path, byte_tokenizer: Any) -> None:
+def test_a_bundle_is_verified_and_measured_again(
+    tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = saved("t5", tmp_path / "t5", byte_tokenizer)
     done = compiled(folder, tmp_path / "out", changes=["export=[{checkpoint: {}}, {onnx: {}}]"])
+    monkeypatch.setattr("quantkit.runtimes.apart.find", lambda name: name)
     checks, notes = reload(Bundle.load(done.bundle.path))
     with pytest.raises(InputError, match="two graphs"):
         load_runtime("quantkit_cpu").folder(done.bundle)
-    assert checks and all(check.ok for check in checks) and not notes
+    assert checks and all(check.ok for check in checks)
+    assert notes == ["not run in vLLM: vLLM runs no encoder beside a decoder"]
     again = measure_bundle(Bundle.load(done.bundle.path), str(folder), runtime="torch", speed=False)
     found = [
         {row.name: row.value for row in rows if row.name.startswith("accuracy.") and row.runtime == "torch"}
         for rows in (done.rows, again)
     ]
     assert found[0] == found[1] and found[0]
+    with pytest.raises(InputError, match=r"architecture-unsupported.*vLLM runs no encoder"):
+        measure_bundle(Bundle.load(done.bundle.path), str(folder), runtime="vllm")
+    monkeypatch.setattr(Bundle, "demand_intact", None)
+    with pytest.raises(InputError, match=r"architecture-unsupported.*encoder would read the text"):
+        judge_draft(done.bundle.path, done.bundle.path)
+    with pytest.raises(InputError, match="not-a-bundle"):
+        judge_draft(done.bundle.path, tmp_path / "nope")
 
 
 @pytest.mark.parametrize(

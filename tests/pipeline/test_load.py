@@ -232,8 +232,26 @@ def test_an_endpoint_is_loaded_alone_and_nothing_is_kept(bundle: Bundle, capsys:
     assert {(row["runtime"], row["settings"]["url"], row["baseline"]) for row in rows} == {("endpoint", url, None)}
     assert {row["settings"].get("share") for row in rows if row["name"] == "load.goodput"} == {1.0}
     assert answer["result"]["load"] is None and Bundle.load(bundle.path).measurements == before
+
+
+def test_an_endpoint_without_openai_s_interface_is_refused_before_any_work(
+    bundle: Bundle, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "_answers", None)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), openai_server.Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        other = said(capsys, bundle.path, "--endpoint", f"{url}/other", *SMALL)["error"]
+        apart.remove("vllm")
+        without = said(capsys, bundle.path, "--endpoint", url, *SMALL)["error"]
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert (other["code"], other["value"]) == ("load-failed", f"{url}/other/v1/models answers 404")
+    assert (without["code"], without["rule"]) == ("runtime-not-here", "the generator of the load is vLLM's")
     gone = said(capsys, bundle.path, "--endpoint", url, *SMALL)["error"]
-    assert (gone["code"], gone["value"]) == ("load-failed", f"{url}/v1/models lists no model")
+    assert (gone["code"], gone["value"]) == ("load-failed", f"no server answers at {url} (connection refused)")
 
 
 @pytest.mark.parametrize(
@@ -258,6 +276,13 @@ def test_bad_input_is_one_line(
     answer = said(capsys, bundle.path, "--baseline", tiny, *words, "--json")
     assert answer["error"]["code"] == code and answer["exit"] == 2
     assert not (tmp_path / "pids").exists()
+
+
+@pytest.mark.parametrize(("load", "value"), [("rate=1,x", "'x'"), ("rate=2,,1", "''"), ("rate=1,0", "'0'"), ("4", "4")])
+def test_a_rate_that_is_none_is_named(load: str, value: str) -> None:
+    with pytest.raises(InputError) as caught:
+        ServerLoad.parse(load)
+    assert (caught.value.code, caught.value.where, caught.value.value) == ("usage", "--load", value)
 
 
 def test_without_vllm_the_error_names_the_command_that_adds_it(bundle: Bundle, tiny: Path) -> None:

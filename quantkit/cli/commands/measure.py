@@ -85,7 +85,8 @@ def measure(
         of = ServerLoad.parse(load, slo, prompt=prompt, output=output, requests=requests or 0)
         return _loaded(bundle, of, baseline, endpoint, on, wheelhouse)
     if slo or requests or endpoint:
-        raise InputError("usage", "--load", "no --load", "--slo, --requests and --endpoint belong to a load")
+        rule = "--slo, --requests and --endpoint need --load"
+        raise InputError("usage", "--load", "not given", rule, "add --load rate=1,2,4")
     demand_device(on, wheelhouse)
     if resume and on is None:
         raise InputError("usage", "--resume", "no --on", "a measurement here is never resumed")

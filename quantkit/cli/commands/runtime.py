@@ -31,10 +31,9 @@ def add(
 
     own = apart.asked(name)
     if install == (python is not None):
-        value = "neither" if python is None else "both"
-        raise InputError(
-            "usage", "--install, --python", value, "one of the two", f"quantkit runtime add {name} --install"
-        )
+        value = "neither is given" if python is None else "both are given"
+        remedy = f"quantkit runtime add {name} --install"
+        raise InputError("usage", "--install, --python", value, "give exactly one of the two", remedy)
     with showing() as progress:
         progress.begin(f"adding {name}")
         if python is not None:

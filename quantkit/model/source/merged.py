@@ -246,5 +246,5 @@ def _demand_shape(adapter: Adapter, tensor: str, shape: tuple[int, ...], where: 
 
 def _misfit(adapter: Adapter, where: str, value: str) -> InputError:
     named = str(adapter.config.get("base_model_name_or_path") or "")
-    remedy = f"it names {named!r:.120} as its base model" if named else "give the model that it was trained on"
-    return InputError("adapter-misfit", f"{adapter.ref}: {where}", value, "an adapter fits the model it is of", remedy)
+    remedy = f"this adapter was trained on {named!r:.120}" if named else "give the model that it was trained on"
+    return InputError("adapter-misfit", f"{adapter.ref}: {where}", value, "an adapter fits its base model", remedy)

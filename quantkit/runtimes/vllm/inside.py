@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -315,23 +316,34 @@ def last_error(log: BinaryIO) -> str:
 
 
 def page(url: str) -> str | None:
-    """Fetch a page of a server, with the key that the generator sends too; None if it does not answer."""
-    key = os.environ.get("OPENAI_API_KEY")
-    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})  # noqa: S310
+    """Fetch a page of a server; None if it does not answer."""
     try:
-        with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 (the server's address)
-            return str(answer.read().decode(errors="replace"))
+        return fetched(url)
     except (OSError, ValueError):
         return None
 
 
+def fetched(url: str) -> str:
+    """Fetch a page of a server, with the key that the generator sends too. Raises OSError, ValueError."""
+    key = os.environ.get("OPENAI_API_KEY")
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})  # noqa: S310
+    with urllib.request.urlopen(asked, timeout=10) as answer:  # noqa: S310 (the server's address)
+        return str(answer.read().decode(errors="replace"))
+
+
 def served_name(url: str) -> str:
-    """Return the name of a server's first model."""
+    """Return the name of a server's first model. Raises JobRefused `load-failed`, with what answers instead."""
+    value = f"{url}/v1/models lists no model"
     try:
-        return str(json.loads(page(f"{url}/v1/models") or "")["data"][0]["id"])
+        return str(json.loads(fetched(f"{url}/v1/models"))["data"][0]["id"])
+    except urllib.error.HTTPError as problem:
+        value = f"{url}/v1/models answers {problem.code}"
+    except OSError as problem:
+        reason = getattr(problem, "reason", problem)
+        value = f"no server answers at {url} ({str(getattr(reason, 'strerror', None) or reason).lower()})"
     except (ValueError, LookupError, TypeError):
-        value = f"{url}/v1/models lists no model"
-        raise JobRefused("load-failed", value, "a server with OpenAI's interface answers there") from None
+        pass
+    raise JobRefused("load-failed", value, "a load needs a server with OpenAI's interface")
 
 
 def cache(url: str) -> Job:
