@@ -4,6 +4,7 @@ from quantkit.bundle.build import Build, exists_already
 from quantkit.bundle.bundle import Bundle
 from quantkit.bundle.disk import stopping_when_full
 from quantkit.bundle.manifest import (
+    SEES,
     AdapterEntry,
     CalibrationEntry,
     Check,
@@ -24,6 +25,7 @@ from quantkit.bundle.manifest import (
 )
 
 __all__ = [
+    "SEES",
     "AdapterEntry",
     "Build",
     "Bundle",

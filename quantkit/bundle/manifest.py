@@ -182,6 +182,10 @@ class FileEntry(_Closed):
         return value
 
 
+# place of the note on the weights of a vision-language model beside its text stack
+SEES = "tower of images"
+
+
 class Decision(_Closed):
     """Something that was not done as asked, with the reason."""
 
@@ -332,6 +336,11 @@ class Manifest(_Closed):
             twice = next(path for path in paths if paths.count(path) > 1)
             raise ValueError(f"{twice!r} is listed twice")
         return self
+
+    @property
+    def sees(self) -> bool:
+        """True if the model takes images too."""
+        return any(taken.where == SEES for taken in self.decisions)
 
     @classmethod
     def read(cls, path: Path) -> Manifest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from quantkit import plugins
 from quantkit.bundle import Bundle, Check, Decision
 from quantkit.content import parse_yaml
-from quantkit.errors import InputError, from_validation
+from quantkit.errors import InputError, MissingDependency, from_validation
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.measurement.rows import Row
 from quantkit.measurement.size import folder_of
@@ -22,6 +23,7 @@ from quantkit.pipeline.gates import demand
 from quantkit.pipeline.graphs.bundles import file_of, holds_graph, is_network, samples_of
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import REPORT, documents, of_original
+from quantkit.planning.support import with_remedy
 from quantkit.report.bundle import usage
 from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 
@@ -108,7 +110,13 @@ def export_bundle(
     chosen = exporter.Options(**options)
     if not graph:
         # what a dry run finds is what the export finds
-        exporter.accepts(chosen, _layers(bundle))
+        layers = _layers(bundle)
+        try:
+            exporter.accepts(chosen, layers)
+        except InputError as problem:
+            if f"leave `{to}` out" in problem.remedy:  # a recipe's remedy: here nothing asked for it but the command
+                problem = with_remedy(problem, _held(bundle, to, layers))
+            raise problem from None
         _demand_codes(bundle)
     place = folder_of(to)
     bundle.demand_free(place)
@@ -141,6 +149,19 @@ def export_bundle(
     added = added.put_all(files)
     progress.at("check", 1.0)
     return Exported(added, to, checks, decisions)
+
+
+def _held(bundle: Bundle, to: str, layers: LayerSpec) -> str:
+    """Name the exports for these layers; else the command to run the checkpoint."""
+    others = []
+    for name in plugins.EXPORTERS.names():
+        other = load_exporter(name)
+        if name != to and other.adds and not usage.has(bundle.manifest, f"{folder_of(name)}/"):
+            with suppress(InputError, MissingDependency):
+                other.accepts(other.Options(**options_of(other, (), bundle)), layers)
+                others.append(f"--to {name}")
+    runs = usage.generate(str(bundle.path))
+    return f"what can hold it: {', '.join(others)}" if others else f"its checkpoint runs as it is: {runs}"
 
 
 def _demand_possible(bundle: Bundle, exporter: Any, calibration: str | None) -> None:

@@ -97,24 +97,24 @@ class Support:
         """Reader with the most native parts."""
         return best(self.readers)
 
-    def slower(self, kind: Kind | None = None, experts: bool = False) -> str:
+    def slower(self, kind: Kind | None = None, no_graph: bool = False) -> str:
         """Describe emulated parts and a remedy; "" if a runtime computes in all of them.
 
         Args:
             kind: kind of the model; None for the first of the recipe's.
-            experts: True for a model with experts, for which no other export is suggested.
+            no_graph: True for a model with experts or images, for which no other export is suggested.
         """
         chosen = self.best
         if chosen.state != "emulated":
             return ""
         parts, where = ", ".join(use.stored.words for use in chosen.emulated), self.target.name
         reason = f"{parts}: stored so, but {chosen.runtime} computes in floats on {where}; smaller, not faster"
-        remedy = "" if experts else _instead(self.recipe, self.target, kind or self.recipe.models[0], native=True)
+        remedy = "" if no_graph else _instead(self.recipe, self.target, kind or self.recipe.models[0], native=True)
         return f"{reason}; {remedy}" if remedy else reason
 
-    def decisions(self, kind: Kind, experts: bool = False) -> list[Decision]:
+    def decisions(self, kind: Kind, no_graph: bool = False) -> list[Decision]:
         """Return the same as a decision, for a model of this kind."""
-        words, scheme = self.slower(kind, experts), self.recipe.scheme
+        words, scheme = self.slower(kind, no_graph), self.recipe.scheme
         stored = scheme.weights or scheme.kv_cache
         if not words or stored is None:
             return []

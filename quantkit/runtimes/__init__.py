@@ -279,6 +279,8 @@ class FileRuntime(Runtime):
         path = bundle.path / self.file
         if not path.is_file():
             (code, rule), remedy = self.absent, f"quantkit export {bundle.path} --to {path.parent.name}"
+            if bundle.manifest.sees:
+                remedy = "a model that takes images runs from its checkpoint: --runtime torch"
             raise InputError(code, str(bundle.path), f"no {self.file}", rule, remedy)
         return path.parent
 

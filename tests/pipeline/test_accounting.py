@@ -6,13 +6,14 @@ import pytest
 from safetensors.torch import load_file
 from zoo import shrink
 
-from quantkit.bundle import Decision
+from quantkit.bundle import Decision, decision
 from quantkit.errors import GateError, InputError
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.experts import routers
 from quantkit.pipeline.blocks.layers import about, account, lay_out, left_in_floats
 from quantkit.pipeline.gates import refuse, warnings
+from quantkit.planning.assigned import ROUTER, TOWER
 from quantkit.recipe import Recipe
 
 
@@ -35,6 +36,25 @@ def test_all_elements_of_the_files_are_counted_once(tmp_path: Path) -> None:
         stored = load_file(tmp_path / name / "model.safetensors")
         assert sum(entry.elements for entry in entries) == sum(value.numel() for value in stored.values())
         assert sum(entry.tensors for entry in entries) == len(stored)
+
+
+def test_a_tower_is_kept_on_purpose_whatever_its_parts_are(tmp_path: Path) -> None:
+    stream = stream_of("Gemma3ForConditionalGeneration", tmp_path)
+    entries = account(stream, linears(stream), [], head=False)
+    tower = [entry for entry in entries if entry.reason == TOWER]
+    assert [(entry.linear, entry.asked) for entry in tower] == [(True, True)]
+    assert not [entry for entry in entries if "which is no linear" in entry.reason] and about(entries) == []
+
+
+def test_the_first_decision_on_a_linear_is_its_reason(tmp_path: Path) -> None:
+    stream = stream_of("JetMoeForCausalLM", tmp_path)
+    router = sorted(routers(stream.skeleton))[0]
+    pairs = [("recipe", ROUTER, "it chooses"), ("awq", "not-scaled", "outputs differ")]
+    decisions = [decision(name, code, router, reason) for name, code, reason in pairs]
+    entries = account(stream, linears(stream) - {router}, decisions, head=False)
+    assert [(entry.reason, entry.asked) for entry in entries if entry.example == router + ".weight"] == [
+        ("it chooses", True)
+    ]
 
 
 @pytest.fixture

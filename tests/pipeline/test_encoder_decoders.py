@@ -9,6 +9,7 @@ import torch
 import transformers
 import zoo
 
+from quantkit import cli
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.model.source.open import open_model
@@ -58,7 +59,9 @@ def compiled(folder: Path, out: Path, recipe: str = "rtn-int4", **asked: Any) ->
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_both_stacks_are_quantized_and_transformers_loads_them(name: str, tmp_path: Path, byte_tokenizer: Any) -> None:
+def test_both_stacks_are_quantized_and_transformers_loads_them(
+    name: str, tmp_path: Path, byte_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = saved(name, tmp_path / name, byte_tokenizer)
     done = compiled(folder, tmp_path / "out", "awq-int4" if name == "bart" else "gptq-int4")
     source = open_model(str(folder))
@@ -76,6 +79,10 @@ def test_both_stacks_are_quantized_and_transformers_loads_them(name: str, tmp_pa
     own = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)[0, 1:]
     written = load_runtime("torch").generate(done.bundle, "a text", new_tokens=8)
     assert written["text"] == byte_tokenizer.decode(own, skip_special_tokens=True)
+    # its prompt is no beginning of it
+    asked = ["generate", str(done.bundle.path), "--prompt", "a text", "--new-tokens", "8"]
+    capsys.readouterr()
+    assert cli.run(asked) == 0 and "a text" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -15,7 +15,10 @@ import quantkit
 from quantkit.errors import InputError
 from quantkit.model.streaming.own_forward import SEEING
 from quantkit.pipeline import Request, compile_model
+from quantkit.pipeline.export import export_bundle
 from quantkit.recipe import Recipe
+from quantkit.report.bundle import figures, usage
+from quantkit.runtimes import load_runtime
 
 LLAVA = "LlavaForConditionalGeneration"
 IMAGE, VOCABULARY = 258, 260
@@ -102,6 +105,18 @@ def test_the_text_stack_is_compiled_as_the_plain_model_is(llava: Path, tmp_path:
     assert text in (whole.path / "README.md").read_text()
     assert (whole.model_folder / "processor_config.json").is_file()
     assert all(check.ok for check in quantkit.load(whole.path).verify())
+    # what follows is what it can do, and its headline is of its text
+    assert usage.measure(whole.manifest) == [] and usage.measure(plain.manifest)
+    advice = next(taken.reason for taken in whole.manifest.decisions if taken.code == "emulated")
+    assert "onnx" not in advice
+    for to in ("onnx", "gguf"):
+        with pytest.raises(InputError, match=r"layout-unsupported.*its checkpoint runs as it is: quantkit generate"):
+            export_bundle(whole, to, dry_run=True)
+    with pytest.raises(InputError, match="--runtime torch"):
+        load_runtime("onnxruntime").generate(whole, "a")
+    assert "of the linear weights" not in figures.verdict(whole.manifest, [])[0]
+    said = figures.weights(whole.manifest.weights)
+    assert said[0] == "100.0% of the linear weights are quantized" and said[1].endswith("linear weights, not counted")
 
 
 @pytest.mark.usefixtures("few_scored")

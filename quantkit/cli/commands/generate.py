@@ -26,7 +26,7 @@ def generate(
     """Continue a prompt with a bundle's model, here or on a device."""
     from rich.text import Text
 
-    from quantkit.pipeline.measure import default_runtime
+    from quantkit.pipeline.measure import config_of, default_runtime
     from quantkit.runtimes import load_runtime
 
     demand_device(on, wheelhouse)
@@ -44,6 +44,9 @@ def generate(
             demand_sessions([runner.name], text=True)
             with reach(on, wheelhouse=wheelhouse, runtimes=[runner.name]) as reached:
                 answer = generate_on(opened, reached, prompt, progress, runtime=runner.name, **how)
-    text = answer["text"] if chat else f"{prompt}{answer['text']}"
+    # an encoder's prompt is no beginning of the text
+    alone = chat or config_of(opened).get("is_encoder_decoder")
+    text = answer["text"] if alone else f"{prompt}{answer['text']}"
     notes = answer.pop("notes", [])
+    notes += [] if answer["text"] else ["the model ended its text at the first token"]
     return Answer({"prompt": prompt, **answer}, [Text(text), *(Text(f"! {note}") for note in notes)], warnings=notes)

@@ -105,8 +105,9 @@ def _of_floats(config: Mapping[str, Any], name: str) -> Architecture:
         family = assumed_family(inner)
         assumed.append(f"blocks like Llama's: {model_type} is unknown")
     if family is None:
-        rule = "sizes are read from the configs of known models"
-        known = ", ".join(sorted(kind for kind in (*FAMILIES, *PAIRS, *TEXT, *VISION) if not kind.endswith("_text")))
+        # llava and its like state the family of their text
+        kinds = [kind.removesuffix("_text") for kind in (*FAMILIES, *PAIRS, *TEXT, *VISION, "llava")]
+        rule, known = "not a known model", ", ".join(sorted(kind for kind in kinds if not kind.endswith("_vl")))
         raise InputError("config-unknown", name, f"model_type {model_type!r:.60}", rule, f"known: {known}")
     figures = Figures(inner, name, family.defaults)
     figures.assumed += assumed

@@ -67,7 +67,7 @@ def account(
         head: whether the recipe stores the head in its scheme.
     """
     modules = dict(stream.skeleton.named_modules())
-    reasons = {taken.where: taken for taken in decisions}
+    reasons = {taken.where: taken for taken in reversed(decisions)}  # the first: passes only add notes
     users: dict[str, list[str]] = {}
     for name, file in stream.files.items():
         users.setdefault(file, []).append(name)
@@ -143,11 +143,11 @@ def _fate(
     taken = reasons.get(owner)
     if taken is not None:
         return _Fate("carried", taken.reason, True, taken.code in (AS_ASKED, ROUTER, EXPERTS_KEPT))
+    if is_vision_language(stream.skeleton) and not name.startswith(text_stack(stream.skeleton)):
+        return _Fate("carried", TOWER, True, True)
     if not is_linear(module):
         return _Fate("carried", f"a parameter of {type(module).__name__}, which is no linear", True, False)
     inside = any(name.startswith(f"{block}.") for block in stream.block_names)
-    if is_vision_language(stream.skeleton) and not name.startswith(text_stack(stream.skeleton)):
-        return _Fate("carried", TOWER, True, True)
     return _Fate("carried", "it was not decided on" if inside else "it lies outside the blocks", True, False)
 
 

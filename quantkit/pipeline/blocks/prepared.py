@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.bundle import Build, Decision
+from quantkit.bundle import SEES, Build, Decision
 from quantkit.errors import InputError, one
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.model.device import AUTO, CPU, ComputeDevice, present
@@ -27,7 +27,7 @@ from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.layers import Layers, about, account, lay_out
 from quantkit.pipeline.estimate import PROCESSORS, has_timer, lies
 from quantkit.pipeline.request import Request, default_out, for_target, runs_here, with_own_runtime
-from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, SEES, TOWER, UNTIED, takes_head
+from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, TOWER, UNTIED, takes_head
 from quantkit.planning.compiling import CompileSpec, Compiling, fit, predict, timed
 from quantkit.planning.support import caveats, demand_kind, spelt_out, with_remedy
 from quantkit.plugins.outside import demand_returned
@@ -179,8 +179,8 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     request, settled = for_target(request, asked)
     recipe = request.recipe
     _demand_exports(recipe, asked)
-    experts = bool(asked.merged or asked.stacked)
-    decisions = [*request.taken, *request.support.decisions(source.kind, experts), *taken, *layers.decisions]
+    no_graph = bool(asked.merged or asked.stacked) or source.sees
+    decisions = [*request.taken, *request.support.decisions(source.kind, no_graph), *taken, *layers.decisions]
     if source.sees:
         own = len(layers.tower & layers.schemes.keys())
         reason = f"{own} of its linears are rounded to nearest, as an override says" if own else TOWER

@@ -18,7 +18,7 @@ from quantkit.measurement.timing.schedule import LARGEST
 from quantkit.measurement.verdict import speed_up
 from quantkit.model.source.alias import ALIASES
 from quantkit.planning import matrix
-from quantkit.planning.assigned import FLOATS_LIMIT
+from quantkit.planning.assigned import FLOATS_LIMIT, TOWER
 from quantkit.report.kit import words
 from quantkit.report.kit.tree import Line, Sheet, Styled
 from quantkit.report.kit.words import by
@@ -430,8 +430,13 @@ def _timed_in(rows: Sequence[Row]) -> str:
     return next((name for name in in_order(known) if name in known), "")
 
 
+def _linear(entries: Sequence[WeightsEntry]) -> list[WeightsEntry]:
+    """List the linear weights without a tower of images, which is kept on purpose."""
+    return [entry for entry in entries if entry.linear and entry.reason != TOWER]
+
+
 def _in_floats(entries: Sequence[WeightsEntry]) -> float | None:
-    linear = [entry for entry in entries if entry.linear]
+    linear = _linear(entries)
     whole = sum(entry.elements for entry in linear)
     return sum(entry.elements for entry in linear if entry.state != "quantized") / whole if whole else None
 
@@ -560,8 +565,8 @@ def place(name: str) -> tuple[str, str]:
 
 
 def weights(entries: Sequence[WeightsEntry]) -> list[str]:
-    """Describe the source's tensors: quantized share of the linear weights, reasons for the rest, unused tensors."""
-    linear = [entry for entry in entries if entry.linear]
+    """Describe the source's tensors: quantized share of the linear weights, the rest with reasons, unused tensors."""
+    linear = _linear(entries)
     whole = sum(entry.elements for entry in linear)
     left = sorted((entry for entry in linear if entry.state != "quantized"), key=lambda entry: -entry.elements)
     sentences, share = [], _in_floats(entries)
@@ -573,6 +578,8 @@ def weights(entries: Sequence[WeightsEntry]) -> list[str]:
         sentences.append(
             f"{1 - share:.1%} of the linear weights are quantized" + (f", in floats: {why}" if why else "")
         )
+    beside = sum(entry.elements for entry in entries if entry.linear and entry.reason == TOWER)
+    sentences += [f"{TOWER}: {beside:,} linear weights, not counted"] if beside else []
     unused = (entry for entry in entries if entry.state == "unused")
     return sentences + [
         f"{entry.tensors} tensors stay as they are ({entry.example}): {entry.reason}" for entry in unused

@@ -16,7 +16,7 @@ from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.model import layouts
 from quantkit.model.layouts import VLLM_ALONE, Layout
 from quantkit.model.source.files import remembered
-from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, SEES
+from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT
 from quantkit.report.kit.tree import Code
 from quantkit.scheme import ActivationScheme, WeightScheme
 
@@ -165,7 +165,7 @@ def _exportable(manifest: Manifest) -> bool:
     """Tell whether an ONNX graph can be made from the checkpoint, for a runtime of the target."""
     graphs, read = map(load_exporter, plugins.exporters_that_store("graph")), (manifest.target or {}).get("runtimes")
     exporter = next(one for one in graphs if "onnxruntime" in one.runtimes)
-    if experts(manifest) or not packed(manifest) or (read and not set(exporter.runtimes) & set(read)):
+    if manifest.sees or experts(manifest) or not packed(manifest) or (read and not set(exporter.runtimes) & set(read)):
         return False
     schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in manifest.layers}
     inputs = {layer.name: layer.activations for layer in manifest.layers if layer.activations is not None}
@@ -234,8 +234,7 @@ def generate(place: str, runtime: str | None = None) -> str:
 
 def auto_class(manifest: Manifest) -> str:
     """Name the class of transformers that loads such a model."""
-    sees = any(taken.where == SEES for taken in manifest.decisions)
-    return "AutoModelForImageTextToText" if sees else _CLASSES[manifest.model.kind]
+    return "AutoModelForImageTextToText" if manifest.sees else _CLASSES[manifest.model.kind]
 
 
 def again(manifest: Manifest) -> Code:
