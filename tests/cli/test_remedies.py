@@ -195,7 +195,7 @@ def test_the_encoder_of_a_model_of_two_parts_is_written_as_the_error_says(
 ) -> None:
     sizes = {"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     folder = tmp_path / "t5"
-    transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).save_pretrained(folder)
+    transformers.T5Model(transformers.T5Config(**sizes)).save_pretrained(folder)
     monkeypatch.chdir(tmp_path)
     remedy = refused(quantkit, "compile", "./t5", code="architecture-unsupported")
     for file in tiny.glob("tokenizer*"):

@@ -156,7 +156,7 @@ def test_a_limit_inside_the_interval_is_said_and_no_error_under_strict() -> None
         (NEAR, "gates.kl_max"),
         (NEAR, "gates.perplexity_ratio_max"),
     ]
-    said = "gates.kl_max 0.21: the mean over 2,044 items decides; its 95 % interval in torch, 0.150 to 0.250, holds"
+    said = "gates.kl_max 0.21: the mean over 2,044 items decides; its 95 % interval in torch, 0.150 to 0.250, includes"
     assert warnings(taken)[0].startswith(said)
     refuse(taken)
     assert still_unjudged(taken, judge(Gates(kl_max=0.21), [kl])[0]) == taken[1:]
