@@ -79,29 +79,29 @@ class LayerSpec:
         if self.untraced:
             value = "its attention does not go through transformers' AttentionInterface"
             rule = "only this interface shows what it computes, so that its cache can be exported"
-            raise unattended(self.untraced, value, rule, _without(export))
+            raise unattended(self.untraced, value, rule, without(export))
         for linear in sorted({*self.merged, *self.stacked})[:1]:
             rule = "the graph is traced once, and which expert runs depends on the data"
-            raise unheld(linear, "belongs to a mixture of experts", rule, _without(export))
+            raise unheld(linear, "belongs to a mixture of experts", rule, without(export))
         self.demand_text(export)
 
     def demand_text(self, export: str) -> None:
         """Refuse a vision-language model for an export of token ids alone. Raises InputError `layout-unsupported`."""
         if self.source is not None and self.source.sees:
             value, rule = "takes images too", f"an export to {export} holds a model of text alone"
-            raise unheld(self.source.architecture, value, rule, _without(export))
+            raise unheld(self.source.architecture, value, rule, without(export))
 
     def demand_one_stack(self, export: str) -> None:
         """Refuse a decoder beside an encoder. Raises InputError `architecture-unsupported`."""
         if self.source is not None and self.source.has_encoder:
             name, rule = self.source.architecture, f"`{export}` holds one stack of blocks"
-            raise InputError("architecture-unsupported", name, "an encoder and a decoder", rule, _without(export))
+            raise InputError("architecture-unsupported", name, "an encoder and a decoder", rule, without(export))
 
     def demand_float_cache(self, export: str) -> None:
         """Refuse a quantized KV cache. Raises InputError `layout-unsupported`."""
         if self.cache is not None:
             value, rule = f"a KV cache in {self.cache.format}", "this exporter's cache is in float32"
-            raise unheld("scheme.kv_cache", value, rule, _without(export))
+            raise unheld("scheme.kv_cache", value, rule, without(export))
 
 
 class Exporter(Protocol):
@@ -252,5 +252,6 @@ def unattended(where: str, value: str, rule: str, remedy: str) -> InputError:
     return InputError("attention-unsupported", where=where, value=value, rule=rule, remedy=remedy)
 
 
-def _without(export: str) -> str:
+def without(export: str) -> str:
+    """Write the remedy for a model that an export cannot hold."""
     return f"leave `{export}` out of `export`"

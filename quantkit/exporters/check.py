@@ -6,11 +6,16 @@ is taken over logits, or over an encoder's last hidden states and the logits of 
 by torch, block by block, with weights expanded from the codes. The runs are a prompt, steps with the cache after it,
 and a batch padded on the left; for encoders a batch, and a row that ends early. Every exporter defines its limits and
 further checks.
+
+Some models amplify the rounding of float32: Qwen2.5's large biases of keys make a batch padded on the left differ by
+1e-3 in torch alone. An exceeded limit becomes five times the difference between torch in float32 and torch with blocks
+in float64, if that is more, and 1e-2 at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 _ROWS, _PROMPT, _STEPS, _PADDED = 2, 12, 4, 5
+_NOISES, _MOST = 5.0, 1e-2
 
 
 class RunningExport(Protocol):
@@ -106,7 +112,18 @@ def reloaded(
         error, where = None, problem.line()
     except failures as problem:
         error, where = None, first_line(problem)
+    if error is not None and limit < error <= _MOST and (noise := _noise(values)) * _NOISES > limit:
+        limit, where = min(_NOISES * noise, _MOST), f"{where}; float32 alone departs by {noise:.1g} from float64"
     return judged(name, error, limit, where)
+
+
+def _noise(values: Values) -> float:
+    """Return the difference between the expected values and those of blocks in float64."""
+    from quantkit.model.streaming.transforms import TypedBlocks
+
+    ids, wide = prompt(values), copy(values.stream)
+    wide.transforms = [*wide.transforms, TypedBlocks(torch.float64)]
+    return difference(_expected(values, ids), _expected(replace(values, stream=wide), ids))
 
 
 def first_line(problem: Exception) -> str:

@@ -15,7 +15,7 @@ from quantkit.bundle import Check, Decision, Manifest
 from quantkit.errors import GateError
 from quantkit.measurement.rows import Interval, Row
 from quantkit.passes import NOTE, decision
-from quantkit.planning.assigned import ASKED, EXPERTS, FLOATS
+from quantkit.planning.assigned import ASKED, EXPERTS, FLOATS, LEFT_OUT
 from quantkit.planning.support import EMULATED
 from quantkit.recipe import Gates
 from quantkit.report.bundle import figures
@@ -237,6 +237,7 @@ def _written(taken: Decision) -> str:
         UNJUDGED: f"take the gate out: --set {taken.where}=null",
         "expert-unrouted": "calibrate on more text (calibration.samples), "
         "or be content with less: --set calibration.expert_tokens=1",
+        LEFT_OUT: f"leave `{taken.where}` out of the recipe's `export`",
         "form-chosen": "ask for it: --set calibration.template=chat, or give plain text",
         EMULATED: "take another recipe or target",
     }

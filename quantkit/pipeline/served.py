@@ -56,7 +56,7 @@ def check(folder: Path, progress: Report | None = None) -> tuple[list[Check], st
     """Check the checkpoint of a decoder; no check, with the reason, where vLLM refuses it or has no room."""
     from quantkit.measurement.accuracy.score import at_a_time, compared
     from quantkit.model.source.open import open_written
-    from quantkit.model.streaming.transforms import HalfBlocks
+    from quantkit.model.streaming.transforms import TypedBlocks
     from quantkit.runtimes.torch.reloaded import expanded, reloaded
     from quantkit.runtimes.vllm import NO_ENCODER, VllmModel
 
@@ -74,7 +74,7 @@ def check(folder: Path, progress: Report | None = None) -> tuple[list[Check], st
     except InputError as problem:
         return [], f"not run in vLLM: {problem.value}"
     stream, half = reloaded(folder), reloaded(folder)
-    half.transforms.append(HalfBlocks(model.half))
+    half.transforms.append(TypedBlocks(model.half))
     before, few = stream.answers(ids), at_a_time(stream)
     rounded = half.answers(ids)
     sides = (lambda index, part: rounded(index, part).to(model.half), scores)

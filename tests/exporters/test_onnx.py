@@ -18,7 +18,7 @@ from thorough import beside
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
-from quantkit.exporters import LayerSpec
+from quantkit.exporters import LayerSpec, check
 from quantkit.exporters.trace import transformer
 from quantkit.exporters.values import Values
 from quantkit.model.finished import Finished
@@ -157,6 +157,25 @@ def test_names_and_axes_are_those_that_others_rely_on(small: Any, name: str) -> 
         "logits_to_keep": [1],
     }
     assert said(graph.output) == {"logits": ["batch_size", "kept_length", zoo.VOCABULARY], **present}
+
+
+def test_an_exceeded_limit_is_as_wide_as_the_rounding_of_float32(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = small("llama-tied")
+    values = Values.of_results(found.source, found.stream, found.results)
+    assert 0 < check._noise(values) < 1e-5
+
+    def wrong() -> Any:
+        model = found.load()
+        run = model.run
+        monkeypatch.setattr(model, "run", lambda *args: run(*args) * (1 + 3e-4))
+        return model
+
+    assert not check.reloaded("reload.onnxruntime", 1e-4, values, wrong).ok
+    monkeypatch.setattr(check, "_noise", lambda _: 1e-4)
+    judged = check.reloaded("reload.onnxruntime", 1e-4, values, wrong)
+    assert judged.ok and judged.limit == pytest.approx(5e-4) and "float64" in judged.where
+    monkeypatch.setattr(check, "_noise", lambda _: 1e-5)
+    assert not check.reloaded("reload.onnxruntime", 1e-4, values, wrong).ok
 
 
 def test_an_encoder_s_output_keeps_its_name(small: Any) -> None:

@@ -24,27 +24,27 @@ LLAVA = "LlavaForConditionalGeneration"
 IMAGE, VOCABULARY = 258, 260
 
 
-def recipe(export: str = "checkpoint", **changes: Any) -> Recipe:
+def recipe(*exports: str, **changes: Any) -> Recipe:
     data = {
         "summary": "a test",
         "calibration": {"set": "prose-en", "samples": 4, "tokens": 48, **changes.pop("calibration", {})},
         "scheme": {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": True}},
         "passes": [{"gptq": {}}],
-        "export": [{export: {}}],
+        "export": [{name: {}} for name in exports or ("checkpoint",)],
         **changes,
     }
     return Recipe.from_dict(data, name="tiny")
 
 
-def compiled(model: Path, out: Path, **changes: Any) -> quantkit.Bundle:
-    request = Request.of(str(model), recipe=recipe(**changes), out=out, speed=False)
+def compiled(model: Path, out: Path, *exports: str, **changes: Any) -> quantkit.Bundle:
+    request = Request.of(str(model), recipe=recipe(*exports, **changes), out=out, speed=False)
     compile_model(request)
     return quantkit.load(out)
 
 
-def refused(model: Path, **changes: Any) -> InputError:
+def refused(model: Path, *exports: str, **changes: Any) -> InputError:
     with pytest.raises(InputError) as caught:
-        compiled(model, model.parent / "never", **changes)
+        compiled(model, model.parent / "never", *exports, **changes)
     assert "\n" not in str(caught.value) and not (model.parent / "never").exists()
     assert not list(model.parent.glob("never*"))
     return caught.value
@@ -147,9 +147,16 @@ def test_an_override_stores_a_tower_in_a_scheme_of_its_own(llava: Path, tmp_path
     assert not [layer.name for layer in both.manifest.layers if "vision_tower" in layer.name]
 
 
+@pytest.mark.usefixtures("few_scored")
+def test_a_recipe_s_onnx_is_left_out_beside_a_checkpoint(llava: Path, tmp_path: Path) -> None:
+    made = compiled(llava, tmp_path / "two", "checkpoint", "onnx")
+    (left,) = [taken for taken in made.manifest.decisions if taken.code == "export-left-out"]
+    assert left.where == "onnx" and "images" in left.reason and not (made.path / "onnx").exists()
+
+
 @pytest.mark.parametrize("export", ["onnx", "gguf"])
 def test_exports_of_text_alone_are_refused_by_name(export: str, llava: Path) -> None:
-    error = refused(llava, export=export)
+    error = refused(llava, export)
     assert error.code == "layout-unsupported" and f"an export to {export}" in error.rule
     assert LLAVA in error.where and "images" in error.value
 

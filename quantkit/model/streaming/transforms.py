@@ -279,8 +279,8 @@ class RoundedProducts(Transform):
 
 
 @dataclass(frozen=True)
-class HalfBlocks(Transform):
-    """Transform that runs the blocks in a dtype of 16 bits, as a server does; what lies outside stays in float32."""
+class TypedBlocks(Transform):
+    """Transform that runs the blocks in another dtype, as a server in 16 bits; what lies outside stays in float32."""
 
     dtype: torch.dtype = torch.bfloat16
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import SEES, Build, Decision
 from quantkit.errors import InputError, one
-from quantkit.exporters import LayerSpec, load_exporter
+from quantkit.exporters import LayerSpec, load_exporter, without
 from quantkit.model.device import AUTO, CPU, ComputeDevice, present
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
@@ -27,11 +27,11 @@ from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.layers import Layers, about, account, lay_out
 from quantkit.pipeline.estimate import PROCESSORS, has_timer, lies
 from quantkit.pipeline.request import Request, default_out, for_target, runs_here, with_own_runtime
-from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, TOWER, UNTIED, takes_head
+from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, LEFT_OUT, TOWER, UNTIED, takes_head
 from quantkit.planning.compiling import CompileSpec, Compiling, fit, predict, timed
 from quantkit.planning.support import caveats, demand_kind, spelt_out, with_remedy
 from quantkit.plugins.outside import demand_returned
-from quantkit.recipe import Recipe
+from quantkit.recipe import ExportStep, Recipe
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
@@ -176,11 +176,13 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
         source=source,
         largest=largest,
     )
+    request, left_out = _without_unable(request, asked)
     request, settled = for_target(request, asked)
     recipe = request.recipe
     _demand_exports(recipe, asked)
     no_graph = bool(asked.merged or asked.stacked) or source.sees
-    decisions = [*request.taken, *request.support.decisions(source.kind, no_graph), *taken, *layers.decisions]
+    support = request.support.decisions(source.kind, no_graph)
+    decisions = [*request.taken, *left_out, *support, *taken, *layers.decisions]
     if source.sees:
         own = len(layers.tower & layers.schemes.keys())
         reason = f"{own} of its linears are rounded to nearest, as an override says" if own else TOWER
@@ -273,6 +275,22 @@ def _demand_equal_experts(stream: StreamedModel) -> None:
         if experts.found_in(stream.blocks[index]):
             experts.demand_equal(stream.load(index), name)
             return
+
+
+def _without_unable(request: Request, asked: LayerSpec) -> tuple[Request, list[Decision]]:
+    """Leave out exports of another kind of model, while one is left: recipes name ONNX beside a checkpoint."""
+    steps, decisions = list[ExportStep](), list[Decision]()
+    for step in request.recipe.export:
+        try:
+            load_exporter(step.name).accepts(step.settings, replace(asked, cache=None))
+        except InputError as problem:
+            if problem.remedy == without(step.name):
+                decisions.append(decision("export", LEFT_OUT, step.name, f"{problem.value}: {problem.rule}"))
+                continue
+        steps.append(step)
+    if not decisions or not steps:
+        return request, []
+    return replace(request, recipe=request.recipe.model_copy(update={"export": steps})), decisions
 
 
 def _demand_exports(recipe: Recipe, asked: LayerSpec) -> None:
