@@ -120,7 +120,7 @@ def _demand_kind(config: Mapping[str, Any], where: str) -> None:
     if arguments is None:
         return
     both = bool(config.get("is_encoder_decoder")) and "decoder_input_ids" in arguments
-    stem = name.removesuffix("ForConditionalGeneration").removesuffix("Model")
+    stem = name.partition("For")[0].removesuffix("Model")
     encoder = f"{stem}EncoderModel" if f"{stem}EncoderModel" in classes else None
     writes = any(isinstance(b, ast.Name) and b.id == "GenerationMixin" for n in _bases(name, classes) for b in n.bases)
     if judge(name, takes(claimed, arguments), both, config, where, encoder, writes) == "network":

@@ -190,12 +190,13 @@ def test_whisper_s_encoder_goes_in_as_the_error_says(
     assert "part" in refused(quantkit, "compile", "./encoder", code="architecture-unsupported")
 
 
+@pytest.mark.parametrize("name", ["T5Model", "T5ForQuestionAnswering"])
 def test_the_encoder_of_a_model_of_two_parts_is_written_as_the_error_says(
-    quantkit: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, quantkit: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     folder = tmp_path / "t5"
-    transformers.T5Model(transformers.T5Config(**sizes)).save_pretrained(folder)
+    getattr(transformers, name)(transformers.T5Config(**sizes)).save_pretrained(folder)
     monkeypatch.chdir(tmp_path)
     remedy = refused(quantkit, "compile", "./t5", code="architecture-unsupported")
     for file in tiny.glob("tokenizer*"):
