@@ -143,7 +143,8 @@ def test_an_exporter_s_options_are_closed(name: str) -> None:
 def test_a_layout_lists_its_codes_among_its_parts(name: str) -> None:
     layout = load_layout(name)
     assert layout.codes in layout.parts
-    assert layout.libraries
+    # a layout of merged experts is read by transformers and vLLM themselves
+    assert layout.libraries or layout.stacks
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

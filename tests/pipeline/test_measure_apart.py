@@ -133,7 +133,7 @@ def test_gates_and_comparisons_read_the_divergence_from_the_original_alone(bundl
 def test_without_the_original_a_checkpoint_is_still_held_against_torch(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.model.source.open.open_again", lambda sha256: None)
+    monkeypatch.setattr("quantkit.model.source.merged.open_again", lambda sha256: None)
     told = Notes()
     rows = measure_bundle(bundle, progress=told, runtime="vllm", speed=False)
     assert {row.name for row in rows if row.runtime == "vllm"} == {"across.kl", "across.top1_agreement"}

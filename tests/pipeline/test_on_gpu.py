@@ -35,7 +35,7 @@ from quantkit.recipe import Recipe
 
 FAILED = "calibrate/statistics/collected.py:failed"
 LOOKED = "calibrate/statistics/scales.py:look"
-PROVED = "model/structure/fold.py:__torch_dispatch__"
+PROVED = "model/structure/traced.py:__torch_dispatch__"
 # operators that a block may launch, and those of them that are not its own forward
 LAUNCHES, BESIDES = 200, 110
 FORWARD = "model/streaming/calls.py:run"

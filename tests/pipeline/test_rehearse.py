@@ -143,8 +143,7 @@ def test_an_export_that_cannot_be_made(folder: Path, tmp_path: Path, monkeypatch
 def test_a_graph_that_attention_keeps_from_being_exported(byte_tokenizer: Any, tmp_path: Path) -> None:
     """Bloom's attention is its own: an export says so after every block, a rehearsal after one."""
     zoo.save(tmp_path / "bloom", byte_tokenizer, "bloom", vocab_size=258)
-    both = [{"checkpoint": {}}, {"onnx": {}}]
-    rehearsal = rehearsed(tmp_path / "bloom", tmp_path, recipe("rtn", export=both))
+    rehearsal = rehearsed(tmp_path / "bloom", tmp_path, recipe("rtn", export=[{"onnx": {}}]))
     assert [finding.code for finding in rehearsal.findings] == ["attention-unsupported"]
 
 

@@ -33,7 +33,8 @@ def source(tokenizer: Any = None, kind: str = "decoder", **config: Any) -> Any:
         return tokenizer
 
     whole = {"vocab_size": 258, **config}
-    return SimpleNamespace(kind=kind, tokenizer=give, config=whole, path=Path("none"), architecture="BertModel")
+    named = {"path": Path("none"), "architecture": "BertModel", "has_encoder": False, "sees": False}
+    return SimpleNamespace(kind=kind, tokenizer=give, config=whole, **named)
 
 
 @pytest.fixture(autouse=True)
