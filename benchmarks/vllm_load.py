@@ -1,7 +1,7 @@
 """What do bundles deliver in vLLM's server, beside their originals?
 
     python benchmarks/vllm_load.py --work DIR --model smollm2-135m --rates 1,2,4,8 --requests 40
-    python benchmarks/vllm_load.py --work DIR --model qwen2.5-coder-0.5b --rates 0.5,1,2 --requests 24
+    python benchmarks/vllm_load.py --work DIR --model qwen2.5-coder-0.5b --rates 0.5,1 --requests 12
 
 Compiles what DIR lacks under each of `--recipes`, then runs `quantkit measure BUNDLE --load`: the original and the
 bundle, A B B A, 256 prompt tokens and 128 output tokens a request. No claim: the figures are this machine's. Needs
