@@ -18,8 +18,8 @@ transformers {version} went through a whole compile: quantized to 4 bits by GPTQ
 scored. Its figures were then compared with plain transformers, which knows nothing of quantkit. T5, BART and their
 relatives have [a page of their own](encoder-decoders.md), and [vision-language models](vision.md) have one too.
 
-The record is older than two changes: merged experts are quantized now ([which](checkpoints.md#experts)), and models with a tower
-of images are no longer refused. Their rows below are those of the record.
+The record is older than two changes: merged experts are quantized now ([which](checkpoints.md#experts)), and models
+with a tower of images are no longer refused. Their rows below are those of the record.
 
 - **works**: three things agree.
   - Perplexity of the source, perplexity of the bundle and KL (of an encoder, the cosine) equal those of two plain
