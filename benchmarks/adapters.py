@@ -1,12 +1,14 @@
 """Whether adapters are merged into real models as PEFT merges them, and what of a small model a larger one accepts.
 
     pip install peft
-    python benchmarks/adapters.py [--models smollm2-135m ...] [--drafts]
+    python benchmarks/adapters.py [--models smollm2-135m ...]
+    ... --compile awq-int4                 one whole compile with an adapter trained on half of Candide
+    ... --drafts [BUNDLE ...]              acceptance and gain of versions of SmolLM2 as drafts of the float model
 
 LoRA, rsLoRA and DoRA of rank 8 on every linear, with random values of the size of a trained adapter's, are written by
 PEFT and merged twice: by PEFT's `merge_and_unload`, and by quantkit, tensor by tensor. In float32 the largest
 difference is at most 1e-6. From bfloat16, both are held against the exact sum: quantkit's error is not the larger one.
-`--drafts` measures the acceptance of int4 and int8 versions of SmolLM2 as drafts of the float model.
+`--compile` starts from bfloat16; the bundle is held against the model that PEFT merges, by plain transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.record import layout, parsing, record, show, verdicts
+from harness.process import compiled, run, scored
+from harness.process import quantkit as quantkit_command
+from harness.record import layout, parsing, record, sha256, show, verdicts
 
 import quantkit
 from quantkit.measurement.accuracy.drafts import WAYS
@@ -27,6 +31,7 @@ from quantkit.model.structure.names import match_names
 MODELS = ("smollm2-135m", "gemma-3-270m", "qwen2.5-coder-0.5b")
 KINDS: dict[str, dict[str, Any]] = {"LoRA": {}, "rsLoRA": {"use_rslora": True}, "DoRA": {"use_dora": True}}
 RANK, SPREAD, LIMIT = 8, 0.02, 1e-6
+TEXT = Path(__file__).resolve().parent / "texts" / "candide.txt"
 
 
 def written(model: Any, folder: Path, settings: dict[str, Any]) -> None:
@@ -82,41 +87,135 @@ def compared(name: str, kind: str, dtype: torch.dtype, work: Path) -> dict[str, 
     return row | {f"{side}_rms": (total / count) ** 0.5 for side, total in squares.items()}
 
 
-def drafted(work: Path) -> list[dict[str, Any]]:
-    """Judge versions of SmolLM2 as drafts of its float model."""
+def trained(base: Path, text: str, folder: Path, steps: int) -> list[float]:
+    """Train a LoRA on a text by a few steps; return the losses."""
+    import peft
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    rows = ids[: len(ids) // 128 * 128].reshape(-1, 128)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=RANK, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(loaded(base, torch.float32), config)
+    optimizer = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad], lr=2e-3)
+    losses = []
+    for step in range(steps):
+        batch = rows[(4 * step + torch.arange(4)) % len(rows)]
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    model.save_pretrained(folder)
+    return losses
+
+
+def compiled_whole(name: str, recipe: str, steps: int, work: Path) -> dict[str, Any]:
+    """Compile a bfloat16 model with a trained adapter; hold the bundle against the model that PEFT itself merges."""
+    import peft
+
+    base, adapter, merged, out = (work / part for part in ("base", "adapter", "merged", "bundle"))
+    loaded(open_model(name).path, torch.bfloat16).save_pretrained(base)
+    tokenizer = open_model(name).tokenizer()
+    tokenizer.save_pretrained(base)
+    text = TEXT.read_text()
+    half = len(text) // 2
+    (work / "held-out.txt").write_text(text[half:])
+    losses = trained(base, text[:half], adapter, steps)
+    peft.PeftModel.from_pretrained(loaded(base, torch.bfloat16), adapter).merge_and_unload().save_pretrained(merged)
+    tokenizer.save_pretrained(merged)
+    changes = ("--adapter", adapter, "--set=export=[{checkpoint: {}}]", "--no-speed", "--no-vllm")
+    result, done = compiled(base, recipe, out, *changes)
+    own = next(row for row in result["measurements"] if row["name"] == "accuracy.kl")
+    checked = run(quantkit_command("verify", out, "--json"))
+    generated = run(quantkit_command("generate", out, "--prompt", "Candide", "--json"))
+    ours, theirs = merge(open_model(str(base)), open_adapter(str(adapter))).weights, open_model(str(merged)).weights
+    pairs = ((ours.read(name).float(), theirs.read(name).float()) for name in theirs.entries)
+    apart = max(float((one - other).abs().max()) for one, other in pairs)
+    candidates = {"base": str(base), "bundle": str(out / "model")}
+    texts = {"held-out": {"file": str(work / "held-out.txt")}, "prose-en": {"set": "prose-en"}}
+    rows = {(row["candidate"], row["text"]): row for row in scored(str(merged), candidates, texts)}
+    french = rows["bundle", "held-out"]
+    return {
+        **{"model": name, "dtype": "bfloat16", "recipe": recipe, "steps": steps, "loss": [losses[0], losses[-1]]},
+        **{"apart": apart, "verify": checked.status, "generate": generated.status, "seconds": done.wall},
+        "perplexity_base": rows["base", "held-out"]["perplexity"],
+        "perplexity_merged": french["perplexity_reference"],
+        "perplexity_bundle": french["perplexity"],
+        **{"kl": french["kl"], "kl_se": french["kl_se"]},
+        **{f"{key}_prose": rows["bundle", "prose-en"][key] for key in ("kl", "kl_se")},
+        **{"kl_stated": own["value"], "kl_stated_ci95": own["ci95"]},
+    }
+
+
+def drafted(names: list[str], dtype: str, work: Path) -> list[dict[str, Any]]:
+    """Judge bundles as drafts of the float model that they were made from, in a dtype."""
     how: dict[str, Any] = {"speed": False, "vllm": False}
     checkpoint = ["export=[{checkpoint: {}}]"]
-    target = quantkit.compile("smollm2-135m", "float", out=work / "float", changes=checkpoint, **how)
+    source: str | Path = "smollm2-135m"
+    if dtype != "float32":
+        source = work / f"smollm2-135m-{dtype}"
+        loaded(open_model("smollm2-135m").path, getattr(torch, dtype)).save_pretrained(source)
+        open_model("smollm2-135m").tokenizer().save_pretrained(source)
+    target = quantkit.compile(source, "float", out=work / "float", changes=checkpoint, **how)
     rows = []
-    for recipe in ("int8-weights", "awq-int4", "rtn-int4"):
-        draft = quantkit.compile("smollm2-135m", recipe, out=work / recipe, changes=checkpoint, **how)
+    for name in names:
+        draft: Any = Path(name)
+        if not draft.is_dir():
+            draft = quantkit.compile("smollm2-135m", name, out=work / name, changes=checkpoint, **how)
         judged = quantkit.judge_draft(draft, target)
-        means = {way: judged.seen.mean(way) for way in WAYS}
-        rows.append(
-            {"draft": recipe, "positions": int(judged.seen.greedy.size)}
-            | {way: mean.value for way, mean in means.items()}
-            | {f"{way}_ci95": list(mean.ci95 or ()) for way, mean in means.items()}
-        )
+        row: dict[str, Any] = {"draft": Path(name).name, "target": dtype, "positions": int(judged.seen.greedy.size)}
+        for way in WAYS:
+            mean, best = judged.seen.mean(way), judged.best(way)
+            row |= {way: mean.value, f"{way}_ci95": list(mean.ci95 or ())}
+            row |= {f"{way}_gain": best and best.gain, f"{way}_k": best and best.k}
+        times = judged.times
+        row |= {"times": times and f"{times.source}: {times.about}", "step": times and times.step}
+        rows.append(row | {"step_draft": times and times.draft})
     return rows
 
 
 def main() -> int:
     parser = parsing(__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--drafts", action="store_true", help="the acceptance alone")
+    parser.add_argument("--compile", metavar="RECIPE", help="one whole compile with a trained adapter, alone")
+    parser.add_argument("--steps", type=int, default=24, help="of its training")
+    parser.add_argument("--drafts", nargs="*", metavar="BUNDLE|RECIPE", help="the acceptance alone")
+    parser.add_argument("--dtype", default="float32", help="of the target of drafts")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        if options.drafts:
-            rows = drafted(Path(place))
-            show(
-                "SmolLM2-135M as a draft of its float model",
-                rows,
-                layout(
-                    "draft | positions:d | greedy:.4f | greedy_ci95=95 %:.4f | sampling:.4f | sampling_ci95=95 %:.4f"
-                ),
+        if options.drafts is not None:
+            rows = drafted(options.drafts or ["int8-weights", "awq-int4", "rtn-int4"], options.dtype, Path(place))
+            columns = (
+                "draft | target | positions:d | greedy:.4f | greedy_ci95=95 %:.4f | greedy_gain=gain:.2f | greedy_k=k:d"
             )
-            record("drafts", "no claim: acceptance of quantized versions as drafts", rows, {"note": options.note})
+            columns += " | sampling:.4f | sampling_ci95=95 %:.4f | sampling_gain=gain:.2f | sampling_k=k:d | times"
+            show("SmolLM2-135M as a draft of its float model", rows, layout(columns))
+            claim = "no claim: acceptance of quantized versions as drafts, and the gain at the target's times"
+            record(f"drafts-{options.dtype}", claim, rows, {"note": options.note})
             return 0
+        if options.compile:
+            row = compiled_whole("smollm2-135m", options.compile, options.steps, Path(place))
+            columns = "model | recipe | loss:.3f | perplexity_base=base:.2f | perplexity_merged=merged:.2f"
+            columns += " | perplexity_bundle=bundle:.2f | kl=KL from PEFT's merge:.4f | kl_prose=on prose-en:.4f"
+            columns += " | kl_stated=stated:.4f | apart:.1e"
+            show("a compile with an adapter, against the model that PEFT merges", [row], layout(columns))
+            claim = "a compile with an adapter is a compile of the model that PEFT merges"
+            record("adapters-compiled", claim, [row], {"rank": RANK, "text": sha256(TEXT), "note": options.note})
+            low, high = row["kl_stated_ci95"]
+            return verdicts(
+                {
+                    "the merged weights are PEFT's, to a unit of bfloat16": row["apart"] <= 2**-8,
+                    "verify and generate end well": row["verify"] == row["generate"] == 0,
+                    "the adapter lowers the perplexity of its text": row["perplexity_merged"] < row["perplexity_base"],
+                    "so does it in the bundle": row["perplexity_bundle"] < row["perplexity_base"],
+                    "the KL from PEFT's model is the stated one, within both intervals": abs(
+                        row["kl_prose"] - row["kl_stated"]
+                    )
+                    <= (high - low) / 2 + 1.96 * row["kl_se_prose"],
+                }
+            )
         rows = [
             compared(name, kind, dtype, Path(place))
             for name in options.models

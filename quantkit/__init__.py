@@ -163,6 +163,7 @@ def plan(
     changes: Sequence[str] = (),
     allow_code: bool = False,
     device: str = "cpu",
+    adapters: str | Path | Sequence[str | Path] = (),
 ) -> Outlook:
     """Predict memory, speed and cost before any work, as `quantkit plan` does. No torch.
 
@@ -181,6 +182,7 @@ def plan(
         changes: `PATH=YAML` changes to every recipe.
         allow_code: run the files that the recipes' passes name.
         device: where the compile is to compute, as of `compile`: whether it fits there.
+        adapters: as of `compile`; only their configs are read.
 
     Returns:
         `candidates` with memory, times by batch and cost of each recipe, and a `recommendation`.
@@ -211,6 +213,7 @@ def plan(
             changes=changes,
             allow_code=allow_code,
             device=demand_name(device),
+            adapters=given.texts(adapters, "adapters"),
         )
     )
 
@@ -377,6 +380,7 @@ def tune(
     timings: str | Path | None = None,
     batches: Sequence[int] = (),
     calibration: str | Path | None = None,
+    adapters: str | Path | Sequence[str | Path] = (),
     samples: int = 2,
     out: str | Path | None = None,
     changes: Sequence[str] = (),
@@ -397,7 +401,7 @@ def tune(
         schemes: candidates more, each as the fields that it changes: `{"format": "int4", "group": 32}`.
         timings: a file of measurements with `latency.op` rows, for a budget of latency.
         batches: of the timings that count; none: all.
-        calibration: as of `compile`.
+        calibration, adapters: as of `compile`.
         samples: sequences of 128 tokens that each harm is measured on.
         out: the folder; None chooses `./<model>--tuned`, then `-2`, ...
         changes: `PATH=YAML` changes to the recipe.
@@ -427,6 +431,7 @@ def tune(
         changes=changes,
         trust_remote_code=trust_remote_code,
         allow_code=allow_code,
+        adapters=adapters,
     )
     measured = given.path(timings, "timings")
     question = search.TuneQuestion(

@@ -22,6 +22,10 @@ Calibration = Annotated[
         metavar="NAME|PATH", help="Shipped set or a path (.txt, .jsonl, .csv, .parquet, folder); default: the recipe's."
     ),
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", metavar="DIR", help="LoRA or DoRA adapter of PEFT to merge first; several in order."),
+]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=YAML", help="Change the recipe: scheme.weights.group=32.")
 ]

@@ -185,7 +185,8 @@ class _Measuring:
             raise InputError("runtime-unsupported", cell.on, cell.program, rule, remedy)
         for bundle in sides.values():
             if not (bundle.path / f"items-{cell.program}.safetensors").is_file():
-                measure_bundle(bundle, self.request.model, self.progress, runtime=cell.program, speed=False)
+                original = None if self.request.adapters else self.request.model  # a merged one is found by its hashes
+                measure_bundle(bundle, original, self.progress, runtime=cell.program, speed=False)
         return {side: Bundle.load(bundle.path) for side, bundle in sides.items()}
 
     def _loaded(self, cell: NightCell, sides: Mapping[Side, Bundle]) -> tuple[timing.Taken, list[str]]:

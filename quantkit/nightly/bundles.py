@@ -122,9 +122,9 @@ def _model_sha256(request: Request) -> str:
 
     if takes_graph(request.model):
         return open_graph(located(request).path).sha256
-    from quantkit.model.source.open import open_model
+    from quantkit.model.source.merged import open_merged
 
-    return open_model(request.model).sha256
+    return open_merged(request.model, request.adapters).sha256
 
 
 def _set_sha256(path: Path) -> str:

@@ -21,6 +21,7 @@ from quantkit.content import Closed, is_path, known_keys, read_yaml
 from quantkit.devices import named
 from quantkit.errors import InputError, did_you_mean, from_validation
 from quantkit.measurement.load import ServerLoad
+from quantkit.model.source.adapter import Adapter
 from quantkit.model.source.alias import ALIASES, unknown_model
 from quantkit.nightly.records import HERE, ON, SEPARATOR, BaselineKind, NightCell
 from quantkit.pipeline.request import Request, kind_of, with_own_runtime
@@ -30,6 +31,8 @@ from quantkit.stats.decision import ALPHA
 from quantkit.stats.slowdown import BLOCKS, MARGIN, ROUNDS
 
 NAME = "nightly.yaml"
+# what joins a model and its adapters
+PLUS = " + "
 Name = Annotated[str, Field(min_length=1, pattern=rf"^[^{SEPARATOR}]+$")]
 Batch = Annotated[int, Field(gt=0)]
 Margin = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -208,7 +211,7 @@ class Nightly(Closed):
     """The configuration of a night.
 
     Args:
-        models: names, folders (`./mine`) or `hf:org/name`, as for `quantkit compile`.
+        models: names, folders (`./mine`) or `hf:org/name`, as for `quantkit compile`; `MODEL + ./ADAPTER` merges one.
         recipes: names or paths.
         targets: names or paths.
         runtimes: runtimes; empty: for each recipe and target the one that computes natively in most formats.
@@ -343,7 +346,8 @@ class Nightly(Closed):
         """Return the compile request of a build. Raises InputError."""
         calibration = None if self.calibration is None else self.reference(self.calibration)
         how: dict[str, Any] = {"recipe": self.reference(recipe), "target": self.reference(target), **others}
-        return Request.of(self.reference(model), calibration=calibration, changes=self.set_, **how)
+        base, *adapters = map(self.reference, _parts(model))
+        return Request.of(base, adapters=adapters, calibration=calibration, changes=self.set_, **how)
 
 
 def builds(cells: Iterable[NightCell]) -> dict[str, list[NightCell]]:
@@ -425,7 +429,7 @@ def _runtimes(config: Nightly, where: str) -> RuntimeOf:
     requested."""
 
     def chosen(model: str, recipe: str, target: str, asked: str | None) -> str:
-        kind, request = kind_of(model), config.request(model, recipe, target)
+        kind, request = kind_of(_parts(model)[0]), config.request(model, recipe, target)
         request = request if kind is None else with_own_runtime(request, kind)
         aimed = request.target
         if asked is not None:
@@ -438,7 +442,7 @@ def _runtimes(config: Nightly, where: str) -> RuntimeOf:
 
     def runtime_of(model: str, recipe: str, target: str, asked: str | None) -> str:
         # models of one kind have the same runtime
-        key = (kind_of(model), recipe, target, asked)
+        key = (kind_of(_parts(model)[0]), recipe, target, asked)
         try:
             if key not in alike:
                 alike[key] = chosen(model, recipe, target, asked)
@@ -454,14 +458,23 @@ def _runtimes(config: Nightly, where: str) -> RuntimeOf:
 
 
 def _demand_model(config: Nightly, model: str, where: str) -> None:
-    """Refuse an unknown model; the hub is not asked."""
-    if model in ALIASES or model.startswith("hf:"):
-        return
-    if not is_path(model):
-        raise unknown_model(model, where=f"{where}: models")
-    if not config.at(model).exists():
-        value, rule = f"{config.at(model)} does not exist", "relative paths begin at the folder of the file"
-        raise InputError("file-missing", where=f"{where}: models", value=value, rule=rule, remedy="check the path")
+    """Refuse an unknown model or adapter; the hub is not asked."""
+    base, *adapters = _parts(model)
+    if base not in ALIASES and not base.startswith("hf:") and not is_path(base):
+        raise unknown_model(base, where=f"{where}: models")
+    for part in (base, *adapters):
+        if part in ALIASES or part.startswith("hf:"):
+            continue
+        if is_path(part) and not config.at(part).exists():
+            value, rule = f"{config.at(part)} does not exist", "relative paths begin at the folder of the file"
+            raise InputError("file-missing", where=f"{where}: models", value=value, rule=rule, remedy="check the path")
+        if part in adapters:
+            Adapter.at(config.reference(part))
+
+
+def _parts(model: str) -> list[str]:
+    """Split `MODEL + ADAPTER + ...`."""
+    return [part.strip() for part in model.split(PLUS)]
 
 
 def _demand_bundles(config: Nightly, where: str) -> None:

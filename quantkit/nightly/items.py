@@ -175,11 +175,11 @@ def _encoder(runtime: str, request: Request) -> Callable[[Bundle], _Answers]:
     """Return a function to embed the scoring pairs."""
     from quantkit.measurement.accuracy.labelled import found_first
     from quantkit.measurement.accuracy.purpose import TextResults, results
-    from quantkit.model.source.open import open_model
+    from quantkit.model.source.merged import open_merged
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.blocks import tokens
 
-    source = open_model(request.model)
+    source = open_merged(request.model, request.adapters)
     _, scoring = tokens.load(request.recipe, source, calibrate=False, decisions=[])
     pairs = scoring.pairs
     if pairs is None:

@@ -60,9 +60,9 @@ def judge_draft(
 
     progress = progress or Progress()
     progress.plan({"verify": 1.0, "score": 20.0})
+    _demand_one_vocabulary(*(TORCH.folder(bundle) for bundle in bundles))
     progress.at("verify", 0.0, "hashes")
     folders = [TORCH.checked(bundle) for bundle in bundles]
-    _demand_one_vocabulary(folders[0], folders[1])
     text = _text(folders, calibration or TEXT)
     proposing, reading = (TORCH.stream(folder) for folder in folders)
     progress.at("score", 0.0, "the target")

@@ -14,6 +14,7 @@ from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters.gguf.exporter import EXPORT as GGUF
 from quantkit.passes import NOTE, decision
 from quantkit.passes.rtn import Rtn
+from quantkit.pipeline.request import demand_model
 from quantkit.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def importance_of(
     tokens: int = 512,
     generated: float = 0.0,
     trust_remote_code: bool = False,
+    adapters: Sequence[str] = (),
 ) -> ImportanceMatrix:
     """Run a model on its calibration set, one block in memory, and write the statistics of its linears' inputs.
 
@@ -62,19 +64,21 @@ def importance_of(
         calibration: a set's name or a user's file.
         samples, tokens: sequences, and the length of each.
         generated: share of them that the model writes itself.
+        adapters: adapters to merge first, in their order.
 
-    Raises InputError: of `open_model` and of the calibration set; `file-unwritable`, `not-writable`. Stopped:
-    `disk-full`; MissingDependency: gguf.
+    Raises InputError: of `demand_model`, `open_merged` and of the calibration set; `file-unwritable`, `not-writable`.
+    Stopped: `disk-full`; MissingDependency: gguf.
     """
     from quantkit.calibrate.statistics import imatrix
-    from quantkit.model.source.open import open_model
+    from quantkit.model.source.merged import open_merged
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.blocks import tokens as texts
 
     check_place(out)
     with MissingDependency.unless_found("gguf", extra="compile", purpose="an importance matrix"):
         import gguf  # noqa: F401
-    source = open_model(model, trust_remote_code=trust_remote_code)
+    demand_model(model, adapters)
+    source = open_merged(model, adapters, trust_remote_code=trust_remote_code)
     asked = {"set": calibration, "samples": samples, "tokens": tokens, "generated": generated}
     changes = [f"calibration.{name}={value}" for name, value in asked.items()]
     seen, _ = texts.load(Recipe.load("float", changes), source, calibrate=True, decisions=[])

@@ -20,6 +20,7 @@ from quantkit.model.device import CPU
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture
 from quantkit.model.sizes.storage import Storage
+from quantkit.model.source.adapter import planned
 from quantkit.model.source.alias import ALIASES
 from quantkit.pipeline.estimate import unopened
 from quantkit.pipeline.request import runs_here, this_machine
@@ -92,6 +93,7 @@ class PlanQuestion:
         measured: files or bundles to learn efficiencies from, besides the known ones.
         changes: `PATH=YAML` changes to every recipe.
         device: device of the compile, as in `compile --device`.
+        adapters: adapters to merge first, as of `compile --adapter`; only their configs are read.
     """
 
     model: str
@@ -111,6 +113,7 @@ class PlanQuestion:
     changes: Sequence[str] = ()
     allow_code: bool = False
     device: str = CPU
+    adapters: Sequence[str] = ()
 
 
 def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Outlook:
@@ -122,7 +125,8 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     Raises InputError: what is not what it has to be: model, target, sizes. A recipe that cannot be planned is a
     candidate with its problem, unless all stumble over the same; one that nobody knows is an error.
     """
-    architecture, aimed = configs.read(question.model), question.target
+    architecture, merged = planned(configs.read(question.model), question.adapters)
+    aimed = question.target
     target = aimed if isinstance(aimed, Target) else Target.load(this_machine() if aimed is None else aimed)
     target = target.served_by(question.runtime, machine.cores() if runs_here(target) else None)
     target = _of_two_stacks(target) if architecture.has_encoder else target
@@ -151,13 +155,15 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
         raise slip  # a name that nothing has is no candidate
     if len(problems) == len(candidates) and (len(candidates) == 1 or len({problem.code for problem in problems}) == 1):
         raise problems[0]  # all stumble over one thing
-    notes = [f"assumed: {text}" for text in (*architecture.assumed, *workload.assumed)]
+    notes = [*merged, *(f"assumed: {text}" for text in (*architecture.assumed, *workload.assumed))]
     if unmeasured := target.unmeasured():
         missing = f"{target.name} has no figure for {', '.join(unmeasured)}"
         notes.append(f"{missing}: on that machine, quantkit doctor --write --target {target.name} measures them")
     nothing, named = Recommendation(None, ()), "" if aimed is None or isinstance(aimed, Target) else str(aimed)
     against = list(_held(question, architecture, target, samples))
-    outlook = Outlook(architecture, target, workload, candidates, nothing, notes, question.model, named, against)
+    outlook = Outlook(
+        architecture, target, workload, candidates, nothing, notes, question.model, named, against, question.adapters
+    )
     return rank(outlook)[0]
 
 

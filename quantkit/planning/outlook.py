@@ -234,6 +234,7 @@ class Outlook:
         notes: remarks on all of them.
         reference: name by which the model was requested: `./my-model`; "" if unknown.
         aimed: name by which the target was requested; "" for its own name.
+        adapters: adapters to merge first, as requested.
         held: figures of the plan beside the load that was measured of a bundle; () without one.
     """
 
@@ -246,3 +247,4 @@ class Outlook:
     reference: str = ""
     aimed: str = ""
     held: Sequence[HeldFigure] = ()
+    adapters: Sequence[str] = ()

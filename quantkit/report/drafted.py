@@ -43,7 +43,8 @@ def _answer(gained: Sequence[Gain]) -> tuple[str, str]:
     if low > 1:
         tokens = words.listed([first.k]) + (" drafted token" if first.k == 1 else " drafted tokens")
         return f"expected {words.times(first.gain)} the speed with {tokens}", "good"
-    return ("no gain is expected", "bad") if high <= 1 else ("a gain is not decided", "inconclusive")
+    no = f"do not draft here: at best {words.times(first.gain)} the speed is expected"
+    return (no, "bad") if high <= 1 else ("a gain is not decided", "inconclusive")
 
 
 def _sentence(data: Drafted, way: str) -> str:

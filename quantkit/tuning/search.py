@@ -98,7 +98,7 @@ def asked(model: str, **how: Any) -> Request:
     """Make a `Request` for a model that can be tuned. Raises InputError: `model-graph`, those of `Request.of`."""
     demand_no_graph(model, "int8-mixed")
     request = Request.of(model, **how)
-    demand_model(model)
+    demand_model(model, request.adapters)
     return request
 
 
@@ -427,7 +427,7 @@ def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSe
     Raises GateError, InputError, Stopped: those of a compile.
     """
     from quantkit.measurement.accuracy import score
-    from quantkit.model.source.open import open_model
+    from quantkit.model.source.merged import open_merged
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.blocks.score import torch_threads
     from quantkit.pipeline.compile import compile_model
@@ -436,7 +436,8 @@ def compile_and_score(request: Request, recipe: Recipe, out: Path, text: TokenSe
     asked = replace(request, recipe=recipe, out=out, resume=out.with_name(f"{out.name}.partial").exists(), speed=False)
     compiled = compile_model(asked, progress)
     runtime = scored_in(runtimes_of(compiled.bundle.manifest), recipe.name)
-    original = StreamedModel(open_model(request.model, trust_remote_code=request.trust_remote_code)).as_it_runs()
+    source = open_merged(request.model, request.adapters, trust_remote_code=request.trust_remote_code)
+    original = StreamedModel(source).as_it_runs()
     candidate = load_runtime(runtime).open(compiled.bundle.path, torch_threads())
     items = score.score(original, candidate, text)
     return ScoredChoice(recipe.name, compiled.bundle, float(items.kl.mean()), compiled.rows)

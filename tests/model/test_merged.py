@@ -10,6 +10,7 @@ import torch
 import zoo
 from exported import export, scheme
 from safetensors.torch import load_file, save_file
+from zoo import shrink
 
 from quantkit.errors import InputError
 from quantkit.model.source.adapter import Adapter
@@ -196,6 +197,35 @@ def test_an_expert_of_its_own_name_is_merged(tmp_path: Path) -> None:
     assert own_forward.demand_equal(stream, zoo.ids(5, 24), 2).ok
 
 
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM"])
+@pytest.mark.parametrize("parameters", [["down_proj", "gate_up_proj"], ["gate_up_proj"]])
+def test_merged_experts_are_targets(name: str, parameters: list[str], tmp_path: Path) -> None:
+    """PEFT's `target_parameters`: one A and one B for all experts of a layer."""
+    base = tmp_path / "base"
+    shrink.tiny(name, base)
+    targets = [f"experts.{parameter}" for parameter in parameters]
+    adapter = trained(base, tmp_path / "adapter", target_modules=["q_proj"], target_parameters=targets)
+    assert Adapter.at(str(adapter)).ranks == [4]
+    source = open_merged(str(base), [str(adapter)])
+    before, theirs = loaded(base).state_dict(), by_peft(base, adapter)
+    after = source.load().state_dict()
+    assert apart(dict(after), theirs) <= 1e-6
+    changed = {key.rpartition(".")[2] for key in theirs if not torch.equal(before[key], theirs[key])}
+    assert set(parameters) < changed
+    assert own_forward.demand_equal(StreamedModel(source), shrink.ids(), 2).ok
+
+
+def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
+    base, wide = tmp_path / "base", tmp_path / "wide"
+    zoo.mixture("qwen3").save_pretrained(base)  # type: ignore[operator]
+    zoo.mixture("qwen3", moe_intermediate_size=64).save_pretrained(wide)  # type: ignore[operator]
+    error = refused(base, trained(wide, tmp_path / "a", target_modules=[], target_parameters=["experts.down_proj"]))
+    assert error.code == "adapter-misfit"
+    dense = saved(tmp_path / "dense")
+    error = refused(dense, trained(base, tmp_path / "b", target_modules=[], target_parameters=["experts.down_proj"]))
+    assert error.code == "adapter-misfit" and "no such weight" in error.line()
+
+
 def test_onto_a_quantized_source_it_is_merged_onto_the_opened_weights(tmp_path: Path) -> None:
     base = saved(tmp_path / "base", dtype=torch.bfloat16)
     adapter = trained(base, tmp_path / "adapter")
@@ -285,7 +315,7 @@ def refused(base: Path, adapter: Path) -> InputError:
         ({"peft_type": None}, "adapter-kind", "of no known kind"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "adapter-kind", "layer_replication"),
         ({"alora_invocation_tokens": [5]}, "adapter-kind", "alora_invocation_tokens"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "adapter-kind", "target_parameters"),
+        ({"trainable_token_indices": [5]}, "adapter-kind", "trainable_token_indices"),
         ({"use_something_new": True}, "adapter-kind", "use_something_new"),
         ({"init_lora_weights": "pissa"}, "adapter-kind", "base model"),
         ({"lora_alpha": "much"}, "adapter-invalid", "alpha is a number"),

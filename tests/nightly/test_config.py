@@ -6,7 +6,9 @@ from typing import Any
 
 import forked
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError
@@ -49,6 +51,29 @@ def test_cells_are_the_product_in_the_file_s_order() -> None:
         "int8-weights:onnxruntime:1",
     ]
     assert config.cells()[0] == NightCell("smollm2-135m", "rtn-int4", "cpu-x86", "onnxruntime", 8)
+
+
+def test_a_model_with_an_adapter_is_a_model_of_its_own(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"lora{number}").mkdir()
+        (tmp_path / f"lora{number}" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+        weights = {
+            f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight": torch.ones(2, 2) for part in "AB"
+        }
+        save_file(weights, tmp_path / f"lora{number}" / "adapter_model.safetensors")
+    merged = "smollm2-135m + ./lora0 + ./lora1"
+    config = Nightly.from_dict({**SMALL, "models": ["smollm2-135m", merged], "batches": [1]}, folder=tmp_path)
+    assert [cell.model for cell in config.cells()] == ["smollm2-135m", merged]
+    request = config.request(merged, "rtn-int4", "cpu-x86")
+    assert request.model == "smollm2-135m"
+    assert request.adapters == (str(tmp_path / "lora0"), str(tmp_path / "lora1"))
+    for model, code in (
+        ("smollm2-135m + ./lora2", "file-missing"),
+        ("smollm2-135m + lora0", "adapter-invalid"),
+        ("smollm2 + ./lora0", "unknown-model"),
+    ):
+        with pytest.raises(InputError, match=code):
+            Nightly.from_dict({**SMALL, "models": [model]}, folder=tmp_path)
 
 
 def test_without_runtimes_a_build_runs_in_the_one_that_computes_in_it() -> None:

@@ -122,3 +122,64 @@ def test_a_model_in_memory_takes_adapters_too(base: Path, tmp_path: Path) -> Non
     french = adapter(tmp_path / "french")
     bundle = quantkit.compile(model, recipe("checkpoint"), out=tmp_path / "q", adapters=french, speed=False, vllm=False)
     assert bundle.manifest.model.source.adapters[0].ref == "path:french"
+
+
+# --- other commands that take a model --------------------------------------------------------------------------------
+
+
+def test_a_search_an_importance_matrix_and_a_rehearsal_see_the_merged_model(base: Path, tmp_path: Path) -> None:
+    from quantkit.pipeline.imatrix import importance_of
+    from quantkit.pipeline.rehearsal import rehearse
+    from quantkit.pipeline.request import Request
+
+    french = adapter(tmp_path / "french")
+    how: dict[str, Any] = {"formats": ["int4", "int8"], "samples": 1, "budget": "bits=5"}
+    searched = [
+        quantkit.tune(base, recipe=recipe("checkpoint"), out=tmp_path / f"t{number}", adapters=adapters, **how)
+        for number, adapters in enumerate(((), french))
+    ]
+    plain, merged = (tuned.front for tuned in searched)
+    assert merged["model"]["name"] == "tiny+french" and merged["model"]["sha256"] != plain["model"]["sha256"]
+    assert merged["chosen"]["measured"] != plain["chosen"]["measured"]
+    bundle = Bundle.load(tmp_path / "t1" / "bundle").manifest.model.source
+    assert bundle.sha256 == merged["model"]["sha256"] and bundle.adapters
+    few = {"samples": 2, "tokens": 32}
+    one = importance_of(str(base), tmp_path / "a.dat", **few)
+    other = importance_of(str(base), tmp_path / "b.dat", adapters=[str(french)], **few)
+    name = next(name for name in one.squares if "attn_output" in name)
+    assert any((one.squares[name] != other.squares[name]).reshape(-1).tolist())
+    asked_for = Request.of(str(base), recipe=recipe("checkpoint"), adapters=[french], speed=False)
+    assert rehearse(asked_for).ok
+
+
+def test_a_plan_reads_the_adapter_s_config_alone(tmp_path: Path) -> None:
+    place = tmp_path / "french"
+    place.mkdir()
+
+    def planned(**changes: object) -> Any:
+        config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "org/base", **changes}
+        (place / "adapter_config.json").write_text(json.dumps(config))
+        return quantkit.plan("smollm2-135m", ["float", "awq-int4"], adapters=place)
+
+    plain = quantkit.plan("smollm2-135m", ["float", "awq-int4"])
+    merged = planned(target_modules=["q_proj", "v_proj"])
+    assert merged.architecture == plain.architecture
+    assert merged.notes[0] == "the adapter french is merged first, into 60 of 210 linears; it changes no size"
+    assert "into 210 of 210" in planned(target_modules="all-linear").notes[0]
+    assert "into 30 of 210" in planned(target_modules=r".*mlp\.up_proj").notes[0]
+    for changes in (
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    ):
+        parted = planned(**changes)
+        assert "no longer share" in parted.notes[0] and not parted.architecture.tied
+        assert parted.architecture.parameters == plain.architecture.parameters + 49152 * 576
+    for changes, code in (
+        ({"target_modules": ["c_attn"]}, "adapter-misfit"),
+        ({"target_modules": ["q_proj"], "peft_type": "IA3"}, "adapter-kind"),
+    ):
+        with pytest.raises(InputError, match=code) as refused:
+            planned(**changes)
+        assert "\n" not in refused.value.line()
+    with pytest.raises(InputError, match=r"adapter-unmerged.*--adapter"):
+        quantkit.plan(place)

@@ -118,9 +118,11 @@ def test_another_vocabulary_and_what_does_not_decode_are_refused(pair: tuple[Pat
     first, second = list(vocabulary)[10:12]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     other.write_text(json.dumps(stated))
+    with pytest.raises(InputError, match="vocabulary-differs") as refused:
+        judge_draft(tmp_path / "other", target)
+    shutil.copy(draft / "model" / "tokenizer.json", other)
+    with (tmp_path / "other" / "model" / "config.json").open("a") as file:
+        file.write(" ")
     with pytest.raises(InputError, match="hash-mismatch"):
         judge_draft(tmp_path / "other", target)
-    folders = (tmp_path / "other" / "model", target / "model")
-    with pytest.raises(InputError, match="vocabulary-differs") as refused:
-        drafts._demand_one_vocabulary(*folders)
     assert "2 tokens differ" in refused.value.line() and "\n" not in refused.value.line()

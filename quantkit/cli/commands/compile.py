@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import AllowCode, Calibration, Changes, Json, Model, Target, TrustRemoteCode
+from quantkit.cli.options import Adapters, AllowCode, Calibration, Changes, Json, Model, Target, TrustRemoteCode
 
 
 def compile(  # noqa: A001 (the word of the command line)
@@ -16,10 +16,7 @@ def compile(  # noqa: A001 (the word of the command line)
     recipe: Annotated[str, typer.Option(metavar="NAME|PATH", help="A shipped recipe or a file.")] = "awq-int4",
     target: Target = None,
     calibration: Calibration = None,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(metavar="DIR", help="LoRA or DoRA adapter of PEFT to merge first; several in order."),
-    ] = None,
+    adapter: Adapters = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of the bundle; default: ./MODEL--RECIPE, then -2, ...")
     ] = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import Json, TrustRemoteCode
+from quantkit.cli.options import Adapters, Json, TrustRemoteCode
 
 
 def imatrix(
@@ -24,6 +24,7 @@ def imatrix(
     generated: Annotated[
         float, typer.Option(min=0, max=1, metavar="SHARE", help="Share of the sequences that the model writes itself.")
     ] = 0.0,
+    adapter: Adapters = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> Answer:
@@ -40,6 +41,7 @@ def imatrix(
             tokens=tokens,
             generated=generated,
             trust_remote_code=trust_remote_code,
+            adapters=adapter or (),
         )
     summary = f"{out}: {len(matrix.squares)} tensors, {matrix.tokens:,} tokens of {', '.join(matrix.datasets)}"
     result = {"file": str(out), "tensors": len(matrix.squares), "tokens": matrix.tokens}

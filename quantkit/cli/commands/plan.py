@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import AllowCode, Changes, Json, Target, batches, listed
+from quantkit.cli.options import Adapters, AllowCode, Changes, Json, Target, batches, listed
 from quantkit.content import is_path
 from quantkit.errors import InputError
 
@@ -65,6 +65,7 @@ def plan(
     measured: Annotated[
         list[Path] | None, typer.Option(metavar="BUNDLE|FILE", help="Measurements to learn efficiencies from.")
     ] = None,
+    adapter: Adapters = None,
     set_: Changes = None,
     allow_code: AllowCode = False,
     rehearse: Annotated[
@@ -106,6 +107,7 @@ def plan(
         tuple(set_ or ()),
         allow_code,
         demand_name(device),
+        tuple(adapter or ()),
     )
     check_place(html)
     if html is not None:
@@ -148,8 +150,9 @@ def _rehearsed(question: PlanQuestion, outlook: Outlook) -> Rehearsal:
         changes=question.changes,
         allow_code=question.allow_code,
         speed=False,
+        adapters=question.adapters,
     )
-    demand_model(question.model)
+    demand_model(question.model, question.adapters)
     with showing() as progress:
         progress.begin(f"rehearsing {question.model}")
         return rehearse(request, progress)

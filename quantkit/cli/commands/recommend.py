@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli.answer import Answer
-from quantkit.cli.options import Json, Target, batches
+from quantkit.cli.options import Adapters, Json, Target, batches
 
 
 def recommend(
@@ -19,6 +19,7 @@ def recommend(
         ),
     ] = "smollm2-135m",
     target: Target = None,
+    adapter: Adapters = None,
     batch: Annotated[str, typer.Option(metavar="N", help="Sequences at once, a batch.")] = "1",
     prompt: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="Prompt tokens of a request; default: 1,024.")
@@ -36,6 +37,7 @@ def recommend(
 
     demand_ranked(model)
     sizes = tuple(batches(batch) or ())
-    outlook, ranked = rank(answer(every(PlanQuestion(model, (), target, batches=sizes, prompt=prompt, output=output))))
+    asked = PlanQuestion(model, (), target, batches=sizes, prompt=prompt, output=output, adapters=tuple(adapter or ()))
+    outlook, ranked = rank(answer(every(asked)))
     tree = ranking(outlook, ranked, quantkit.__version__)
     return Answer(ranked_as_dict(outlook, ranked), [tree], warnings=list(outlook.notes))

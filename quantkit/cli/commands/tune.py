@@ -8,7 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import AllowCode, Calibration, Changes, Json, Model, Target, TrustRemoteCode, batches, listed
+from quantkit.cli.options import (
+    Adapters,
+    AllowCode,
+    Calibration,
+    Changes,
+    Json,
+    Model,
+    Target,
+    TrustRemoteCode,
+    batches,
+    listed,
+)
 from quantkit.errors import GateError, InputError
 
 
@@ -33,6 +44,7 @@ def tune(
         Path | None, typer.Option(metavar="FILE", help="Measurements with `latency.op` rows, for a latency budget.")
     ] = None,
     calibration: Calibration = None,
+    adapter: Adapters = None,
     samples: Annotated[
         int, typer.Option(min=1, metavar="N", help="Sequences of 128 tokens to measure each layer's harm on.")
     ] = 2,
@@ -69,6 +81,7 @@ def tune(
         changes=set_ or (),
         trust_remote_code=trust_remote_code,
         allow_code=allow_code,
+        adapters=adapter or (),
     )
     question = search.TuneQuestion(
         request,

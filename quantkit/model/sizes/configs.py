@@ -23,11 +23,11 @@ from quantkit import limits
 from quantkit.bundle.manifest import MANIFEST, Manifest
 from quantkit.content import Closed, is_path, read_yaml, validated
 from quantkit.errors import InputError, MissingDependency, absent, one, unknown_name
-from quantkit.model.sight import models_below
+from quantkit.model.sight import demand_no_adapter, models_below
 from quantkit.model.sizes.architecture import Architecture, Figures
 from quantkit.model.sizes.encoder_decoders import PAIRS, encoder_decoder
 from quantkit.model.sizes.families import FAMILIES, TEXT, VISION, assumed_family, decoder, text_encoder, vision_encoder
-from quantkit.model.sizes.quantized import SourceGrid, grid_of
+from quantkit.model.sizes.quantized import KEY, SourceGrid, grid_of
 
 CONFIG = "config.json"
 # keys of the text part in a model of several modalities
@@ -42,7 +42,7 @@ def read(reference: str) -> Architecture:
     `hub-not-cached`, `manifest-invalid`.
     """
     if reference.startswith("hf:"):
-        return from_config(_parsed(_cached(reference)), reference[3:].partition("@")[0].rpartition("/")[2])
+        return from_config(parsed(cached(reference, CONFIG)), reference[3:].partition("@")[0].rpartition("/")[2])
     if is_path(reference):
         return _from_path(Path(reference).expanduser())
     if reference not in shipped_names():
@@ -155,14 +155,20 @@ def _from_path(path: Path) -> Architecture:
     if path.is_file():
         if path.suffix != ".json":
             raise _missing(path, f"{'a file of type ' + path.suffix if path.suffix else 'a file'}, not a config")
-        return from_config(_parsed(path), path.resolve().parent.name if path.name == CONFIG else path.stem)
+        return from_config(parsed(path), path.resolve().parent.name if path.name == CONFIG else path.stem)
     if not path.exists():
         raise absent(path)
     if (path / MANIFEST).is_file():
         manifest = Manifest.read(path / MANIFEST)
-        config = _parsed(_present(path, "model", "onnx"))
-        return from_config({**config, "dtype": manifest.model.source.dtype}, manifest.model.name)
-    return from_config(_parsed(_present(path, "")), path.resolve().name)
+        stored, source = parsed(_present(path, "model", "onnx")), manifest.model.source
+        # the plan is about the original, not about the checkpoint in the bundle
+        config = {key: value for key, value in stored.items() if key != KEY} | {"dtype": source.dtype}
+        architecture = from_config(config, manifest.model.name)
+        opened = [f"weights opened to {source.dtype}: the original was {source.was}"] if source.was else []
+        return replace(architecture, assumed=[*architecture.assumed, *opened])
+    if not (path / CONFIG).is_file():
+        demand_no_adapter(path, str(path))
+    return from_config(parsed(_present(path, "")), path.resolve().name)
 
 
 def _present(folder: Path, *inside: str) -> Path:
@@ -187,23 +193,23 @@ def _missing(path: Path, value: str) -> InputError:
     return InputError("config-missing", str(path), value, rule, remedy)
 
 
-def _cached(reference: str) -> Path:
-    """Return the config of a hub model in the cache."""
+def cached(reference: str, file: str) -> Path:
+    """Return a file of a hub repository in the cache. Raises InputError: `hub-name`, `hub-not-cached`."""
     with MissingDependency.unless_found("huggingface_hub", extra="compile", purpose="the hub's cache"):
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
     name, _, revision = reference[3:].partition("@")
     try:
-        place = try_to_load_from_cache(name, CONFIG, revision=revision or None)
+        place = try_to_load_from_cache(name, file, revision=revision or None)
     except HFValidationError as error:
         raise InputError("hub-name", reference, str(error), remedy="hf:org/name") from None
     if isinstance(place, str):
         return Path(place)
-    value, remedy = "not in the hub's cache on this machine", f"fetch it once: hf download {name} {CONFIG}"
+    value, remedy = "not in the hub's cache on this machine", f"fetch it once: hf download {name} {file}"
     raise InputError("hub-not-cached", reference, value, "plan fetches nothing", remedy)
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def parsed(path: Path) -> dict[str, Any]:
     """Parse a JSON object with finite numbers. Raises InputError `config-invalid`."""
 
     def refuse(text: str) -> Any:

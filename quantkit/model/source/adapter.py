@@ -7,8 +7,9 @@ An adapter changes a weight W [N, K] by a product of two small matrices, A [r, K
     DoRA      W' = diag(m / |V|) V ,  V = W + s B A       |V|: norm of each row   Liu et al. 2024, arXiv 2402.09353
 
 A weight that is stored as [K, N] (GPT-2's Conv1D, an embedding) is merged by its transpose. A convolution [N, C, k] has
-A [r, C, k] and B [N, r, 1], and is merged as [N, C k]. Other tensors (`modules_to_save`, trained biases) replace the
-model's.
+A [r, C, k] and B [N, r, 1], and is merged as [N, C k]. Merged experts [E, N, K] (`target_parameters`) have one
+A [E r, K] and one B [N, r E]: expert e has the r rows of A from e r on, and every E-th column of B from e on. Other
+tensors (`modules_to_save`, trained biases) replace the model's.
 
     adapter_config.json          {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "use_dora": false, ...}
     adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ...lora_B.weight, ...
@@ -22,9 +23,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ from quantkit import limits
 from quantkit.content import is_path, near
 from quantkit.errors import InputError, absent
 from quantkit.model.sight import ADAPTER, by_peft, is_prompt
+from quantkit.model.sizes.architecture import Architecture
+from quantkit.model.sizes.configs import cached, is_known
 from quantkit.model.source.files import file_sha256, remember
 from quantkit.model.source.weights import Weights, checked_file, read_header, strict_json
 
@@ -50,16 +53,21 @@ _LONG = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
 # keys of the config that change the product or the place where it is added, without a rule here
 _OTHER_MATH = (
     *("layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "kasa_config"),
-    *("monteclora_config", "target_parameters", "trainable_token_indices", "velora_config", "megatron_config"),
+    *("monteclora_config", "trainable_token_indices", "velora_config", "megatron_config"),
 )
 # initial values of A and B that leave the model's own weights alone
 _PLAIN_START = (True, False, None, "gaussian", "eva", "orthogonal")
 # keys that are read here, or that the tensors' names and shapes already tell
-_READ = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "alpha_pattern", "init_lora_weights")
+_READ = (
+    *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern", "init_lora_weights"),
+    "target_parameters",
+)
 _TOLD = (
-    *("rank_pattern", "target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out", "bias", "lora_bias"),
+    *("target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out", "bias", "lora_bias"),
     *("layers_to_transform", "layers_pattern", "ensure_weight_tying"),
 )
+# names of a table of tokens
+_TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
 # keys for training alone, and for the reader
 _IDLE = (
     *("task_type", "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "lora_dropout"),
@@ -103,15 +111,7 @@ class Adapter:
     @classmethod
     def at(cls, ref: str) -> Adapter:
         """Open an adapter by its path as typed. Raises InputError: as `open`."""
-        if not is_path(ref):
-            rule = "an adapter is a folder (./folder) or hf:org/name"
-            raise InputError("adapter-invalid", "--adapter", ref, rule, f"./{ref}")
-        folder = Path(ref)
-        with suppress(RuntimeError):  # ~nobody
-            folder = folder.expanduser()
-        if not folder.exists():
-            raise absent(ref)
-        return cls.open(folder.resolve())
+        return cls.open(_folder(ref))
 
     @classmethod
     def open(cls, folder: Path, ref: str = "") -> Adapter:
@@ -120,13 +120,7 @@ class Adapter:
         Raises InputError: `adapter-invalid`, `adapter-kind`, those of `checked_file` and `read_header`.
         """
         ref = ref or f"path:{folder.name}"
-        if not (folder / ADAPTER).is_file():
-            remedy = "give the folder that PEFT wrote: model.save_pretrained(folder)"
-            raise InputError("adapter-invalid", ref, f"no {ADAPTER} in it", "an adapter is a folder of PEFT", remedy)
-        raw, where = limits.read(checked_file(folder, ADAPTER)), f"{ref}: {ADAPTER}"
-        config = strict_json(raw, where, "adapter-invalid", "adapter-invalid")
-        _demand_kind(config, where, folder)
-        _demand_numbers(config, where)
+        config = _config(folder, ref)
         if not (folder / WEIGHTS).is_file():
             raise _without_weights(folder, ref)
         entries = {entry.name: entry for entry in read_header(checked_file(folder, WEIGHTS), WEIGHTS)}
@@ -159,8 +153,7 @@ class Adapter:
     @property
     def ranks(self) -> list[int]:
         """Ranks of its products, ascending."""
-        sizes = {self.weights.entries[low.a].shape[0] for low in self.parts.values() if low.a}
-        return sorted(sizes)
+        return sorted({self.rank(module) for module in self.parts})
 
     @cached_property
     def parts(self) -> dict[str, LowRank]:
@@ -188,14 +181,37 @@ class Adapter:
         own = (name for name in self.weights.entries if not _LORA.fullmatch(name))
         return {_WRAPPED.sub("", name.removeprefix(_BEFORE)): name for name in own}
 
-    def factor(self, module: str) -> float:
-        """Return the factor s of a module's product."""
+    def rank(self, module: str, key: str = "") -> int:
+        """Return the rank r of a module's product: the rows of A; of merged experts, the rows of one of them.
+
+        Args:
+            key: name that the config's patterns match; "" for the module's.
+        """
         low = self.parts[module]
         assert low.a is not None
-        rank, alphas = self.weights.entries[low.a].shape[0], self.config.get("alpha_pattern") or {}
-        own = (value for pattern, value in alphas.items() if re.match(rf"(.*\.)?({pattern})$", module))
-        alpha = float(next(own, self.config.get("lora_alpha", 8)))
+        rows = self.weights.entries[low.a].shape[0]
+        stated = self._own("rank_pattern", key or module, "r", rows)
+        merged = self.config.get("target_parameters") and isinstance(stated, int) and 0 < stated < rows
+        return stated if merged and rows % stated == 0 else rows
+
+    def factor(self, module: str, key: str = "") -> float:
+        """Return the factor s of a module's product; `key` as of `rank`."""
+        rank, alpha = self.rank(module, key), float(self._own("alpha_pattern", key or module, "lora_alpha", 8))
         return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+
+    def _own(self, patterns: str, key: str, plain: str, default: int) -> Any:
+        """Return a figure of the config: the first whose pattern matches a key, else the plain one."""
+        stated = (self.config.get(patterns) or {}).items()
+        own = (value for pattern, value in stated if re.match(rf"(.*\.)?({pattern})$", key))
+        return next(own, self.config.get(plain, default))
+
+    def of_expert(self, module: str, number: int, experts: int, *, turned: bool) -> Tensor:
+        """Return the product B A of one of the merged experts, float32, without s; transposed if `turned`."""
+        low = self.parts[module]
+        assert low.a is not None and low.b is not None
+        a, b = self.weights.part(low.a, number, experts).float(), self.weights.read(low.b).float()
+        product = b[:, number::experts] @ a.flatten(0, -2)
+        return product.T if turned else product
 
     def merged(self, weight: Tensor, module: str, *, transposed: bool) -> Tensor:
         """Return a module's weight with the change added, in its dtype; `transposed` if it is stored as [K, N]."""
@@ -218,6 +234,44 @@ class Adapter:
         }
 
 
+def planned(architecture: Architecture, refs: Sequence[str]) -> tuple[Architecture, list[str]]:
+    """Return a model's sizes with adapters merged, and a sentence on each; their configs alone are read.
+
+    Raises InputError: `adapter-misfit` for one that names no part of the model; those of `Adapter.open` on a config.
+    """
+    head, notes = architecture.head, []
+    names = [matrix.name.replace("*", "0") for matrix in architecture.inside() if not matrix.router]
+    for ref in refs:
+        hub = ref.startswith("hf:")
+        folder = cached(ref, ADAPTER).parent if hub else _folder(ref)
+        name = ref.partition("@")[0].rpartition("/")[2] if hub else folder.name
+        config = _config(folder, ref if hub else f"path:{name}")
+        stated, saved = config.get("target_modules") or [], config.get("modules_to_save") or []
+        aimed = [one for one in names if _aims(stated, one)]
+        ends = [one for one in (*_TABLES, head.name if head else "") if one and (_aims(stated, one) or one in saved)]
+        known = aimed or ends or saved or config.get("target_parameters")
+        if not known and is_known({"model_type": architecture.model_type}):
+            base = str(config.get("base_model_name_or_path") or "")
+            rule, remedy = (
+                "an adapter fits its base model",
+                f"this adapter was trained on {base!r:.120}" if base else "",
+            )
+            value = f"{architecture.name} has no module {', '.join(map(str, stated))!r:.80}"
+            raise InputError("adapter-misfit", f"{ref}: target_modules", value, rule, remedy)
+        parted = architecture.tied and bool(ends)
+        architecture = replace(architecture, tied=architecture.tied and not parted)
+        size = "; head and embedding no longer share a tensor" if parted else "; it changes no size"
+        notes.append(f"the adapter {name} is merged first, into {len(aimed)} of {len(names)} linears{size}")
+    return architecture, notes
+
+
+def _aims(stated: Any, name: str) -> bool:
+    """Tell whether `target_modules` selects a module, as PEFT does."""
+    if isinstance(stated, str):
+        return (stated == "all-linear" and name not in _TABLES) or re.fullmatch(stated, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in stated)
+
+
 def merged(
     weight: Tensor, a: Tensor, b: Tensor, factor: float, magnitude: Tensor | None = None, *, transposed: bool = False
 ) -> Tensor:
@@ -237,6 +291,31 @@ def merged(
     if magnitude is not None:
         value = (magnitude.flatten() / torch.linalg.norm(value, dim=1))[:, None] * value
     return (value.T if transposed else value.reshape(weight.shape)).contiguous().to(weight.dtype)
+
+
+def _folder(ref: str) -> Path:
+    """Return the folder of an adapter by its path as typed. Raises InputError: `adapter-invalid`, `file-missing`."""
+    if not is_path(ref):
+        rule = "an adapter is a folder (./folder) or hf:org/name"
+        raise InputError("adapter-invalid", "--adapter", ref, rule, f"./{ref}")
+    folder = Path(ref)
+    with suppress(RuntimeError):  # ~nobody
+        folder = folder.expanduser()
+    if not folder.exists():
+        raise absent(ref)
+    return folder.resolve()
+
+
+def _config(folder: Path, ref: str) -> dict[str, Any]:
+    """Read and check an adapter's config. Raises InputError: `adapter-invalid`, `adapter-kind`."""
+    if not (folder / ADAPTER).is_file():
+        remedy = "give the folder that PEFT wrote: model.save_pretrained(folder)"
+        raise InputError("adapter-invalid", ref, f"no {ADAPTER} in it", "an adapter is a folder of PEFT", remedy)
+    raw, where = limits.read(checked_file(folder, ADAPTER)), f"{ref}: {ADAPTER}"
+    config: dict[str, Any] = strict_json(raw, where, "adapter-invalid", "adapter-invalid")
+    _demand_kind(config, where, folder)
+    _demand_numbers(config, where)
+    return config
 
 
 def _demand_kind(config: Mapping[str, Any], where: str, folder: Path) -> None:
@@ -268,12 +347,13 @@ def _demand_numbers(config: Mapping[str, Any], where: str) -> None:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise InputError("adapter-invalid", f"{where}: lora_alpha", f"{value!r:.60}", "alpha is a number")
-    for pattern in alphas:
-        try:
-            re.compile(pattern)
-        except re.error as problem:
-            value = f"{pattern!r:.60}: {problem}"
-            raise InputError("adapter-invalid", f"{where}: alpha_pattern", value, "a regular expression") from None
+    for key in ("alpha_pattern", "rank_pattern"):
+        for pattern in config.get(key) or {}:
+            try:
+                re.compile(pattern)
+            except re.error as problem:
+                value = f"{pattern!r:.60}: {problem}"
+                raise InputError("adapter-invalid", f"{where}: {key}", value, "a regular expression") from None
 
 
 def _without_weights(folder: Path, ref: str) -> InputError:

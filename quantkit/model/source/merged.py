@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +26,7 @@ from quantkit.errors import InputError
 from quantkit.lazy import torch
 from quantkit.model.device import put
 from quantkit.model.source.adapter import Adapter
+from quantkit.model.source.converted import ExpertTensor
 from quantkit.model.source.files import remembered
 from quantkit.model.source.open import Source, from_hub, open_again, open_model, untied
 from quantkit.model.source.weights import MadeTensor, Weights
@@ -36,22 +37,31 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from quantkit.model.structure.stacked import Cut
+
 
 @dataclass(frozen=True)
 class _Change:
-    """Change of one parameter: a tensor that replaces it, then a product that is added."""
+    """Change of one parameter: a tensor that replaces it, then a product that is added.
+
+    Args:
+        part: (function that returns the product, its factor) of one of the merged experts' linears.
+    """
 
     adapter: Adapter
     replaced: str | None = None
     module: str | None = None
     bias: str | None = None
     transposed: bool = False
+    part: tuple[Callable[[], Tensor], float] | None = None
 
     def of(self, before: Tensor) -> Tensor:
         """Return the parameter's new value, in the dtype of the old one."""
         value, read = before, self.adapter.weights.read
         if self.replaced is not None:
             value = read(self.replaced).to(before.dtype)
+        if self.part is not None:
+            return (value.float() + self.part[0]() * self.part[1]).to(before.dtype)
         if self.module is not None and self.bias is not None:
             value = (value.float() + read(self.bias).float() * self.adapter.factor(self.module)).to(before.dtype)
         elif self.module is not None:
@@ -125,7 +135,10 @@ def merge(source: Source, adapter: Adapter) -> Source:
         file = files[name]
         entry = before.entries[file]
         compute = partial(_made, before, file, change)
-        entries[file] = MadeTensor.of(entry.name, entry.dtype, entry.shape, entry.shard, compute)
+        if isinstance(entry, ExpertTensor):  # stays a part of the merged tensor
+            entries[file] = replace(entry, make=compute)
+        else:
+            entries[file] = MadeTensor.of(entry.name, entry.dtype, entry.shape, entry.shard, compute)
     base, adapters = source.base or source, (*source.adapters, adapter)
     return replace(
         source,
@@ -200,8 +213,10 @@ def _changes(adapter: Adapter, skeleton: PreTrainedModel) -> dict[str, _Change]:
         if (name := named(tensor)) is not None:
             _demand_shape(adapter, own, tuple(wanted[name].shape), tensor)
             changes[name] = _Change(adapter, replaced=own)
+    experts, merged = _experts(adapter, skeleton)
+    changes |= experts
     for module, low in adapter.parts.items():
-        if (name := named(f"{module}.weight")) is None:
+        if module in merged or (name := named(f"{module}.weight")) is None:
             continue
         transposed = _is_transposed(adapter, skeleton.get_submodule(name.rpartition(".")[0]), module)
         shape = tuple(wanted[name].shape)
@@ -220,6 +235,42 @@ def _changes(adapter: Adapter, skeleton: PreTrainedModel) -> dict[str, _Change]:
         count, whole = len(absent), len(adapter.parts) + len(adapter.replaced)
         raise _misfit(adapter, absent[0], f"the model has no such weight ({count} of {whole} are missing)")
     return changes
+
+
+def _experts(adapter: Adapter, skeleton: PreTrainedModel) -> tuple[dict[str, _Change], set[str]]:
+    """Return the changes of merged experts' linears (`target_parameters`), and their modules in the adapter.
+
+    PEFT wraps a module once for each parameter: the first one's matrices are the innermost.
+    """
+    from quantkit.model.structure.experts import found_in
+
+    targets = tuple(str(name) for name in adapter.config.get("target_parameters") or ())
+    changes, modules = dict[str, _Change](), set[str]()
+    for path, experts in found_in(skeleton).items():
+        aimed = [name for name in experts.cuts if f".{path}.{name}".endswith(tuple(f".{one}" for one in targets))]
+        for depth, name in enumerate(reversed(aimed)):
+            module, key, form = path + ".base_layer" * depth, f"{path}.{name}", experts.cuts[name]
+            if (low := adapter.parts.get(module)) is None:
+                continue
+            assert low.a is not None and low.b is not None
+            modules.add(module)
+            count, first, second = form.shape
+            rank, factor = adapter.rank(module, key), adapter.factor(module, key)
+            a, b = (adapter.weights.entries[tensor].shape for tensor in (low.a, low.b))
+            # of square ones PEFT decides by how the experts are stored
+            turned = form.transposed if first == second else (a[1], b[0]) == (first, second)
+            across, rows = (first, second) if turned else (second, first)
+            _demand_shape(adapter, low.a, (rank * count, across), module)
+            _demand_shape(adapter, low.b, (rows, rank * count), module)
+            for number in range(count):
+                for leaf in form.names:
+                    part = partial(_part, adapter, module, form, number, leaf, turned)
+                    changes[f"{path}.{number}.{leaf}.weight"] = _Change(adapter, module=module, part=(part, factor))
+    return changes, modules
+
+
+def _part(adapter: Adapter, module: str, form: Cut, number: int, leaf: str, turned: bool) -> Tensor:
+    return form.part(adapter.of_expert(module, number, form.shape[0], turned=turned), leaf)
 
 
 def _is_transposed(adapter: Adapter, owner: Any, module: str) -> bool:

@@ -353,7 +353,8 @@ def confirm(outlook: Outlook) -> list[str]:
     of = named if weights and not named.endswith(".json") else on_hub(named) or "MODEL"
     allowed = " --allow-code" if best_.code else ""
     bundle = shlex.quote(f"./{Path(of.partition('@')[0]).name}--{Path(recipe).stem}")
-    compile_ = f"quantkit compile {shlex.quote(of)} --recipe {recipe}"
+    merged = "".join(f" --adapter {shlex.quote(adapter)}" for adapter in outlook.adapters)
+    compile_ = f"quantkit compile {shlex.quote(of)}{merged} --recipe {recipe}"
     return [
         f"{compile_} --target {shlex.quote(outlook.aimed or outlook.target.name)}{allowed} --out {bundle}",
         f"quantkit measure {bundle} --batch {batches}",
