@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import http.client
 import json
 import random
@@ -50,11 +51,11 @@ async def main_async(options: argparse.Namespace) -> dict[str, Any]:
     done: list[dict[str, Any]] = [{} for _ in range(count)]
     begin, threads = time.perf_counter(), []
     for one in done:
-        time.sleep(drawn.expovariate(rate) if rate < float("inf") else 0.0)
+        await asyncio.sleep(drawn.expovariate(rate) if rate < float("inf") else 0.0)
         asked = (options.base_url, options.model, int(options.random_output_len), one)
-        threads.append(threading.Thread(target=_one, args=asked))
+        threads.append(threading.Thread(target=_one, args=asked, daemon=True))
         threads[-1].start()
-    for thread in threads:
-        thread.join()
+    while any(thread.is_alive() for thread in threads):
+        await asyncio.sleep(0.002)
     lists = {name: [one[name] for one in done] for name in done[0]}
     return {**lists, "duration": time.perf_counter() - begin, "max_concurrent_requests": count}

@@ -22,6 +22,7 @@ class Handler(BaseHTTPRequestHandler):
 
     delay = 0.0
     refuses = False
+    ends = False  # it closes its port at the first prompt, and keeps the stream open without a word
 
     def do_GET(self) -> None:
         pages = {"/health": "", "/v1/models": json.dumps({"data": [{"id": "m"}]})}
@@ -34,6 +35,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.refuses:
             self.answer(400, "the prompt is too long")
             return
+        if self.ends:
+            self.server.shutdown()
+            self.server.server_close()
+            time.sleep(60)
         self.answer(200, "")
         for _ in range(asked["max_tokens"]):
             time.sleep(self.delay)

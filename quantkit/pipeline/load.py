@@ -128,7 +128,7 @@ def load_endpoint(bundle: Bundle, load: ServerLoad, url: str, progress: Progress
         raise InputError(code, "--endpoint", value, rule, "start the server, or give its address") from None
     apart.demand(OWN.name, "the generator of the load is vLLM's")
     folder = TORCH.folder(bundle)
-    visits = [{"side": side, "command": None, "url": base, "where": base} for side in loads.ALONE]
+    visits = [{"side": side, "command": None, "url": base, "where": "--endpoint"} for side in loads.ALONE]
     progress = progress or Progress()
     progress.plan({"load": 1.0})
     answers = _answers(load, visits, folder, lambda share, words: progress.at("load", share, words), {})

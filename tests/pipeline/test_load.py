@@ -254,6 +254,18 @@ def test_an_endpoint_without_openai_s_interface_is_refused_before_any_work(
     assert (gone["code"], gone["value"]) == ("load-failed", f"no server answers at {url} (connection refused)")
 
 
+def test_an_endpoint_that_ends_with_its_streams_open_is_refused(
+    bundle: Bundle, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_server.Handler, "ends", True)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), openai_server.Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    problem = said(capsys, bundle.path, "--endpoint", url, *SMALL)["error"]
+    assert (problem["code"], problem["where"]) == ("load-failed", "--endpoint")
+    assert problem["value"] == f"no server answers at {url} (connection refused)"
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [

@@ -31,7 +31,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import Any, BinaryIO
@@ -227,8 +227,8 @@ def load(job: Job, say: Any) -> None:
             say("row", {"side": side, "turn": turn, "seconds": time.monotonic() - begin, **cache(url), **peak})
 
 
-# requests that warm a server up, all at once
-WARM = 4
+# requests that warm a server up, all at once; seconds between two looks at a server under load
+WARM, AGAIN = 4, 3.0
 
 
 class ServerProcess:
@@ -370,7 +370,7 @@ def sent(job: Job, url: str, one: Job, seed: int, server: ServerProcess | None, 
     arriving = 0.0 if one["rate"] == "inf" else one["requests"] / one["rate"]
     limit = 10 * arriving + job["idle"]
     try:
-        result: Job = asyncio.run(asyncio.wait_for(main_async(arguments), limit))
+        result: Job = asyncio.run(asyncio.wait_for(_while_served(main_async(arguments), url), limit))
     except TimeoutError:
         raise JobRefused("load-failed", f"requests not answered after {limit:g} s", "the server answers") from None
     except Exception:
@@ -381,6 +381,21 @@ def sent(job: Job, url: str, one: Job, seed: int, server: ServerProcess | None, 
         lines = [line.strip() for line in result["errors"][0].splitlines() if line.strip()]
         raise JobRefused("load-failed", (lines or ["no answer"])[-1][:300], "the server answers completions")
     return result
+
+
+async def _while_served(sending: Coroutine[Any, Any, Job], url: str) -> Job:
+    # a server that ends on a signal closes its port and may keep its streams open without a word
+    task = asyncio.ensure_future(sending)
+    try:
+        while not (await asyncio.wait({task}, timeout=AGAIN))[0]:
+            try:
+                await asyncio.to_thread(fetched, f"{url}/v1/models")
+            except OSError as problem:
+                if isinstance(getattr(problem, "reason", problem), ConnectionError):
+                    served_name(url)
+    finally:
+        task.cancel()
+    return task.result()
 
 
 def _reason(lines: list[str]) -> str:
