@@ -31,8 +31,8 @@ from quantkit.kernels.dispatch import FILE
 from quantkit.measurement.rows import Device, Row
 from quantkit.measurement.size import saved_bytes
 from quantkit.measurement.timing.schedule import Shape, TimingPlan
-from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture
+from quantkit.model.structure import built
 from quantkit.pipeline.graphs.bundles import MODEL
 from quantkit.pipeline.measure import MeasuredAgainst, fitting
 from quantkit.pipeline.verdict import RUNTIME, export_of, format_of
@@ -399,7 +399,7 @@ def _engine(bundle: Bundle, runtime: str, about: Probed, name: str) -> dict[str,
 
 def _architecture(model: Path) -> Architecture | None:
     with contextlib.suppress(InputError):
-        return configs.read(str(model.absolute()))
+        return built.read(str(model.absolute()))
     return None
 
 

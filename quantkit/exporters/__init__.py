@@ -174,6 +174,10 @@ class Exporter(Protocol):
         """Name the setting, `PATH=VALUE`, for faster prompts and large batches than with these layers; "" if none."""
         return ""
 
+    def packs(self, options: Any) -> bool:
+        """Tell whether it stores codes, and not the values of the codes in floats."""
+        return True
+
     def for_floats(self, options: Any) -> Any:
         """Return the options for exporting the unquantized model, the reference for times."""
         return options
@@ -250,6 +254,10 @@ def unheld(where: str, value: str, rule: str, remedy: str) -> InputError:
 def unattended(where: str, value: str, rule: str, remedy: str) -> InputError:
     """Make the error `attention-unsupported`, for attention that no graph can hold."""
     return InputError("attention-unsupported", where=where, value=value, rule=rule, remedy=remedy)
+
+
+# remedy for experts with zero points: transformers reads none
+SYMMETRIC = "--set scheme.weights.symmetric=true"
 
 
 def without(export: str) -> str:

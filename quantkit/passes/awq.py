@@ -15,6 +15,9 @@ from quantkit.content import Closed
 from quantkit.passes import Outcome, Pass
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.calibrate.statistics.sums import InputStats
     from quantkit.passes import Block, Stats
 
 
@@ -48,28 +51,26 @@ class Awq(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Search, fold and clip."""
+        from quantkit.model.structure.experts import expert_of
         from quantkit.passes.solvers import awq, device
         from quantkit.passes.solvers.factor import factor
 
         outcome = Outcome(False)
-        hessians = stats.each(lambda seen: seen.hessian, sequences=settings.sequences or None)
-        for group in block.groups():
-            name = block.group_name(group)
-            where, hessian, fold = block.full_name(name), hessians.get(name), block.folds.get(name)
-            if hessian is None:
-                outcome.note(self.name, "not-scaled", where, "no calibration token reached it")
-                continue
-            weights = [block.weight(member) for member in group.members]
-            if any(weight.shape[1] != hessian.shape[0] for weight in weights):
-                outcome.note(self.name, "not-scaled", where, "its last group is padded")
-                continue
-            if fold is None:
-                outcome.note(self.name, "not-scaled", where, block.declined[name])
-            elif settings.grid:
+        groups = {block.group_name(group): group for group in block.groups()}
+        folds, told = dict(block.folds), set[tuple[str, str]]()
+
+        def search(seen: InputStats) -> tuple[Tensor | None, Tensor | None]:
+            """Return the scales, and the Hessian if it is needed again: those of all experts would fill the memory."""
+            group, hessian, fold = groups.get(seen.name), seen.hessian, folds.get(seen.name)
+            if group is None or hessian is None:
+                return None, None
+            weights, scales = [block.weight(member) for member in group.members], None
+            fits = all(weight.shape[1] == hessian.shape[0] for weight in weights)
+            if fits and fold is not None and settings.grid:
                 importance = None
                 if settings.cost == "gptq":
-                    solved = factor(hessian, shrink=settings.shrink, raised=stats.raised.get(name, 0))
-                    stats.doubt(solved.pivots, name, again=True)
+                    solved = factor(hessian, shrink=settings.shrink, raised=stats.raised.get(seen.name, 0))
+                    stats.doubt(solved.pivots, seen.name, again=True)
                     importance = solved.importance
                 scales = awq.search_scales(
                     weights,
@@ -81,12 +82,34 @@ class Awq(Pass):
                     tied=fold.tied,
                     importance=importance,
                 ).scales
+            return scales, hessian if fits and settings.clip else None
+
+        def note(name: str, reason: str) -> None:
+            """Note why an input is not scaled; once for the experts of a layer."""
+            owner = expert_of(name, block.module)
+            where = name if owner is None else f"{owner.rpartition('.')[0]}.*{name.removeprefix(owner)}"
+            if (where, reason) not in told:
+                outcome.note(self.name, "not-scaled", block.full_name(where), reason)
+                told.add((where, reason))
+
+        searched = stats.each(search, sequences=settings.sequences or None)
+        for name, group in groups.items():
+            if name not in searched:
+                note(name, "no calibration token reached it")
+                continue
+            scales, hessian = searched.pop(name)
+            if any(block.scheme(member).padding(group.features) for member in group.members):
+                note(name, "its last group is padded")
+                continue
+            if name not in folds:
+                note(name, block.declined[name])
+            elif scales is not None:
                 # scales of one are folded too: they change no value, and testing them would wait for a GPU
                 applied = block.fold(group, scales, device.folding(scales))
-                if settings.clip:
+                if settings.clip and hessian is not None:
                     hessian = awq.transformed(hessian, applied)
                 outcome.changed = True
-            if settings.clip:
+            if settings.clip and hessian is not None:
                 for member in group.members:
                     block.replace(member, awq.clip(block.weight(member), hessian, block.scheme(member)))
                 outcome.changed = True

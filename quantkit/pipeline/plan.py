@@ -1,6 +1,7 @@
 """Plan each recipe from the model's sizes, the target's figures and earlier measurements.
 
-Only a config is opened and nothing heavy is imported, so the largest models take a second.
+Only a config is opened and nothing heavy is imported, so the largest models take a second; those of a family that no
+table knows take the seconds in which transformers builds their class without weights.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from quantkit.errors import InputError, unknown_name
 from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.kinds import Kind
 from quantkit.model.device import CPU
-from quantkit.model.sizes import configs
 from quantkit.model.sizes.architecture import Architecture
 from quantkit.model.sizes.storage import Storage
 from quantkit.model.source.adapter import planned
 from quantkit.model.source.alias import ALIASES
+from quantkit.model.structure import built
 from quantkit.pipeline.estimate import unopened
 from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.planning import efficiency
@@ -125,7 +126,7 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     Raises InputError: what is not what it has to be: model, target, sizes. A recipe that cannot be planned is a
     candidate with its problem, unless all stumble over the same; one that nobody knows is an error.
     """
-    architecture, merged = planned(configs.read(question.model), question.adapters)
+    architecture, merged = planned(built.read(question.model), question.adapters)
     aimed = question.target
     target = aimed if isinstance(aimed, Target) else Target.load(this_machine() if aimed is None else aimed)
     target = target.served_by(question.runtime, machine.cores() if runs_here(target) else None)
@@ -213,7 +214,7 @@ def step_seconds(bundle: Bundle, target: Target, steps: Sequence[ModelStep]) -> 
     Raises InputError: a target that cannot run it.
     """
     question = PlanQuestion(str(bundle.path.resolve()), target=target, batches=(1,), devices=1)
-    architecture = configs.read(question.model)
+    architecture = built.read(question.model)
     recipe = fitted(Recipe.from_dict(bundle.manifest.recipe, name=bundle.manifest.recipe["name"]), target)[0]
     runtime, workload = _runtime(recipe, architecture.kind, target, None), _workload(question, architecture, target)
     about = (recipe.name, recipe, runtime, question, architecture, target, workload, Prices.load(None))
@@ -236,7 +237,7 @@ def demand_ranked(model: str) -> None:
 
 def every(question: PlanQuestion) -> PlanQuestion:
     """Make the question about the float model and all shipped recipes that the target runs for this kind of model."""
-    kind, aimed = configs.read(question.model).kind, question.target
+    kind, aimed = built.read(question.model).kind, question.target
     target = aimed if isinstance(aimed, Target) else Target.load(this_machine() if aimed is None else aimed)
     recipes = {name: shipped(name) for name in content.names("recipes")}
     quantizing = [name for name, recipe in recipes.items() if kind in recipe.models and recipe.passes]

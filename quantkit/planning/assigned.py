@@ -31,6 +31,8 @@ SHARED, FLOATS, EXPERTS = "shared-kept", "floats-left", "experts-merged"
 # the same experts, where the recipe's `keep` names them
 EXPERTS_KEPT = "experts-kept"
 LEFT_OUT = "export-left-out"
+# packed experts have no zero points, so that transformers loads them
+SYMMETRIC = "experts-symmetric"
 # what becomes of most of a vision-language model's weights beside its text stack
 TOWER = "the tower of images and its projector stay as they are"
 # share of linear weights that may stay in floats without a decision

@@ -108,7 +108,10 @@ class Support:
         if chosen.state != "emulated":
             return ""
         parts, where = ", ".join(use.stored.words for use in chosen.emulated), self.target.name
+        packed = any(load_exporter(step.name).packs(step.settings) for step in self.recipe.export)
         reason = f"{parts}: stored so, but {chosen.runtime} computes in floats on {where}; smaller, not faster"
+        if not packed:
+            reason = f"{parts}: stored as values in floats; neither smaller nor faster"
         remedy = "" if no_graph else _instead(self.recipe, self.target, kind or self.recipe.models[0], native=True)
         return f"{reason}; {remedy}" if remedy else reason
 

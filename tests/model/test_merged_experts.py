@@ -1,6 +1,7 @@
 """Merged experts of every form: seen as linears, read one by one, equal to transformers', and quantized alike."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -287,12 +288,12 @@ def allocated(events: Any, mapped: set[int]) -> int:
     return most
 
 
-def peak(folder: Path, count: int) -> int:
+def peak(folder: Path, count: int, steps: Sequence[str]) -> int:
     """The peak while one block of a mixture is loaded, calibrated, quantized and run."""
     from pipeline.conftest import recipe
     from zoo import ids as tokens
 
-    from quantkit.passes import load_pass
+    from quantkit.passes import pass_of
     from quantkit.pipeline.blocks.layers import lay_out
     from quantkit.pipeline.blocks.work import PassRun, work
 
@@ -303,10 +304,9 @@ def peak(folder: Path, count: int) -> int:
     transformers.GraniteMoeForCausalLM(config).save_pretrained(folder)
     stream = StreamedModel(open_model(str(folder)))
     chosen = recipe(
-        "checkpoint", passes=("gptq",), scheme={"weights": {"format": "int4", "granularity": "group", "group": 32}}
+        "checkpoint", passes=steps, scheme={"weights": {"format": "int4", "granularity": "group", "group": 32}}
     )
     layers = lay_out(chosen, stream.skeleton, stream.block_names, "float32")
-    gptq = load_pass("gptq")
     mapped = set[int]()
     make = calls.in_file
 
@@ -316,19 +316,20 @@ def peak(folder: Path, count: int) -> int:
         return made
 
     with patch.object(calls, "in_file", noted), torch.profiler.profile(profile_memory=True) as profile:
-        steps = [PassRun(gptq, gptq.Settings())]
+        runs = [PassRun(pass_of(step), step.settings) for step in chosen.passes]
         more: dict[str, Any] = {"probe_ids": tokens(1, 4), "widest": layers.widest, "dtype": torch.float32}
-        done = list(work(stream, steps, layers.schemes, tokens(4, 24), **more))
+        done = list(work(stream, runs, layers.schemes, tokens(4, 24), **more))
         assert len(done[0].block.tensors) == 4 + 3 * count
     return allocated(profile.profiler.kineto_results.experimental_event_tree(), mapped)  # type: ignore[union-attr]
 
 
-def test_memory_does_not_grow_with_the_number_of_experts_in_files(tmp_path: Path) -> None:
-    """32 experts have 25 MB in floats, 4 have 3 MB."""
-    few, many = (peak(tmp_path / f"in-memory-{count}", count) for count in (4, 32))
+@pytest.mark.parametrize("steps", [("gptq",), ("awq", "gptq")], ids=["gptq", "awq"])
+def test_memory_does_not_grow_with_the_number_of_experts_in_files(steps: Sequence[str], tmp_path: Path) -> None:
+    """32 experts have 25 MB in floats, 4 have 3 MB; AWQ proves its folds on a copy in float64."""
+    few, many = (peak(tmp_path / f"in-memory-{count}", count, steps) for count in (4, 32))
     assert many > few + 20e6
     with patch("quantkit.model.streaming.stream.EXPERTS_IN_MEMORY", 0):
-        few, many = (peak(tmp_path / f"in-files-{count}", count) for count in (4, 32))
+        few, many = (peak(tmp_path / f"in-files-{count}", count, steps) for count in (4, 32))
     assert many < few + 2e6
 
 

@@ -1,7 +1,8 @@
 """Quantized mixtures of experts: each expert against one quantized by hand, rare experts, and what can be loaded."""
 
+import json
+import re
 import shlex
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,14 @@ import pytest
 import torch
 import zoo
 from pipeline.conftest import recipe
+from safetensors.torch import load_file
+from thorough import beside
 from torch import Tensor, nn
+from zoo import shrink
 
 from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.errors import GateError, InputError
+from quantkit.model import layouts
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure import experts
@@ -195,7 +200,10 @@ def leaves(name: str) -> tuple[str, ...]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "zero points": ({"scheme": {"weights": {**SCHEME, "symmetric": False}}}, "an expert with zero points"),
+    "zero points": (
+        {"overrides": [{"match": "*.experts.*", "weights": {"symmetric": False}}]},
+        "an expert with zero points",
+    ),
     "kept by name": ({"keep": ["*.experts.2.*"]}, "an expert in high precision"),
     "kept if rare": (
         {"calibration": {"set": "prose-en", "samples": 2, "tokens": 32, "experts": "keep"}, "passes": ["gptq"]},
@@ -219,22 +227,64 @@ def test_what_nobody_could_load_is_refused_before_any_work(case: str, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
-def test_one_remedy_is_enough_and_nothing_that_was_refused_is_advised(tmp_path: Path, byte_tokenizer: Any) -> None:
-    """Of the default recipe the checkpoint refuses a mixture for zero points; its ONNX is left out by a decision."""
+def test_the_default_recipe_takes_a_mixture_without_zero_points(tmp_path: Path, byte_tokenizer: Any) -> None:
+    """transformers reads packed experts without zero points alone; the ONNX is left out."""
     model = folder_of(zoo.mixture("mixtral", vocab_size=258), tmp_path / "model", byte_tokenizer)
     changes = ["scheme.weights.group=32", "calibration.samples=2", "calibration.tokens=32"]
-    with pytest.raises(InputError, match="an expert with zero points") as refused:
-        prepare(Request.of(model, recipe="awq-int4", changes=changes, target="cpu-x86", speed=False))
-    words = shlex.split(refused.value.remedy.partition(", or ")[0].replace("`", ""))
-    asked = [word.rstrip(",") for before, word in pairwise(words) if before == "--set"]
-    assert len(asked) == 1
-    prepared = prepare(Request.of(model, recipe="awq-int4", changes=[*changes, *asked], target="cpu-x86", speed=False))
+    prepared = prepare(Request.of(model, recipe="awq-int4", changes=changes, target="cpu-x86", speed=False))
     assert [step.name for step in prepared.request.recipe.export] == ["checkpoint"]
-    assert [each.where for each in prepared.decisions if each.code == "export-left-out"] == ["onnx"]
-    (emulated,) = (each.reason for each in prepared.decisions if each.code == "emulated")
+    assert all(scheme.symmetric for scheme in prepared.layers.schemes.values())
+    taken = {each.code: each for each in prepared.decisions}
+    assert taken["export-left-out"].where == "onnx"
+    assert "without zero points" in taken["experts-symmetric"].reason
+    with pytest.raises(GateError, match=r"--set scheme.weights.symmetric=true"):
+        refuse([taken["experts-symmetric"]])
+    emulated = taken["emulated"].reason
     assert "smaller, not faster" in emulated
     assert "--recipe" not in emulated
     assert "--set" not in emulated
+
+
+# class -> its sizes, the recipe as first typed, the layout that the first remedy leads to, and a tensor of it
+REMEDIES: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "GptOssForCausalLM": ({"intermediate_size": 64}, "awq-int4", "mxfp4", "experts.gate_up_proj_blocks"),
+    "GraniteMoeHybridForCausalLM": (
+        {"intermediate_size": 64, "shared_intermediate_size": 64},
+        "awq-int4",
+        "pack-quantized",
+        "experts.0.gate_proj.weight_packed",
+    ),
+    "Qwen3MoeForCausalLM": (
+        {"moe_intermediate_size": 64, "intermediate_size": 64},
+        "fp8",
+        "float-quantized",
+        "experts.0.gate_proj.weight_scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", beside(["GptOssForCausalLM"], [*REMEDIES]))
+def test_the_first_remedy_of_a_refused_mixture_is_followed_to_its_end(
+    name: str, tmp_path: Path, small_scores: None
+) -> None:
+    sizes, typed, layout, tensor = REMEDIES[name]
+    shrink.tiny(name, tmp_path / "model", vocab_size=258, head_dim=16, **sizes)
+    shrink.tokenizer_of_bytes("<s> $A").save_pretrained(tmp_path / "model")
+    small = ["calibration.samples=2", "calibration.tokens=32", "gates.kl_max=null", "gates.top1_agreement_min=null"]
+    how: dict[str, Any] = {"target": "cpu-x86", "speed": False, "out": tmp_path / "out"}
+    with pytest.raises(InputError, match="layout-unsupported") as refused:
+        compile_model(Request.of(str(tmp_path / "model"), recipe=typed, changes=small, **how))
+    first, *others = refused.value.remedy.split(", or ")
+    assert "values in floats: no smaller" in " ".join(others) or name == "Qwen3MoeForCausalLM"
+    words = shlex.split(re.sub(r" \(.*\)$", "", first))
+    given = list(zip(words[::2], words[1::2], strict=True))
+    chosen = next((value for option, value in given if option == "--recipe"), typed)
+    changes = [value for option, value in given if option == "--set"]
+    made = compile_model(Request.of(str(tmp_path / "model"), recipe=chosen, changes=[*small, *changes], **how))
+    assert all(check.ok for check in made.bundle.manifest.checks)
+    config = json.loads((made.bundle.model_folder / "config.json").read_text())["quantization_config"]
+    assert layouts.of(config).name.replace("_", "-") == layout
+    assert any(tensor in key for key in load_file(made.bundle.model_folder / "model.safetensors"))
 
 
 def test_the_first_linears_of_an_expert_have_one_global_scale_and_experts_their_own(tmp_path: Path) -> None:

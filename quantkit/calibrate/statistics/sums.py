@@ -35,7 +35,7 @@ class InputStats:
     def __init__(
         self, inputs: Iterable[Tensor] = (), name: str = "", *, products: bool = True, noise: bool = True
     ) -> None:
-        self._name = name
+        self.name = name
         self._products = products
         self._in_halves = noise
         self.tokens = 0
@@ -158,7 +158,7 @@ class InputStats:
         total, squares = self._sums
         squares += weighed.square().sum(dim=0).double()
         if not bool(torch.isfinite(squares).all()):
-            raise nonfinite(self._name, f"{int((~torch.isfinite(flat)).sum())} NaN or infinite inputs")
+            raise nonfinite(self.name, f"{int((~torch.isfinite(flat)).sum())} NaN or infinite inputs")
         total += flat.sum(dim=0).double()
         # in pieces that fit the cache; torch.aminmax takes ten times as long across rows
         low, high = self._ends
@@ -223,7 +223,7 @@ class InputStats:
         if self.tokens == 0:  # a part for another kind of input, such as the audio layers of a multimodal model
             value, rule = "no token of the calibration text reaches it", "a layer needs calibration inputs"
             remedy = "leave it in high precision with an override (weights: null), or use another calibration set"
-            raise InputError("calibration-unreached", self._name, value, rule, remedy)
+            raise InputError("calibration-unreached", self.name, value, rule, remedy)
         self._sum("products")
         if self._hessian is None:
             if isinstance(self._halves, Tensor):

@@ -17,7 +17,7 @@ from pydantic import field_validator
 from quantkit.bundle import Check, Decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, did_you_mean
-from quantkit.exporters import Exporter, LayerSpec, Trial, unheld
+from quantkit.exporters import SYMMETRIC, Exporter, LayerSpec, Trial, unheld
 from quantkit.exporters.checkpoint import reload
 from quantkit.exporters.checkpoint.writer import Writer, torn
 from quantkit.model import layouts, run_time
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from quantkit.target import State, Target
 
 
-DENSE = "dense"
-_DENSE = "--set 'export=[{checkpoint: {layout: dense}}]'"
+DENSE, _DENSE = "dense", layouts.DENSE
 
 
 class CheckpointOptions(Closed):
@@ -90,28 +89,32 @@ class Checkpoint(Exporter):
         libraries = set(layout.libraries) if layout is not None and schemes else set[str]()
         single = [f"{path}." for path, known in asked.apart.items() if not libraries.isdisjoint(known)]
         merged = {linear for linear in asked.merged if not linear.startswith(tuple(single))}
-        for linear in sorted(merged & set(asked.activations))[:1]:
+        for_vllm = options.readers == "vllm" and layout is not None
+        here = f"{{layout: {options.layout}, readers: vllm}}"
+        alone = f"--set 'export=[{{checkpoint: {here}}}]' (for vLLM alone)"
+        for linear in sorted(merged & set(asked.activations))[: not for_vllm]:
             rule = "transformers merges experts while it loads them, and does not quantize their inputs"
-            remedy = "add an override for the experts with `activations: null`"
+            remedy = "" if layout is None else f"{alone}, or "
+            remedy += "add an override for the experts with `activations: null`"
             raise unheld(linear, "belongs to a mixture of experts", rule, remedy)
         if layout is None or not schemes:
             return
-        demand_loadable(options.layout, schemes, merged & set(asked.ruled), asked.partly)
+        demand_loadable(options.layout, schemes, merged & set(asked.ruled), asked.partly, "" if for_vllm else alone)
         left = sorted(linear for linear in asked.merged if linear not in schemes)
         if layout.stacks and (left or asked.partly):
             rule, remedy = "this layout holds all experts of a model, or none", "--set calibration.experts=force"
             raise unheld(left[0] if left else "calibration.experts", "an expert in high precision", rule, remedy)
         for obstacle in asked.obstacles:
             # vLLM's names of an expert's linears have no joined gate and up
-            alone = obstacle.merged and not obstacle.where.endswith(".gate_up_proj")
-            spared = (obstacle.merged and layout.stacks) or (alone and options.readers == "vllm")
+            named = obstacle.merged and not obstacle.where.endswith(".gate_up_proj")
+            spared = (obstacle.merged and layout.stacks) or (named and for_vllm)
             if obstacle.hinders(schemes, layout.libraries) and not spared:
-                override = "an override that leaves it in high precision (weights: null), or "
-                remedy = ("" if obstacle.always else override) + _DENSE
-                if alone:
-                    changed = f"{{layout: {options.layout}, readers: vllm}}"
-                    remedy += f", or for vLLM alone --set 'export=[{{checkpoint: {changed}}}]'"
-                raise unheld(obstacle.where, obstacle.why, "transformers alone must load the checkpoint", remedy)
+                ways = [one.asked for one in _stacking(asked)] if obstacle.merged else []
+                ways += [alone] if named else []
+                if not (obstacle.always or obstacle.merged):
+                    ways.append("an override that leaves it in high precision (weights: null)")
+                rule = "transformers alone must load the checkpoint"
+                raise unheld(obstacle.where, obstacle.why, rule, ", or ".join([*ways, _DENSE]))
         for linear, scheme in schemes.items():
             if linear in asked.padded:
                 raise padded(linear, scheme, asked.shapes[linear][1] if linear in asked.shapes else None)
@@ -135,6 +138,10 @@ class Checkpoint(Exporter):
     def storage(self, options: CheckpointOptions, laid: LaidOver) -> Storage:
         """Predict the bytes as `Exporter.storage` does."""
         return laid.tensors(None if options.layout == DENSE else options.layout)
+
+    def packs(self, options: CheckpointOptions) -> bool:
+        """Tell whether it stores codes, as `Exporter.packs` does."""
+        return options.layout != DENSE
 
     def for_target(
         self, options: CheckpointOptions, target: Target, asked: LayerSpec, trial: Trial | None = None
@@ -215,13 +222,22 @@ class Checkpoint(Exporter):
         return reload.check(bundle / self.place, wanted, inputs=inputs, blocks=blocks, beside=beside)
 
 
-def demand_loadable(layout: str, schemes: Mapping[str, WeightScheme], merged: Collection[str], partly: bool) -> None:
+def _stacking(asked: LayerSpec) -> list[Layout]:
+    """List the layouts of a model's merged experts."""
+    known = [layouts.load(name) for name in layouts.names()]
+    return [one for one in known if asked.source is not None and asked.source.architecture in one.classes]
+
+
+def demand_loadable(
+    layout: str, schemes: Mapping[str, WeightScheme], merged: Collection[str], partly: bool, alone: str
+) -> None:
     """Refuse packed experts if transformers would lose or misread them. Raises InputError `layout-unsupported`.
 
     transformers 5 merges the linears of experts into 3-D parameters while it loads them, and unpacks packed ones
     (`integrations/compressed_tensors.py`, `CompressedTensorsDequantize`). It reads codes, scales and shapes, but no
     zero points; it uses one scheme for all expert linears of a model; an expert in high precision is lost. `partly` is
     True if calibration may leave some of them in high precision.
+    `alone` is the remedy for vLLM alone; "" for a checkpoint that only vLLM reads, which holds any scheme of them.
     """
 
     def refusal(where: str, value: str, remedy: str) -> InputError:
@@ -230,18 +246,20 @@ def demand_loadable(layout: str, schemes: Mapping[str, WeightScheme], merged: Co
 
     if not merged:
         return
-    if layout != "pack-quantized":
-        raise refusal(min(merged), f"an expert in layout {layout}", "--recipe int4-symmetric")
+    if alone and layout != "pack-quantized":
+        raise refusal(min(merged), f"an expert in layout {layout}", f"{alone}, or --recipe int4-symmetric")
     for linear in sorted(merged):
         scheme = schemes.get(linear)
         if scheme is None:
             raise refusal(linear, "an expert in high precision among packed layers", _DENSE)
-        if not scheme.symmetric:
-            raise refusal(linear, "an expert with zero points", "--set scheme.weights.symmetric=true")
+        if alone and not scheme.symmetric:
+            one = any(other.symmetric for other in schemes.values())
+            raise refusal(linear, "an expert with zero points", "--recipe int4-symmetric" if one else SYMMETRIC)
     if partly:
         value = "keep may leave an expert in high precision"
         raise refusal("calibration.experts", value, "--set calibration.experts=force")
-    if len({(scheme.format, scheme.granularity, scheme.group, scheme.symmetric) for scheme in schemes.values()}) > 1:
+    kinds = {(scheme.format, scheme.granularity, scheme.group, scheme.symmetric) for scheme in schemes.values()}
+    if alone and len(kinds) > 1:
         raise refusal(min(merged), "one of several schemes of a model with experts", "--recipe int4-symmetric")
 
 

@@ -194,7 +194,7 @@ def check_bundle(
         return merged.whole(leaf, lambda part: expected(f"{path}.{part}"))
 
     names = [*(name for name in stored_names if name not in inside), *joined]
-    unread = bool(unread_experts(skeleton, layout, packed))
+    unread = bool(unread_experts(skeleton, layout, packed, quantization))
     beside = outside(dense, files) if "vision_config" in config else ()
     wanted = Expected(names, whole, layout, packed, plain, how, None, joined, unread, beside)
     return check(folder, wanted, inputs=inputs, blocks=blocks)

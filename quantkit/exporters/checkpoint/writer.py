@@ -87,8 +87,11 @@ class Writer:
         known = apart(stream.skeleton) if libraries else {}  # type: ignore[arg-type]
         alone = [path for path, others in known.items() if not libraries.isdisjoint(others)]
         named = (stream.files, linears, table, stored_as, stream.block_names, attention)
-        unread = unread_experts(stream.skeleton, stored_as, finished.schemes) if stored_as is not None else []  # type: ignore[arg-type]
-        return cls(stream.source, finished, *named, alone, unread)
+        writer = cls(stream.source, finished, *named, alone)
+        if stored_as is None or (config := writer.quantization) is None:
+            return writer
+        unread = unread_experts(stream.skeleton, stored_as, finished.schemes, config)  # type: ignore[arg-type]
+        return replace(writer, unread=unread)
 
     @property
     def outside(self) -> set[str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MARLIN_GROUPS = (-1, 32, 64, 128)
 # prefix of a regular expression among names
 REGEX = "re:"
-DENSE = "--set 'export=[{checkpoint: {layout: dense}}]'"
+DENSE = "--set 'export=[{checkpoint: {layout: dense}}]' (values in floats: no smaller)"
 # decision: a checkpoint with packed experts that transformers does not load
 VLLM_ALONE = "checkpoint-vllm-alone"
 Header = tuple[str, str, tuple[int, ...]]
@@ -59,6 +59,8 @@ class Layout(Protocol):
         name: stem of its file; recipes write `-` for `_`.
         libraries: import names of the packages that transformers needs to load it.
         stacks: True if a tensor of its files holds all experts of a layer; the parts of one linear are then slices.
+        classes: classes with such experts; none: any.
+        asked: words of the command line for a recipe in this layout.
         kernels: True if the loaded model multiplies in the library's own kernels, with their own rounding.
         serving: extra requirement or deviation of vLLM; "" without any.
         codes: suffix of the tensor with the codes; it is large, so it is made last.
@@ -69,6 +71,8 @@ class Layout(Protocol):
     name: str
     libraries: ClassVar[tuple[str, ...]]
     stacks: ClassVar[bool] = False
+    classes: ClassVar[tuple[str, ...]] = ()
+    asked: ClassVar[str] = ""
     kernels: ClassVar[bool] = False
     serving: str
     codes: ClassVar[str]

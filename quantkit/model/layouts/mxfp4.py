@@ -25,6 +25,7 @@ from quantkit.scheme import WeightScheme
 BLOCKS, SCALES = "_blocks", "_scales"
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate_up_proj|down_proj)$")
 _GROUP = 32
+_KEEP = "--set 'keep=[embeddings, lm_head, \"*.self_attn.*\"]'"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Mxfp4(Layout):
     serving: str = ""
     libraries: ClassVar[tuple[str, ...]] = ()
     stacks: ClassVar[bool] = True
+    classes: ClassVar[tuple[str, ...]] = ("GptOssForCausalLM",)
+    asked: ClassVar[str] = f"--recipe mxfp4 {_KEEP} --set 'export=[{{checkpoint: {{layout: mxfp4}}}}]'"
     codes: ClassVar[str] = BLOCKS
     parts: ClassVar[tuple[str, ...]] = (BLOCKS, SCALES)
 
@@ -43,8 +46,9 @@ class Mxfp4(Layout):
         for linear in schemes:
             if not _EXPERT.search(linear):
                 rule = "this layout holds merged experts, with gate and up in turns, and nothing else"
-                remedy = "keep all but the experts: --set 'keep=[embeddings, lm_head, \"*.self_attn.*\"]'"
-                raise unsupported(linear, "is no such expert", rule, f"{remedy}, or layout: mxfp4-pack-quantized")
+                packed = "--set 'export=[{checkpoint: {layout: mxfp4-pack-quantized}}]'"
+                remedy = f"{_KEEP}, for gpt-oss; or {packed}, for linears"
+                raise unsupported(linear, "is no such expert", rule, remedy)
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         rows, groups = shape[0], shape[1] // _GROUP

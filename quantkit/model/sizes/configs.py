@@ -33,6 +33,8 @@ CONFIG = "config.json"
 # keys of the text part in a model of several modalities
 _NESTED = ("text_config", "llm_config")
 _HEADS = ("ForCausalLM", "LMHeadModel")
+# config, name, assumptions
+Stated = tuple[Mapping[str, Any], str, list[str]]
 
 
 def read(reference: str) -> Architecture:
@@ -41,8 +43,15 @@ def read(reference: str) -> Architecture:
     Raises InputError: `unknown-model`, `file-missing`, `config-missing`, `config-invalid`, `config-unknown`,
     `hub-not-cached`, `manifest-invalid`.
     """
+    config, name, notes = stated(reference)
+    architecture = from_config(config, name)
+    return replace(architecture, assumed=[*architecture.assumed, *notes]) if notes else architecture
+
+
+def stated(reference: str) -> Stated:
+    """Return the config of a model; as `read`, but for the sizes."""
     if reference.startswith("hf:"):
-        return from_config(parsed(cached(reference, CONFIG)), reference[3:].partition("@")[0].rpartition("/")[2])
+        return parsed(cached(reference, CONFIG)), reference[3:].partition("@")[0].rpartition("/")[2], []
     if is_path(reference):
         return _from_path(Path(reference).expanduser())
     if reference not in shipped_names():
@@ -50,7 +59,7 @@ def read(reference: str) -> Architecture:
         rule = "plan reads config.json: a shipped one, or the one of a folder"
         remedy = folder_called(reference) or f"{error.remedy}; a folder is ./{reference}"
         raise InputError(error.code, "", error.value, rule, remedy)
-    return from_config(shipped(reference).config, reference)
+    return shipped(reference).config, reference, []
 
 
 def folder_called(name: str) -> str:
@@ -62,7 +71,11 @@ def from_config(config: Mapping[str, Any], name: str) -> Architecture:
     """Read the sizes from a `config.json`, or from its text part. Raises `config-invalid`, `config-unknown`."""
     if not isinstance(config, Mapping):
         raise InputError("config-invalid", name, one(type(config).__name__), "it is an object")
-    architecture = _of_floats(config, name)
+    return of_source(_of_floats(config, name), config, name)
+
+
+def of_source(architecture: Architecture, config: Mapping[str, Any], name: str) -> Architecture:
+    """Add the assumption of a source that is quantized already."""
     try:
         grid = grid_of(config, name)
     except InputError as problem:
@@ -151,11 +164,11 @@ def _class_name(config: Mapping[str, Any], name: str) -> str:
     return str(stated[0])
 
 
-def _from_path(path: Path) -> Architecture:
+def _from_path(path: Path) -> Stated:
     if path.is_file():
         if path.suffix != ".json":
             raise _missing(path, f"{'a file of type ' + path.suffix if path.suffix else 'a file'}, not a config")
-        return from_config(parsed(path), path.resolve().parent.name if path.name == CONFIG else path.stem)
+        return parsed(path), path.resolve().parent.name if path.name == CONFIG else path.stem, []
     if not path.exists():
         raise absent(path)
     if (path / MANIFEST).is_file():
@@ -163,12 +176,11 @@ def _from_path(path: Path) -> Architecture:
         stored, source = parsed(_present(path, "model", "onnx")), manifest.model.source
         # the plan is about the original, not about the checkpoint in the bundle
         config = {key: value for key, value in stored.items() if key != KEY} | {"dtype": source.dtype}
-        architecture = from_config(config, manifest.model.name)
         opened = [f"weights opened to {source.dtype}: the original was {source.was}"] if source.was else []
-        return replace(architecture, assumed=[*architecture.assumed, *opened])
+        return config, manifest.model.name, opened
     if not (path / CONFIG).is_file():
         demand_no_adapter(path, str(path))
-    return from_config(parsed(_present(path, "")), path.resolve().name)
+    return parsed(_present(path, "")), path.resolve().name, []
 
 
 def _present(folder: Path, *inside: str) -> Path:

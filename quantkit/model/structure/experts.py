@@ -153,11 +153,13 @@ def are_apart(one: str, other: str, module: nn.Module) -> bool:
 
     The input of experts reaches several of them, and their outputs are added up.
     """
-    owners = []
-    for name in (one, other):
-        inside = (path for path in found_in(module) if name.startswith(f"{path}."))
-        owners.append(next((name.split(".")[: path.count(".") + 2] for path in inside), None))
-    return owners[0] != owners[1]
+    return expert_of(one, module) != expert_of(other, module)
+
+
+def expert_of(name: str, module: nn.Module) -> str | None:
+    """Return the path of the expert around a module of a block; None outside of experts."""
+    path = next((path for path in found_in(module) if name.startswith(f"{path}.")), None)
+    return None if path is None else ".".join(name.split(".")[: path.count(".") + 2])
 
 
 def is_merged(module: nn.Module) -> bool:
@@ -222,7 +224,8 @@ def _candidates(module: nn.Module, counts: Collection[int]) -> Iterator[dict[str
     cubes = [(name, value) for name, value in _own(module) if value.dim() == 3]
     stacked = {name: tuple(value.shape) for name, value in cubes if min(value.shape[1:]) > 1}
     named = "expert" in type(module).__name__.lower()
-    if stacked and len({shape[0] for shape in stacked.values()}) == 1:
+    if stacked and (named or len({shape[0] for shape in stacked.values()}) == 1):
+        # identity experts have rows in one parameter and none in another
         if named or next(iter(stacked.values()))[0] in counts:
             yield stacked  # type: ignore[misc]
         return

@@ -20,15 +20,15 @@ so that they hold for the function and not only for those weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.model.streaming.calls import Call, filed, is_in_file
-from quantkit.model.structure.experts import are_apart
+from quantkit.model.structure.experts import are_apart, expert_of
 from quantkit.model.structure.traced import (
     InDouble,
     SharedInput,
@@ -41,6 +41,7 @@ from quantkit.model.structure.traced import (
 
 Form = Literal["linear", "weight", "one_plus_weight"]
 TOLERANCE = 1e-10
+_ELSEWHERE, UNASKED = "its input goes to other experts too", "it is not quantized"
 
 
 @dataclass(frozen=True)
@@ -202,12 +203,26 @@ def prove_all(
 
 
 @torch.no_grad()
-def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, Fold], dict[str, str]]:
-    """Find the folds of a block, each proved on it: group name -> fold, and group name -> reason without one."""
+def find(
+    block: nn.Module, structure: Structure, call: Call, wanted: Collection[str] | None = None
+) -> tuple[dict[str, Fold], dict[str, str]]:
+    """Find the folds of a block, each proved on it: group name -> fold, and group name -> reason without one.
+
+    Experts of one module are alike: the folds of the first are tried on all others at once.
+
+    Args:
+        wanted: names of the groups that are to be scaled; None for all.
+    """
     probe = _Probe(in_double(block), call.double())
     folds: dict[str, Fold] = {}
     declined: dict[str, str] = {}
+    owners = {group.name: expert_of(group.name, block) for group in structure.groups}
     for group in structure.groups:
+        if wanted is not None and group.name not in wanted:
+            declined[group.name] = UNASKED
+            continue
+        if group.name in folds or group.name in declined:
+            continue
         reason, nearly = "its input is the block's own input", ""
         candidates = structure.order[: structure.order.index(group.name)]
         for name in reversed(candidates):
@@ -215,7 +230,7 @@ def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, 
             if name in group.members or not _can_absorb(producer):
                 continue
             if are_apart(name, group.name, block):
-                reason = "its input goes to other experts too"
+                reason = _ELSEWHERE
                 continue
             if (path := probe.index(name, group)) is None:
                 reason = "no producer's channels reach it unmixed"
@@ -236,7 +251,28 @@ def find(block: nn.Module, structure: Structure, call: Call) -> tuple[dict[str, 
             nearly = nearly or f"outputs differ by {min(errors):.1e} after folding into {name}"
         if group.name not in folds:
             declined[group.name] = nearly or reason
+        if (owner := owners[group.name]) is not None:
+            leaf = group.name.removeprefix(f"{owner}.")
+            names = [f"{other}.{leaf}" for other in dict.fromkeys(owners.values()) if other and _beside(other, owner)]
+            like = [name for name in names if name in owners and (wanted is None or name in wanted)]
+            if group.name in folds:
+                fold = folds[group.name]
+                maker = fold.producer.removeprefix(f"{owner}.")
+                others = {
+                    name: replace(fold, group=name, producer=f"{owners[name]}.{maker}")
+                    for name in like
+                    if fold.producer.startswith(f"{owner}.")
+                }
+                if others and prove_all(block, structure, others, call) <= TOLERANCE:
+                    folds |= others
+            elif reason == _ELSEWHERE and not nearly:
+                declined |= dict.fromkeys(like, reason)
     return folds, declined
+
+
+def _beside(one: str, other: str) -> bool:
+    """Tell whether two experts are of one module."""
+    return one != other and one.rpartition(".")[0] == other.rpartition(".")[0]
 
 
 def _can_absorb(module: nn.Module) -> bool:

@@ -285,19 +285,34 @@ def apart(skeleton: PreTrainedModel) -> dict[str, frozenset[str]]:
     return known
 
 
-def unread_experts(skeleton: PreTrainedModel, layout: Layout, packed: Collection[str]) -> list[str]:
-    """List packed linears of experts that transformers would not load: it holds them in one tensor, without a rule."""
+def unpacks_experts(config: Mapping[str, Any]) -> bool:
+    """Tell whether transformers' rules unpack the experts of a checkpoint with this `quantization_config`: integers of
+    one scheme, without zero points and with inputs in floats."""
+    groups = list((config.get("config_groups") or {}).values())
+    plain = all(group["weights"].get("symmetric", True) and not group.get("input_activations") for group in groups)
+    return config.get("format") == "pack-quantized" and len(groups) == 1 and plain
+
+
+def unread_experts(
+    skeleton: PreTrainedModel, layout: Layout, packed: Collection[str], config: Mapping[str, Any]
+) -> list[str]:
+    """List packed linears of experts that transformers would not load: it holds them in one tensor, without a rule.
+
+    Args:
+        config: `quantization_config` of the checkpoint.
+    """
     from quantkit.model.structure.experts import found_in, parts_of
 
     if layout.stacks:
         return []
     known, libraries = apart(skeleton), set(layout.libraries)
+    unpacked = unpacks_experts(config)
     return [
         linear
         for path, experts in found_in(skeleton).items()
         if libraries.isdisjoint(known.get(path, ()))
         for name in experts.cuts
-        if name not in experts.by_rule
+        if name not in experts.by_rule or not unpacked
         for part in parts_of(experts, path, name)
         if (linear := part.removesuffix(_WEIGHT)) in packed
     ]

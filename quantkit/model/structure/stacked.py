@@ -299,7 +299,7 @@ def trace_form(
         shapes: merged parameter -> [experts, ...].
         stored: merged parameter -> its own shape.
     """
-    count, *sides = next(iter(shapes.values()))
+    count, sides = max(shape[0] for shape in shapes.values()), next(iter(shapes.values()))[1:]
     tried = [(form, width) for form in CALLS for width in dict.fromkeys(sides)]
     for form, width in tried:
 

@@ -48,12 +48,13 @@ def weight_of(module: nn.Module) -> Tensor:
 def set_weight(module: nn.Module, weight: Tensor) -> None:
     """Replace a linear's weight by [N, K] values, in its dtype."""
     value = weight.T if is_transposed(module) else weight
-    value = value.to(module.weight.dtype)  # type: ignore[union-attr, arg-type]
-    set_parameter(module, "weight", filed(value) if is_in_file(module.weight) else value)  # type: ignore[arg-type]
+    set_parameter(module, "weight", value.to(module.weight.dtype))  # type: ignore[union-attr, arg-type]
 
 
 def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
-    """Replace a norm's weight, a bias or a table."""
+    """Replace a parameter; one in a file is replaced by one in a file."""
+    before = getattr(module, name)
+    value = filed(value) if isinstance(before, Tensor) and is_in_file(before) else value
     setattr(module, name, nn.Parameter(value.contiguous(), requires_grad=False))
 
 

@@ -12,14 +12,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import exporters
 from quantkit.bundle import SEES, Build, Decision
 from quantkit.errors import InputError, one
 from quantkit.exporters import LayerSpec, load_exporter, without
 from quantkit.model.device import AUTO, CPU, ComputeDevice, present
 from quantkit.model.sizes import configs
-from quantkit.model.sizes.architecture import Architecture, BlockShapes, Matrix
+from quantkit.model.sizes.architecture import Architecture, Matrix
 from quantkit.model.source import pretrained
 from quantkit.model.source.files import file_sha256
+from quantkit.model.structure import built
 from quantkit.model.structure.kinds import model_graph
 from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
 from quantkit.pipeline import baseline, subject
@@ -27,7 +29,7 @@ from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.layers import Layers, about, account, lay_out
 from quantkit.pipeline.estimate import PROCESSORS, has_timer, lies
 from quantkit.pipeline.request import Request, default_out, for_target, runs_here, with_own_runtime
-from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, LEFT_OUT, TOWER, UNTIED, takes_head
+from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, LEFT_OUT, SYMMETRIC, TOWER, UNTIED, takes_head
 from quantkit.planning.compiling import CompileSpec, Compiling, fit, predict, timed
 from quantkit.planning.support import caveats, demand_kind, spelt_out, with_remedy
 from quantkit.plugins.outside import demand_returned
@@ -163,26 +165,35 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     stream, taken = _transformed(stream, steps, recipe.seed)
     cpu_seconds = time.process_time() - begun
     original, source = source, stream.source
-    layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head, largest=largest)
+    hindering, single = obstacles(stream.skeleton, stream.files), apart(stream.skeleton)
+
+    def laid(recipe: Recipe) -> tuple[Layers, LayerSpec]:
+        layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head, largest=largest)
+        partly = looks_at_data(steps) and recipe.calibration.experts == "keep"
+        asked = replace(
+            layers.asked(partly=partly, cache=recipe.scheme.kv_cache),
+            obstacles=hindering,
+            apart=single,
+            stacked=[kept.where for kept in layers.decisions if kept.code in (EXPERTS, EXPERTS_KEPT)],
+            untraced="" if has_interface(stream.skeleton) else type(stream.skeleton).__name__,
+            source=source,
+            largest=largest,
+        )
+        return layers, asked
+
+    layers, asked = laid(recipe)
     for step in steps:
         step.run.accepts({name: columns for name, (_, columns) in layers.inside.items()}, step.settings)
-    partly = looks_at_data(steps) and recipe.calibration.experts == "keep"
-    asked = replace(
-        layers.asked(partly=partly, cache=recipe.scheme.kv_cache),
-        obstacles=obstacles(stream.skeleton, stream.files),
-        apart=apart(stream.skeleton),
-        stacked=[kept.where for kept in layers.decisions if kept.code in (EXPERTS, EXPERTS_KEPT)],
-        untraced="" if has_interface(stream.skeleton) else type(stream.skeleton).__name__,
-        source=source,
-        largest=largest,
-    )
     request, left_out = _without_unable(request, asked)
+    request, evened = _with_symmetric(request, asked)
+    if evened:
+        layers, asked = laid(request.recipe)
     request, settled = for_target(request, asked)
     recipe = request.recipe
     _demand_exports(recipe, asked)
     no_graph = bool(asked.merged or asked.stacked) or source.sees
     support = request.support.decisions(source.kind, no_graph)
-    decisions = [*request.taken, *left_out, *support, *taken, *layers.decisions]
+    decisions = [*request.taken, *left_out, *evened, *support, *taken, *layers.decisions]
     if source.sees:
         own = len(layers.tower & layers.schemes.keys())
         reason = f"{own} of its linears are rounded to nearest, as an override says" if own else TOWER
@@ -293,6 +304,21 @@ def _without_unable(request: Request, asked: LayerSpec) -> tuple[Request, list[D
     return replace(request, recipe=request.recipe.model_copy(update={"export": steps})), decisions
 
 
+def _with_symmetric(request: Request, asked: LayerSpec) -> tuple[Request, list[Decision]]:
+    """Drop the zero points of a recipe where an export cannot hold those of experts."""
+    scheme = request.recipe.scheme
+    for step in request.recipe.export:
+        try:
+            load_exporter(step.name).accepts(step.settings, asked)
+        except InputError as problem:
+            if scheme.weights is not None and problem.remedy == exporters.SYMMETRIC and not scheme.weights.symmetric:
+                weights = scheme.weights.model_copy(update={"symmetric": True})
+                changed = {"scheme": scheme.model_copy(update={"weights": weights})}
+                taken = decision("recipe", SYMMETRIC, "scheme.weights.symmetric", problem.rule, "false", "true")
+                return replace(request, recipe=request.recipe.model_copy(update=changed)), [taken]
+    return request, []
+
+
 def _demand_exports(recipe: Recipe, asked: LayerSpec) -> None:
     """Refuse a compile with values outside an export's range; the remedy is for all at once. Raises InputError, as
     `accepts`.
@@ -385,10 +411,7 @@ def _beside(stream: StreamedModel, hidden: int) -> int:
 
 
 def architecture(prepared: Prepared) -> Architecture:
-    """Describe the model in sizes: by its config, where that gives the linears that it has; else by its modules.
-
-    What the modules do not tell is how attention looks at tokens: it is then left out of what a forward computes.
-    """
+    """Describe the model in sizes: by its config, where that gives the linears that it has; else by its modules."""
     source, shapes, stream = prepared.source, prepared.layers.inside, prepared.stream
     if configs.is_known(source.config):
         try:
@@ -401,30 +424,7 @@ def architecture(prepared: Prepared) -> Architecture:
                 # the size of a tower is an estimate in the config's figures
                 more = sum(value.numel() for value in stream.skeleton.parameters()) - known.parameters
                 return replace(known, others=known.others + more) if source.sees else known
-    layers = []
-    for name in stream.block_names:
-        matrices = [
-            Matrix(linear, *shape) for linear, shape in shapes.items() if linear.startswith(f"{name}.") or not name
-        ]
-        layers.append(BlockShapes(name, matrices, None))
-    inside = sum(matrix.parameters for layer in layers for matrix in layer.matrices)
-    head = stream.skeleton.get_parameter(f"{stream.head}.weight").shape if stream.head else None
-    config = {**source.config, **(source.config.get("text_config") or {})}
-    sizes = (config.get("hidden_size"), config.get("n_embd"), config.get("d_model"))
-    stored = sum(value.numel() for value in stream.skeleton.parameters())
-    return Architecture(
-        name=source.name,
-        kind=source.kind,
-        model_type=str(source.config.get("model_type", "")),
-        dtype=source.dtype,
-        hidden=next((size for size in sizes if isinstance(size, int)), prepared.layers.widest),
-        layers=layers,
-        embeddings=max(stored - inside, 0),
-        others=0,
-        head=Matrix(str(stream.head), *head) if head is not None else None,
-        tied=True,  # the embedding's elements hold those of a head of its own
-        assumed=("its linears alone: its config is not known",),
-    )
+    return built.sizes_of(stream.skeleton, source.kind, source.name, source.dtype)
 
 
 def _stands(matrix: Matrix, name: str, shape: tuple[int, int]) -> bool:

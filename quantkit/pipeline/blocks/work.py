@@ -34,7 +34,7 @@ from quantkit.model.structure.block import Block
 from quantkit.model.structure.fold import Fold
 from quantkit.model.structure.residual import skips
 from quantkit.model.structure.traced import Computed, Structure
-from quantkit.passes import Outcome, Pass, decision
+from quantkit.passes import NOTE, Outcome, Pass, decision
 from quantkit.passes.solvers.factor import ATTEMPTS, no_factor
 from quantkit.planning.compiling import chunk_size
 from quantkit.plugins.outside import demand_returned
@@ -128,9 +128,18 @@ class _Folds:
     Blocks are alike, so the folds of the last block are first proved here all at once; only a failure starts a search.
     """
 
-    def __init__(self, module: nn.Module, traced: Structure, call: Call, known: Known, computed: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        traced: Structure,
+        call: Call,
+        known: Known,
+        computed: Sequence[Any],
+        quantized: set[str],
+    ) -> None:
         self._module, self._structure, self._call, self._known = module, traced, call, known
         self._computed = computed
+        self._wanted = [group.name for group in traced.groups if not quantized.isdisjoint(group.members)]
         self._asked = False
 
     @cached_property
@@ -139,12 +148,13 @@ class _Folds:
         self._asked = True
         folds, reasons = self._known.folds
         alike = bool(folds) and {*folds, *reasons} == {group.name for group in self._structure.groups}
+        alike = alike and not any(reasons.get(name) == fold.UNASKED for name in self._wanted)
         if alike and self._computed and self._computed == self._known.computed:
             return self._known.folds
         with experts.all_running(self._module):
             places = self._known.folds
             if not (alike and self._proved(folds)):
-                places = fold.find(self._module, self._structure, self._call)
+                places = fold.find(self._module, self._structure, self._call, self._wanted)
             if self._computed and not self._proved(places[0], whatever_weights=True):
                 self._computed = ()  # the next block is proved by itself
             return places
@@ -362,9 +372,10 @@ class _Loop:
             traced, computed = _traced(module, call)
         run = self.seen or self.probe
         counts = collected.count(module, run.calls, stage, run.hidden) if self.seen is not None else {}
-        folds = _Folds(module, traced, call, known, computed)
         name = self.stream.block_names[index]
         prefix = f"{name}." if name else ""
+        quantized = {linear for linear in traced.linears if prefix + linear in self.schemes}
+        folds = _Folds(module, traced, call, known, computed, quantized)
         coded = {
             linear: self.activations[prefix + linear]
             for linear in traced.linears
@@ -377,7 +388,7 @@ class _Loop:
             structure=traced,
             folds=_Lazy(lambda: folds.places[0]),
             declined=_Lazy(lambda: folds.places[1]),
-            schemes={linear: self.schemes.get(prefix + linear) for linear in traced.linears},
+            schemes={linear: self.schemes.get(prefix + linear) for linear in (*traced.linears, *traced.idle)},
             dtype=self.dtype,
             seed=self.seed,
             fuses=self.fuses,
@@ -397,23 +408,46 @@ class _Loop:
             if not (stats.calls.device.type != "cpu" and known.structure == traced):
                 known = replace(known, skips=skips(module, call), structure=traced)
             stats.original = Original(block.original, self.before.hidden, self.before.calls, known.skips)
-        idle = [linear for linear in traced.idle if self.schemes.get(prefix + linear) is not None]
-        worked.decisions += [
-            _never_ran(prefix + linear, "no token reached it while the block was traced") for linear in idle
-        ]
+        idle = [linear for linear in traced.idle if block.schemes[linear] is not None]
+        dead = [linear for linear in idle if experts.expert_of(linear, module)]
+        why = "no token reached it while the block was traced"
+        worked.decisions += [_never_ran(prefix + linear, why) for linear in idle if linear not in dead]
         for step in self.steps:
             outcome = demand_returned(step.run.run(block, stats, step.settings), Outcome, step.run, "run")
             worked.decisions += outcome.decisions
             worked.errors.update({prefix + linear: error for linear, error in outcome.errors.items()})
         if any("codes" in step.run.ensures for step in self.steps):
             idle = [linear for linear in block.linears() if linear not in block.tensors]
-            worked.decisions += [_never_ran(prefix + linear, "no calibration token reached it") for linear in idle]
+            unseen = [linear for linear in idle if experts.expert_of(linear, module)]
+            why = "no calibration token reached it"
+            worked.decisions += [_never_ran(prefix + linear, why) for linear in idle if linear not in unseen]
+            worked.decisions += _rounded(block, [*dead, *unseen])
         collected.force(module, [])
         return worked, stats, folds.known(known)
 
 
 def _never_ran(linear: str, why: str) -> Decision:
     return decision("trace", "never-ran", linear, f"{why}; it stays in high precision")
+
+
+def _rounded(block: Block, linears: Iterable[str]) -> list[Decision]:
+    """Round unreached experts to nearest: all experts of a layer are stored alike."""
+    from quantkit.passes.assign import assign, nearest_alike
+
+    owners: dict[tuple[str, int], list[str]] = {}
+    for linear in linears:
+        owners.setdefault((linear.rpartition(".")[0], block.weight(linear).shape[1]), []).append(linear)
+    for names in owners.values():
+        for linear, tensor in nearest_alike(block, names, "mse"):
+            assign(block, linear, tensor)
+    layers, taken = experts.found_in(block.module), list[Decision]()
+    ran = {name.rpartition(".")[0] for name in block.structure.linears}
+    for owner in dict.fromkeys(owner for owner, _ in owners):
+        # while the block was traced, each token went to every expert that its layer can route to
+        never = layers[owner.rpartition(".")[0]].routed and owner not in ran
+        code, why = (NOTE, "no token can reach it") if never else ("expert-unrouted", "no calibration token reached it")
+        taken.append(decision("calibrate", code, block.full_name(owner), f"{why}: it is rounded to nearest"))
+    return taken
 
 
 def _traced(module: nn.Module, call: Call) -> tuple[Structure, Sequence[Any]]:

@@ -59,7 +59,8 @@ def unread(folder: Path) -> bool:
     if not has_experts(config):
         return False
     source, layout = open_written(folder), layouts.of(config.quantization_config)
-    return bool(unread_experts(source.skeleton(), layout, set(layout.prefixes(source.weights.entries))))
+    packed, stated = set(layout.prefixes(source.weights.entries)), source.config["quantization_config"]
+    return bool(unread_experts(source.skeleton(), layout, packed, stated))
 
 
 def described(folder: Path) -> tuple[Any, Any]:
