@@ -4,7 +4,7 @@
     python benchmarks/vllm_steps.py --fit           # times random models, writes planning/efficiencies.jsonl
     python benchmarks/vllm_steps.py                 # forecasts SmolLM2 and Qwen2.5-Coder from those, then times them
     python benchmarks/vllm_steps.py --target h100   # either on a GPU, with the figures that its target states
-    python benchmarks/vllm_steps.py --again benchmarks/results/vllm-steps-fit-YYYYMMDD.json --fit   # of timed steps
+    python benchmarks/vllm_steps.py --again RECORD --fit            # of its steps, and of the models that it lacks
     python benchmarks/vllm_steps.py --again RECORD --load RECORD    # the plan against a load by vllm_load.py
 
 vLLM's own generator sends bursts of requests at once to vLLM's own server, so a step includes scheduler, sampler and
@@ -58,6 +58,7 @@ SIZES: list[dict[str, Any]] = [
     {"layers": 12, "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 4, "vocabulary": 49152, "tied": True},
     {"layers": 32, "hidden": 512, "intermediate": 1408, "heads": 8, "kv_heads": 2, "vocabulary": 16384, "tied": True},
     {"layers": 20, "hidden": 768, "intermediate": 2048, "heads": 12, "vocabulary": 32768, "tied": True},
+    {"layers": 16, "hidden": 1280, "intermediate": 3456, "heads": 20, "kv_heads": 4, "vocabulary": 65536, "tied": True},
 ]
 # rounding is what differs least between models, and takes seconds
 RECIPES: Mapping[str, tuple[str, list[str]]] = {
@@ -184,14 +185,16 @@ def random(number: int, folder: Path) -> str:
 def again(path: Path, folder: Path) -> tuple[list[Timed], dict[str, dict[str, float]]]:
     """Read the timed steps and the ceilings of a record; random models are described anew."""
     recorded = json.loads(path.read_text())
+    ceiled = recorded["settings"]["ceilings"]
     for number, size in enumerate(SIZES):
-        describe(folder / f"random{number}", positions=CONTEXT, **size)
+        if f"random{number}" in ceiled:
+            describe(folder / f"random{number}", positions=CONTEXT, **size)
     timed = []
     for row in recorded["rows"]:
         step = ModelStep(row["batch"], row["tokens"], row["context"])
         model = str(folder / row["model"]) if row["model"].startswith("random") else row["model"]
         timed.append((model, row["format"], step, row["measured_ms"] / 1e3, row["spread"]))
-    return timed, recorded["settings"]["ceilings"]
+    return timed, ceiled
 
 
 def loaded(path: Path, place: Place) -> Iterator[dict[str, Any]]:
@@ -224,7 +227,7 @@ def main() -> int:
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--target", default="", help="of a GPU; left out, this processor")
     parser.add_argument("--work", type=Path, help="keeps models and checkpoints there")
-    parser.add_argument("--again", type=Path, help="takes the steps of a record instead of timing")
+    parser.add_argument("--again", type=Path, help="takes the steps of a record, and times the models that it lacks")
     parser.add_argument("--load", type=Path, help="record of vllm_load.py on this machine, to hold the plan against")
     options = parser.parse_args()
     timed, ceiled = list[Timed](), dict[str, dict[str, float]]()
@@ -232,8 +235,9 @@ def main() -> int:
         folder = options.work or Path(name)
         if options.again:
             timed, ceiled = again(options.again, folder)
-        for one in () if options.again else range(len(SIZES)) if options.fit else options.models.split(","):
-            model = random(one, folder) if options.fit else one
+        models = [f"random{one}" for one in range(len(SIZES))] if options.fit else options.models.split(",")
+        for one in () if options.load else [one for one in models if one not in ceiled]:
+            model = random(int(one.removeprefix("random")), folder) if options.fit else one
             folders = checkpoints(model, folder)
             ceiled[Path(model).name] = {} if options.target else ceilings_now()
             timed += steps(model, folders, eager=not options.target)
