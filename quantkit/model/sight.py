@@ -122,7 +122,9 @@ def _demand_kind(config: Mapping[str, Any], where: str) -> None:
     both = bool(config.get("is_encoder_decoder")) and "decoder_input_ids" in arguments
     stem = name.partition("For")[0].removesuffix("Model")
     encoder = f"{stem}EncoderModel" if f"{stem}EncoderModel" in classes else None
-    writes = any(isinstance(b, ast.Name) and b.id == "GenerationMixin" for n in _bases(name, classes) for b in n.bases)
+    writes = any(
+        isinstance(b, ast.Name) and b.id.endswith("GenerationMixin") for n in _bases(name, classes) for b in n.bases
+    )
     if judge(name, takes(claimed, arguments), both, config, where, encoder, writes) == "network":
         raise model_graph(name, where)
 

@@ -199,6 +199,8 @@ def _score(
     stream = original.stream
     assert stream is not None and original.tokens is not None
     subject, folder = bundle.manifest.content_sha256, weighed or folder_of(export_of(runtime))
+    if stream.source.hears and original.tokens.lengths is None:
+        return sizes(bundle, original, folder), None
     candidate = load_runtime(runtime).open(bundle.path) if candidate is None else candidate
     rows = sizes(bundle, original, folder)
     rows += read_rows(candidate.ways, subject=subject, folder=folder)
@@ -457,6 +459,7 @@ def original_of(
 
     decisions, source, recipe = [] if decisions is None else decisions, opened.stream.source, bundle.manifest.recipe
     text = tokens.again(Recipe.done(recipe), source, calibration, bundle.manifest.calibration, decisions)
+    tokens.unheard(source, text, decisions)
     if source.kind == "encoder":
         decisions += TextResults(opened.stream, text).decisions()
     return replace(opened, tokens=text)

@@ -175,7 +175,7 @@ def test_whisper_s_encoder_goes_in_as_the_error_says(
     sizes = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_source_positions": 20}
     layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     config = transformers.WhisperConfig(vocab_size=60, num_mel_bins=8, pad_token_id=0, **sizes, **layers)
-    model = transformers.WhisperForConditionalGeneration(config).eval()
+    model = transformers.WhisperModel(config).eval()
     model.save_pretrained(tmp_path / "whisper")
     model.get_encoder().save_pretrained(tmp_path / "encoder")
     monkeypatch.chdir(tmp_path)

@@ -38,7 +38,8 @@ def test_a_class_has_its_kind(name: str, kind: str) -> None:
         ("BartForSequenceClassification", "an encoder and a decoder"),
         ("Gemma4ForConditionalGeneration", "audio and image and text"),
         ("Emu3ForConditionalGeneration", "image and text"),
-        ("WhisperForConditionalGeneration", "audio"),
+        ("WhisperModel", "audio through an encoder and a decoder"),
+        ("WhisperForAudioClassification", "audio"),
     ],
 )
 def test_what_takes_more_is_refused(name: str, why: str) -> None:

@@ -15,7 +15,7 @@ from quantkit.model.source.open import open_model
 from quantkit.model.structure.kinds import kind_of
 
 WHY = {
-    "WhisperForConditionalGeneration": "audio and text through an encoder and a decoder",
+    "WhisperModel": "audio through an encoder and a decoder",
     "CLIPModel": "image and text",
     "Emu3ForConditionalGeneration": "image and text",
     "T5Model": "for part in (transformers.T5EncoderModel, transformers.AutoTokenizer)",
@@ -30,6 +30,8 @@ FINE = [
     "T5EncoderModel",
     "T5ForConditionalGeneration",
     "MarianMTModel",
+    "WhisperForConditionalGeneration",
+    "MoonshineForConditionalGeneration",
     "BartForCausalLM",
     "XLMRobertaModel",
     "Gemma3ForCausalLM",

@@ -33,7 +33,7 @@ def source(tokenizer: Any = None, kind: str = "decoder", **config: Any) -> Any:
         return tokenizer
 
     whole = {"vocab_size": 258, **config}
-    named = {"path": Path("none"), "architecture": "BertModel", "has_encoder": False, "sees": False}
+    named = {"path": Path("none"), "architecture": "BertModel", "has_encoder": False, "sees": False, "hears": False}
     return SimpleNamespace(kind=kind, tokenizer=give, config=whole, **named)
 
 

@@ -158,7 +158,6 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
         for task, stems in _STEMS.items()
     ),
     ("AutoModelForImageTextToText", {kind: f"{stem}ForConditionalGeneration" for kind, stem in _SEEING.items()}),
-    ("AutoModelForSpeechSeq2Seq", {"whisper": "WhisperForConditionalGeneration"}),
 ]
 
 # what cannot be built or run here, or is no model of token ids, with the reason

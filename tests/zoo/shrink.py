@@ -23,6 +23,8 @@ from transformers import pytorch_utils
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from quantkit.model.streaming.sounds import sounds
+from quantkit.model.structure.kinds import hears
 from zoo.exceptions import BASES, EXCEPTIONS, HEADS, VARIANTS
 
 VOCABULARY = 160
@@ -113,6 +115,7 @@ def entries() -> Iterator[tuple[str, str, str]]:
         ("AutoModelForMaskedLM", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
         ("AutoModelForTextEncoding", auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES),
         ("AutoModelForSeq2SeqLM", auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+        ("AutoModelForSpeechSeq2Seq", auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
         ("AutoModel", auto.MODEL_MAPPING_NAMES),
         *HEADS,
     ]
@@ -285,7 +288,8 @@ def answer(model: nn.Module, tokens: Tensor) -> Tensor:
     more = {}
     if "decoder_input_ids" in inspect.signature(model.forward).parameters:  # the same text, behind its start
         more["decoder_input_ids"] = torch.cat([torch.full_like(tokens[:, :1], _START), tokens[:, 1:]], dim=1)
-    output = model(input_ids=tokens, **more)
+    heard = sounds(model, tokens, {}) if hears(model) else {"input_ids": tokens}
+    output = model(**heard, **more)
     found: Tensor = output.logits if hasattr(output, "logits") else output[0]
     return found
 

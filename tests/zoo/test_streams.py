@@ -44,6 +44,7 @@ RIGHT = {
     "SqueezeBertForMaskedLM": "blocks return dicts; hidden states lie the other way round",
     "T5EncoderModel": "the first block makes the bias by which all others attend",
     "T5ForConditionalGeneration": "an encoder and a decoder, which reads what the encoder puts out",
+    "WhisperForConditionalGeneration": "an encoder of speech: features instead of ids",
     "XLMWithLMHeadModel": "lists of attentions and of feed-forwards, no list of blocks",
     "XLNetLMHeadModel": "two streams; parameters that its class does not make on the meta device",
     "ZambaForCausalLM": "blocks of two kinds, which share one attention",

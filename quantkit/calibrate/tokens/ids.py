@@ -62,8 +62,10 @@ class TokenSet:
         longest: most ids of a text of the pairs, for the model's positions.
         whole: `sha256` of the full set, if these samples are only its first; else empty.
         form: form chosen for records without being asked for, `chat` or `alpaca`; else None.
-        pictures: images of some sequences, for a vision-language model.
+        pictures: images of some sequences, for a vision-language model; recordings of all, for a model of speech.
         images: name of their set; None without any.
+        lengths: ids of each sequence before its padding; None without padding.
+        spoken: transcript of each recording, None for one without; empty for text.
     """
 
     ids: torch.Tensor
@@ -79,19 +81,28 @@ class TokenSet:
     form: Literal["chat", "alpaca"] | None = None
     pictures: Pictures | None = None
     images: str | None = None
+    lengths: tuple[int, ...] | None = None
+    spoken: tuple[str | None, ...] = ()
 
     def first(self, samples: int) -> TokenSet:
         """Keep the first samples."""
         if samples >= len(self.ids):
             return self
         ids = self.ids[:samples]
-        return replace(self, ids=ids, sha256=ids_sha256(ids.numpy()), whole=self.whole or self.sha256)
+        cut: dict[str, Any] = {"lengths": self.lengths and self.lengths[:samples], "spoken": self.spoken[:samples]}
+        return replace(self, ids=ids, sha256=ids_sha256(ids.numpy()), whole=self.whole or self.sha256, **cut)
+
+    def beginnings(self, samples: int, tokens: int) -> torch.Tensor:
+        """Return the first ids of the first samples, without padding."""
+        return self.ids[:samples, : min((tokens, *(self.lengths or ())[:samples]))]
 
     @property
     def items(self) -> int:
         """Number of positions with a next token, samples · (tokens − 1); for pairs, their number."""
         if self.pairs is not None:
             return len(self.pairs.left)
+        if self.lengths is not None:
+            return sum(self.lengths) - len(self.lengths)
         samples, tokens = self.ids.shape
         return int(samples * (tokens - 1))
 

@@ -239,8 +239,8 @@ def reload(
             model, problem = loaded(own, folder, blocks, leftover, wanted.outside)
             if problem:
                 return _judge(name, None, problem)
-            inputs = inputs or batch(model)
             dtype = model.dtype
+            inputs = inputs or batch(in_float32(model))
             values = logits(in_float32(model), inputs, cached=cached)
             classes = {path: type(module) for path, module in model.named_modules()}
             if beside is not None and dtype.itemsize == 4:  # else it expands to other values than in float32

@@ -171,12 +171,12 @@ def worst(items: Items, ids: Tensor, decode: Callable[[list[int]], str]) -> Harm
     """Find the positions of `ids` [samples, tokens] with the largest KL, and the share of KL in the worst hundredth."""
     import numpy as np
 
-    per_sequence = items.n // ids.shape[0]
     order = np.argsort(-items.kl, kind="stable")
     total = float(items.kl.sum())
     positions = []
     for item in order[:_WORST].tolist():
-        sequence, position = divmod(item, per_sequence)
+        sequence = int(items.sequence[item])
+        position = item - int(np.searchsorted(items.sequence, sequence))
         row = ids[sequence].tolist()
         positions.append(
             Position(

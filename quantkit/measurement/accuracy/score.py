@@ -88,11 +88,20 @@ def score(
     most tokens to feed such a candidate at a time; None: as many as fit.
     """
     tell = progress or (lambda done: None)
+    for side in (original, candidate):
+        listens(side, tokens)
     before = original_answers(original, tokens)
     tell(0.3)
     after = candidate.scores(tokens.ids, at_once)
     tell(0.6)
-    return compared(before, after, tokens.ids, at_a_time(original), lambda done: tell(0.6 + 0.4 * done))
+    few = at_a_time(original)
+    return compared(before, after, tokens.ids, few, lambda done: tell(0.6 + 0.4 * done), tokens.lengths)
+
+
+def listens(model: Any, tokens: TokenSet) -> None:
+    """Give a model the recordings of a set, if it has any."""
+    if tokens.lengths is not None:
+        model.pictures = tokens.pictures
 
 
 def at_a_time(model: StreamedModel) -> int:
@@ -101,11 +110,17 @@ def at_a_time(model: StreamedModel) -> int:
 
 
 def compared(
-    before: Scores, after: Scores, ids: Tensor, few: int, progress: Callable[[float], None] | None = None
+    before: Scores,
+    after: Scores,
+    ids: Tensor,
+    few: int,
+    progress: Callable[[float], None] | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Items:
-    """Compare two models' logits of ids [n, T], `few` positions at a time."""
+    """Compare two models' logits of ids [n, T], `few` positions at a time; `lengths` leave out padding."""
     accuracy = Accuracy()
-    for index, row in enumerate(ids):
+    for index, whole in enumerate(ids):
+        row = whole if lengths is None else whole[: lengths[index]]
         for start in range(0, len(row) - 1, few):
             part = slice(start, min(start + few, len(row) - 1))
             accuracy.add_positions(index, row[part.start + 1 : part.stop + 1], before(index, part), after(index, part))

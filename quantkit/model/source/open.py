@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,7 @@ from quantkit.model.structure.kinds import (
     kind_of,
     native_class,
     reads_images,
+    sound_of,
     unknown_architecture,
 )
 
@@ -139,6 +141,11 @@ class Source:
     def has_encoder(self) -> bool:
         """True for a decoder beside an encoder."""
         return self.kind == "decoder" and has_both(self.model_class(), self.config)
+
+    @property
+    def hears(self) -> bool:
+        """True for a decoder beside an encoder of speech."""
+        return self.has_encoder and sound_of(signature(self.model_class().forward).parameters) is not None
 
     def demand_unchanged(self) -> None:
         """Raise InputError `source-changed` if a file has changed since the model was opened."""

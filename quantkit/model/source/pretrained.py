@@ -79,6 +79,12 @@ def processor(folder: Path, *, trust: bool | None = None) -> Any:
     return _auto("AutoProcessor", PROCESSORS[0], folder, trust)
 
 
+def extractor(folder: Path, *, trust: bool | None = None) -> Any:
+    """Load the feature extractor of a folder's recordings; `trust` and errors as for `config`."""
+    trust = is_trusted(folder) if trust is None else trust
+    return _auto("AutoFeatureExtractor", PROCESSORS[1], folder, trust)
+
+
 def _auto(what: str, place: str, folder: Path, trust: bool) -> Any:
     """Load by the folder's own class if it is trusted, else by transformers' table."""
     import transformers

@@ -35,7 +35,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from quantkit import content
 from quantkit.bundle.disk import stopping_when_full
 from quantkit.errors import InputError
-from quantkit.model.structure.kinds import is_pair
+from quantkit.model.streaming.sounds import sounds
+from quantkit.model.structure.kinds import hears, is_pair
 
 ON_DISK = 1 << 30
 _HIDDEN = "hidden_states"
@@ -348,26 +349,40 @@ class Pictures:
         return next((row for row in rows if self.key(row[0]) in self.rows), None)
 
 
+class Sounds(Pictures):
+    """Features of the recordings of some sequences; they take the place of the ids in the encoder."""
+
+    def of(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return nothing beside `texts`."""
+        return {}
+
+    def first(self, ids: Tensor) -> Tensor | None:
+        """Return None: every sequence is heard, and all flow alike."""
+        return None
+
+
 NO_PICTURES = Pictures()
 
 
 def forward(model: nn.Module, ids: Tensor, pictures: Pictures = NO_PICTURES) -> Any:
     """Run the model's own forward on ids [samples, tokens], inside of `uncached`; with images for a single sequence."""
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    return model(**texts(model, ids), **options, **pictures.of(ids))
+    return model(**texts(model, ids, pictures), **options, **pictures.of(ids))
 
 
-def texts(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+def texts(model: nn.Module, ids: Tensor, pictures: Pictures = NO_PICTURES) -> dict[str, Tensor]:
     """Return a model's inputs for ids [samples, tokens].
 
     The decoder of an encoder-decoder reads the text that its encoder reads, with the token that begins its own texts in
-    place of the first one, so that its answer at a position is the next token, as any decoder's.
+    place of the first one, so that its answer at a position is the next token, as any decoder's. An encoder of speech
+    hears the recording of that text, or noise.
     """
     if not is_pair(model):
         return {"input_ids": ids}
     start = ids.clone()
     start[:, 0] = first_token(model)
-    return {"input_ids": ids, "decoder_input_ids": start}
+    heard = sounds(model, ids, pictures.rows) if hears(model) else {"input_ids": ids}
+    return {**heard, "decoder_input_ids": start}
 
 
 def first_token(model: Any) -> int:

@@ -76,7 +76,9 @@ class Answering:
                 change.block(index, block)
         with nullcontext() if self.cached else uncached(model):
             runs = self.like.runs(model.eval())
-            return answer(runs(**texts(runs, self.ids)) if self.cached else forward(runs, self.ids)).float()
+            pictures = self.like.pictures
+            own = runs(**texts(runs, self.ids)) if self.cached else forward(runs, self.ids, pictures)
+            return answer(own).float()
 
     def keep(self, model: nn.Module) -> None:
         """Write a loaded model's answers."""

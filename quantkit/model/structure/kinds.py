@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # arguments of a forward: text, text for a decoder beside an encoder; words in the names of other inputs
 _IDS, _DECODER_IDS = "input_ids", "decoder_input_ids"
+# arguments of a forward for features of a recording, or its samples
+_SOUND = ("input_features", "input_values")
 _DECODERS = ("ForCausalLM", "LMHeadModel")
 # endings of vision-language classes, and what they may read
 _SEEING, _SEEN = ("ForConditionalGeneration", "ForImageTextToText"), {"text", "image", "video"}
@@ -104,6 +106,16 @@ def is_pair(model: torch.nn.Module) -> bool:
     return bool(both) and _DECODER_IDS in inspect.signature(model.forward).parameters
 
 
+def sound_of(arguments: Collection[str]) -> str | None:
+    """Return the argument for sound of a forward that takes no ids beside it; None for another model."""
+    return None if _IDS in arguments else next((name for name in _SOUND if name in arguments), None)
+
+
+def hears(model: torch.nn.Module) -> bool:
+    """Tell whether a model has an encoder of speech and a decoder that writes what it hears."""
+    return is_pair(model) and sound_of(inspect.signature(model.forward).parameters) is not None
+
+
 def judge(
     name: str,
     into: Collection[str],
@@ -127,6 +139,8 @@ def judge(
         return "decoder"  # Gemma3ForCausalLM inherits images as an input, but has no vision tower
     if set(into) == {"text"} and (writes or not both):
         return "decoder" if both else "encoder"
+    if set(into) == {"audio"} and both and writes:
+        return "decoder"
     if {"text", "image"} <= set(into) <= _SEEN and not both and reads_images(name, config):
         return "decoder"
     value = f"{name} takes {' and '.join(sorted(into))}{' through an encoder and a decoder' if both else ''}"
@@ -157,8 +171,11 @@ def by_python(part: str) -> str:
 def takes(claimed: set[str], arguments: Collection[str]) -> set[str]:
     """Return the inputs of a class, from its declaration and its forward's arguments.
 
-    The text part of a model of several modalities inherits the declaration of all of them.
+    The text part of a model of several modalities inherits the declaration of all of them. A decoder beside an
+    encoder of speech reads its own text alone.
     """
+    if _DECODER_IDS in arguments and sound_of(arguments):
+        return {"audio"}
     text_alone = _IDS in arguments and not any(word in name for name in arguments for word in _NO_TEXT)
     return {"text"} if text_alone else claimed
 

@@ -33,7 +33,7 @@ from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, LEFT_OUT, SYMMETRI
 from quantkit.planning.compiling import CompileSpec, Compiling, fit, predict, timed
 from quantkit.planning.support import caveats, demand_kind, spelt_out, with_remedy
 from quantkit.plugins.outside import demand_returned
-from quantkit.recipe import ExportStep, Recipe
+from quantkit.recipe import ExportStep, PassStep, Recipe
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 # what calibrates (None where no pass looks at data), and what scores
 Sets = tuple["TokenSet | None", "TokenSet"]
+# weights of a model of speech are rounded to nearest, without recordings
+ROUNDED = "rounded-without-audio"
 # packages that a bundle's content depends on
 _PACKAGES = ("python", "torch", "transformers", "compressed-tensors", "safetensors", "numpy")
 _GRAPH = ("onnx", "onnx-ir", "onnxscript")
@@ -140,6 +142,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     Raises InputError: anything that would make it fail later.
     """
     from quantkit.model.source.merged import open_merged
+    from quantkit.model.streaming.calls import Sounds
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.model.structure.names import apart, obstacles
     from quantkit.model.structure.traced import has_interface
@@ -149,6 +152,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     trusted = request.trust_remote_code
     source = open_merged(request.model, request.adapters, trust_remote_code=trusted, hashed=whole)
     _demand_purpose(request, source)
+    request, rounded = _without_data(request, source)
     request = with_own_runtime(request, source.kind)
     added = len(request.recipe.export) > len(recipe.export)
     recipe = request.recipe
@@ -193,7 +197,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     _demand_exports(recipe, asked)
     no_graph = bool(asked.merged or asked.stacked) or source.sees
     support = request.support.decisions(source.kind, no_graph)
-    decisions = [*request.taken, *left_out, *evened, *support, *taken, *layers.decisions]
+    decisions = [*request.taken, *rounded, *left_out, *evened, *support, *taken, *layers.decisions]
     if source.sees:
         own = len(layers.tower & layers.schemes.keys())
         reason = f"{own} of its linears are rounded to nearest, as an override says" if own else TOWER
@@ -211,6 +215,9 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     )
     if calibration is not None and calibration.pictures is not None:
         stream.pictures = calibration.pictures
+    if source.hears and scoring.pictures is not None:
+        stream.pictures = Sounds({**stream.pictures.rows, **scoring.pictures.rows})
+    tokens.unheard(source, scoring, decisions)
     notes = list(settled.items())
     if added:
         reason = f"added: a checkpoint of 8-bit integers is computed in floats on {request.target.name}, a graph is not"
@@ -221,6 +228,8 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     decisions += [decision("export", NOTE, name, reason) for name, reason in notes]
     where = tokens.public(recipe.calibration.set)
     decisions += [decision("calibrate", NOTE, where, note) for note in (calibration.notes if calibration else ())]
+    if scoring.lengths is not None:
+        decisions += [decision("score", NOTE, where, note) for note in scoring.notes]
     out = request.out or default_out(source.name, recipe.name, resume=request.resume)
     prepared = Prepared(
         request, original, source, stream, layers, steps, calibration, scoring, out, decisions, cpu_seconds
@@ -248,6 +257,22 @@ def _demand_purpose(request: Request, source: Source) -> None:
         raise InputError("cache-unknown", where=source.ref, value=value, rule=rule, remedy=remedy)
     if source.kind == "network":
         raise model_graph(source.architecture, source.ref)
+
+
+def _without_data(request: Request, source: Source) -> tuple[Request, list[Decision]]:
+    """Round to nearest where a pass looks at data, and a model of speech has no recordings."""
+    from quantkit.calibrate.tokens.heard import hears_set
+    from quantkit.passes.rtn import Rtn
+
+    recipe, names = request.recipe, [step.name for step in request.recipe.passes]
+    if not source.hears or hears_set(recipe.calibration.set):
+        return request, []
+    if not any(pass_of(step).needs_with(step.settings) for step in recipe.passes):
+        return request, []
+    reason = "no recordings to calibrate on (--calibration FOLDER of WAV files): weights are rounded to nearest"
+    taken = decision("calibrate", ROUNDED, "passes", reason, ", ".join(names), Rtn.name)
+    nearest = PassStep(name=Rtn.name, settings=Rtn.Settings(range="mse"))
+    return replace(request, recipe=recipe.model_copy(update={"passes": [nearest]})), [taken]
 
 
 def _transformed(stream: StreamedModel, steps: list[PassRun], seed: int) -> tuple[StreamedModel, list[Decision]]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from quantkit.measurement.accuracy.harm import Depth, Harm
     from quantkit.measurement.accuracy.positions import Items
     from quantkit.model.source.open import Source
+    from quantkit.model.streaming.calls import Pictures
     from quantkit.model.streaming.own_forward import Answering
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.runtimes import Scored
@@ -106,7 +107,10 @@ def score_exports(
             progress.at("score", (number + _SCORED * done) / len(exports))
 
         depth: Depth | None = None
-        harmed = number == 0 and bool(bundle.manifest.layers)
+        silent = tokens.unheard(prepared.source, scoring, prepared.decisions)
+        harmed = number == 0 and bool(bundle.manifest.layers) and not silent
+        if scoring.lengths is not None:
+            score.listens(candidate, scoring)
         # a decoder is scored in one pass over its blocks
         if harmed and isinstance(candidate, StreamedModel) and original.source.kind == "decoder":
             candidate = candidate.on(candidate.device, candidate.place)
@@ -123,7 +127,7 @@ def score_exports(
         if whole and (number == 0 or tensors) and is_confirmed(original):
             progress.at("score", (number + _SCORED) / len(exports), CONFIRMING)
             kept = {name: build.temporary(name) for name in (BEFORE, AFTER)}
-            checks += confirm(original, bundle.path / "model" if tensors else None, scoring.ids, items, kept)
+            checks += confirm(original, bundle.path / "model" if tensors else None, few_ids(scoring), items, kept)
         if harmed:
             if depth is None:
                 dense = candidate if isinstance(candidate, StreamedModel) else _dense(prepared, build, step)
@@ -136,6 +140,11 @@ def score_exports(
             rows += _score_long(prepared, bundle, original, progress)
     # of two exports, the original is confirmed with each
     return rows, list({check.name: check for check in checks}.values())
+
+
+def few_ids(scoring: TokenSet) -> Tensor:
+    """Return the beginnings of a few sequences, for plain transformers."""
+    return scoring.beginnings(_SEQUENCES, _TOKENS)
 
 
 def _few(scoring: TokenSet) -> TokenSet:
@@ -255,14 +264,15 @@ def confirm(
     machine.let_go()  # embeddings and heads that were scored with
     before = _given(original.source, answering(original, ids, kept.get(BEFORE)))
     after = streamed = rounded = None
+    how: dict[str, Any] = {"ids": few, "pictures": original.pictures}
     if folder is not None:
         after = _reloaded(folder, answering(original, ids, kept.get(AFTER), folder))
     if folder is not None and after is not None:
         alike = items is None or original.transforms or _rounds_inputs(folder)
-        streamed = _streamed(folder, few) if alike else None
-        rounded = _streamed(folder, few, rounded=True) if _has_kernels(folder) else None
-    if items is not None:
-        expected = original.answers(few).all() if original.transforms else None
+        streamed = _streamed(folder, **how) if alike else None
+        rounded = _streamed(folder, **how, rounded=True) if _has_kernels(folder) else None
+    if original.source.kind == "decoder":
+        expected = original.answers(few).all() if original.transforms or items is None else None
         return _decoder(before, after, few, items, streamed, rounded, expected)
     checks = [_check(ORIGINAL, _apart(original.answers(few).all(), before), LIMIT)]
     if after is not None and streamed is not None:
@@ -278,7 +288,7 @@ def _decoder(
     before: Tensor,
     after: Tensor | None,
     ids: Tensor,
-    items: Items,
+    items: Items | None,
     streamed: Tensor | None,
     rounded: Tensor | None,
     expected: Tensor | None,
@@ -287,6 +297,7 @@ def _decoder(
 
     Args:
         before, after: logits [samples, tokens, vocabulary] of plain transformers, of the original and of the export.
+        items: scored positions; None if nothing is scored, with `expected` and `streamed`.
         streamed: logits of the scored candidate on `ids` alone, taken instead of its items; None takes those.
         rounded: the same with the products rounded that a library may round; None where it multiplies as torch does.
         expected: logits of the scored original on `ids` alone, likewise; None takes its items.
@@ -296,16 +307,22 @@ def _decoder(
     from quantkit.model.streaming.transforms import DEPARTURES
 
     positions = ids.shape[1] - 1
-    chosen = np.concatenate([np.flatnonzero(items.sequence == row)[:positions] for row in range(len(ids))])
+    chosen = np.empty(0, np.int64)
+    if items is not None:
+        chosen = np.concatenate([np.flatnonzero(items.sequence == row)[:positions] for row in range(len(ids))])
 
     def loss(logits: Tensor) -> float:
         return -float(_of_positions(logits, lambda one, part: one.gather(-1, ids[:, part + 1, None])[..., 0]).mean())
 
-    scored_loss = float(items.nll_original[chosen].mean()) if expected is None else loss(expected)
+    scored_loss = float(items.nll_original[chosen].mean()) if items is not None and expected is None else 0.0
+    if expected is not None:
+        scored_loss = loss(expected)
     checks = [_check(LOSS, abs(loss(before) - scored_loss), LIMIT)]
     if after is not None:
         like = before if expected is None else expected
-        scored = items.kl[chosen] if streamed is None else _divergences(like, streamed).numpy()
+        scored = np.empty(0) if items is None else items.kl[chosen]
+        if streamed is not None:
+            scored = _divergences(like, streamed).numpy()
         # a mean of positions whose errors need not be independent
         apart = 0.0 if rounded is None else np.sqrt(np.square(_divergences(like, rounded).numpy() - scored).mean())
         error = abs(float(_divergences(before, after).mean()) - float(scored.mean()))
@@ -359,13 +376,14 @@ def _reloaded(folder: Path, asked: Answering) -> Tensor | None:
     return _given(open_written(folder), asked)
 
 
-def _streamed(folder: Path, ids: Tensor, *, rounded: bool = False) -> Tensor:
+def _streamed(folder: Path, ids: Tensor, pictures: Pictures, *, rounded: bool = False) -> Tensor:
     """Run the scoring stream of a written checkpoint on ids [samples, tokens]; `rounded`: as kernels may."""
     from quantkit.model.finished import DenseWeights
     from quantkit.model.streaming.transforms import RoundedProducts
     from quantkit.runtimes.torch.reloaded import reloaded
 
     stream = reloaded(folder)
+    stream.pictures = pictures
     if rounded and isinstance(weights := stream.source.weights, DenseWeights):
         packed = {name.removesuffix(".weight") for name, file in stream.files.items() if file in weights.packed}
         stream.transforms.append(RoundedProducts(stream.block_names, packed))

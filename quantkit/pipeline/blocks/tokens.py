@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit import content
 from quantkit.bundle import Decision
 from quantkit.calibrate.tokens import pack
+from quantkit.calibrate.tokens.heard import demand_recordings, load_heard
 from quantkit.calibrate.tokens.pictured import demand_seeing, with_images
 from quantkit.errors import InputError
 from quantkit.lazy import torch
@@ -30,6 +31,8 @@ _TEXT = 64
 _FALLBACK = "prose-en"
 # text of the set is taken for what a model would write
 INSTEAD = "set-instead"
+# nothing to score a model of speech on
+UNHEARD = "unscored-without-audio"
 # records of a set are written in a form that the recipe does not name
 FORM = "form-chosen"
 _IDS = (".jsonl", ".json", ".parquet")
@@ -106,6 +109,8 @@ def load(
     from quantkit.measurement.accuracy.purpose import purpose_of
 
     choice = recipe.calibration
+    if source.hears and (recorded := _recorded(recipe, source, calibrate=calibrate)) is not None:
+        return recorded
     demand_talking(choice, "decoder beside an encoder" if source.has_encoder else source.kind)
     if choice.pictures is not None:
         demand_seeing(choice.pictures, source)
@@ -150,6 +155,27 @@ def load(
         raise _nothing(choice.set, problem, remedy)
     decisions.append(decision("score", code, public(choice.set), problem, public(choice.set), _FALLBACK))
     return calibration, _scoring(_FALLBACK, positions, common)
+
+
+def _recorded(recipe: Recipe, source: Source, *, calibrate: bool) -> tuple[TokenSet | None, TokenSet] | None:
+    """Load recordings for calibration and for scores; None where the recipe names none and needs none."""
+    choice = recipe.calibration
+    if not demand_recordings(choice.set, source, calibrate=calibrate):
+        return None
+    demand_talking(choice, "decoder beside an encoder")
+    tokens = sequence_length(choice.tokens, source, [])
+    seen = load_heard(choice.set, "calib", source, samples=choice.samples, tokens=tokens) if calibrate else None
+    return seen, load_heard(choice.set, "eval" if calibrate else "all", source, samples=None, tokens=tokens)
+
+
+def unheard(source: Source, scoring: TokenSet, decisions: list[Decision]) -> bool:
+    """Tell whether a model of speech has no recordings to score on, and record it."""
+    if not source.hears or scoring.lengths is not None:
+        return False
+    reason = "no recordings were given: quantkit measure BUNDLE --calibration FOLDER of WAV files scores it"
+    if not any(step.code == UNHEARD for step in decisions):
+        decisions.append(decision("score", UNHEARD, "score", reason))
+    return True
 
 
 def _forms(loaded: TokenSet, step: str) -> list[Decision]:
@@ -225,6 +251,8 @@ def again(
     `load_tokens`.
     """
     taken: list[Decision] = []
+    if source.hears:
+        return _heard_again(recipe, source, asked, seen)
     if asked is None:
         if recipe.calibration.set.startswith("path:"):
             own, reason = recipe.calibration.set, "a bundle does not hold the file that it was calibrated on"
@@ -243,6 +271,16 @@ def again(
         raise _nothing(asked, problem, "another set, or a longer one")
     decisions += taken
     return scoring
+
+
+def _heard_again(recipe: Recipe, source: Source, asked: str | None, seen: CalibrationEntry | None) -> TokenSet:
+    """Load recordings to score on: the half that did not calibrate, or all of another set; text if none are named."""
+    if asked is None:
+        return load(_on(recipe, CalibrationChoice().set), source, calibrate=False, decisions=[])[1]
+    demand_recordings(asked, source, calibrate=True)
+    how: dict[str, Any] = {"source": source, "tokens": sequence_length(recipe.calibration.tokens, source, [])}
+    calibrated = seen is not None and load_heard(asked, "calib", samples=seen.samples, **how).sha256 == seen.ids_sha256
+    return load_heard(asked, "eval" if calibrated else "all", samples=None, **how)
 
 
 def _on(recipe: Recipe, chosen: str) -> Recipe:
