@@ -170,6 +170,23 @@ def test_llama_4_is_packed_expert_by_expert(tmp_path: Path) -> None:
     assert float((plain(bundle.model_folder) - plain(dense.model_folder)).abs().max()) < 1e-5
 
 
+def test_identity_experts_have_rows_that_no_token_reaches(tmp_path: Path) -> None:
+    """LongCat has rows of gate and up for experts that compute nothing, and takes no single expert for a token."""
+    shrink.tiny("LongcatFlashForCausalLM", tmp_path / "model")
+    skeleton = open_model(str(tmp_path / "model")).skeleton()
+    layer = next(iter(experts.found_in(skeleton).values()))
+    assert {leaf: cut.shape[0] for cut in layer.cuts.values() for leaf in cut.names[:1]} == {
+        "gate_proj": 10,
+        "down_proj": 8,
+    }
+    bundle = compiled(tmp_path / "model", "pack-quantized")
+    assert share(bundle) > 0.99
+    assert not [taken for taken in bundle.manifest.decisions if taken.code == "never-ran"]  # nor of the router
+    assert all(check.ok for check in bundle.manifest.checks)
+    rounded = {taken.where for taken in bundle.manifest.decisions if "no token can reach it" in taken.reason}
+    assert {name.rpartition(".")[2] for name in rounded} == {"8", "9"}
+
+
 def test_gpt_oss_has_its_own_layout(tmp_path: Path) -> None:
     shrink.tiny("GptOssForCausalLM", tmp_path / "model")
     bundle = compiled(tmp_path / "model", "mxfp4", "'*.self_attn.*'", "format: mxfp4")

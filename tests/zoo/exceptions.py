@@ -160,6 +160,11 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("AutoModelForImageTextToText", {kind: f"{stem}ForConditionalGeneration" for kind, stem in _SEEING.items()}),
 ]
 
+# why a class is refused, where its line does not say so
+BECAUSE: dict[str, str] = {
+    "DogeForCausalLM (experts)": "its router mixes the tokens of a batch, so its forward depends on what runs beside",
+}
+
 # what cannot be built or run here, or is no model of token ids, with the reason
 LEFT_OUT: dict[str, str] = {
     "EvollaModel": "reads proteins beside the text",

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zoo.exceptions import BECAUSE
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models.md"
 # below it, the share of the linear weights that was quantized is shown
@@ -140,6 +142,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _reason(row: Mapping[str, Any]) -> str:
     """What a refusal says first: the line without its code, its place where that is the class, and its rule."""
+    if (why := BECAUSE.get(str(row["name"]))) and row["code"] == "stream-differs":
+        return why
     words = str(row["line"]).removeprefix(f"[{row['code']}] ")
     for known in (f"path:{row['name'].partition(' ')[0]}: ", f"{row['name'].partition(' ')[0]}: "):
         words = words.removeprefix(known)

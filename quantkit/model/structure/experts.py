@@ -57,6 +57,7 @@ class Experts(nn.Module):
         cuts: merged parameter -> its linears.
         by_rule: merged parameters that transformers makes from the linears of the files.
         form: call form of the forward, a key of `CALLS`.
+        least: least number of experts of a token; the same one may be several.
         every: True to run each expert on every token and add its output, so that a trace or a proof reaches all.
         forced: experts that run on every token first, for observers of their inputs; the output is unchanged.
     """
@@ -64,6 +65,7 @@ class Experts(nn.Module):
     cuts: dict[str, Cut]
     by_rule: frozenset[str]
     form: str
+    least: int
     every: bool
     forced: frozenset[int]
     plain: type[nn.Module]
@@ -98,8 +100,9 @@ class Experts(nn.Module):
             tokens = hidden.reshape(-1, hidden.shape[-1]).shape[0]
             for number in range(len(self)) if self.every else sorted(self.forced):
                 # a copy, so that experts do not seem to share an input
-                index = torch.full((tokens, 1), number, dtype=torch.int64, device=hidden.device)
-                output = own(self, hidden.clone(), index, hidden.new_full((tokens, 1), 1 / len(self)))
+                shape = tokens, self.least
+                index = torch.full(shape, number, dtype=torch.int64, device=hidden.device)
+                output = own(self, hidden.clone(), index, hidden.new_full(shape, 1 / len(self) / self.least))
                 if self.every:
                     result = output if result is None else result + output
         output = own(self, *args, **kwargs)
@@ -175,7 +178,9 @@ def routers(model: nn.Module) -> set[str]:
     and one value per expert of the config. Other linears beside experts, such as projections into a latent space, are
     none.
     """
-    counts = _counts(getattr(model, "config", None))
+    layers = found_in(model)
+    # with identity experts there are more of them than the config's experts
+    counts = _counts(getattr(model, "config", None)) | {len(beside) for beside in layers.values()}
     paths = {
         path
         for path, module in model.named_modules()
@@ -183,7 +188,7 @@ def routers(model: nn.Module) -> set[str]:
         and module.out_features in counts
         and not {*path.split(".")[-2:]}.isdisjoint(_ROUTES)
     }
-    for path, beside in found_in(model).items():
+    for path, beside in layers.items():
         owner = path.rpartition(".")[0]
         for name, child in model.get_submodule(owner).named_children():
             # `shared_expert_gate` is a router; `gate_proj` is part of an expert
@@ -276,7 +281,7 @@ def _replace(module: nn.Module, form: Form | None, cuts: Mapping[str, Cut], reco
     assert form is not None
     module.__class__ = _mixed(type(module), Experts)  # type: ignore[arg-type]
     assert isinstance(module, Experts)
-    module.cuts, module.form = dict(cuts), form.call
+    module.cuts, module.form, module.least = dict(cuts), form.call, form.least
     module.every, module.forced = False, frozenset()
     with torch.device("meta"):
         for number in range(len(module)):

@@ -89,11 +89,13 @@ class Form:
         call: call form of its forward, a key of `CALLS`.
         cuts: merged parameter -> one linear for each expert, without a name.
         halves: parameters whose outputs are used as two halves.
+        least: least number of experts of a token that its forward takes; LongCat's takes no single one.
     """
 
     call: str
     cuts: Mapping[str, Cut]
     halves: frozenset[str]
+    least: int = 1
 
 
 def own_forward(kind: type[nn.Module]) -> Callable[..., Any]:
@@ -303,11 +305,13 @@ def trace_form(
     tried = [(form, width) for form in CALLS for width in dict.fromkeys(sides)]
     for form, width in tried:
 
-        def run(moved: tuple[str, int] = ("", 0), form: str = form, width: int = width) -> _Recorder:
+        def run(
+            moved: tuple[str, int] = ("", 0), form: str = form, width: int = width, chosen: int = min(2, count)
+        ) -> _Recorder:
             recorder = _Recorder(shapes, moved)
             module = recording(recorder)
             generator = torch.Generator().manual_seed(0)
-            args = CALLS[form](width, count, _TOKENS, min(2, count), generator, torch.float32)
+            args = CALLS[form](width, count, _TOKENS, chosen, generator, torch.float32)
             output = own_forward(type(module))(module, *args)
             if not isinstance(output, Tensor):
                 raise Unclear("an output that is no tensor")
@@ -317,7 +321,8 @@ def trace_form(
         if seen is None or seen.uses.keys() != shapes.keys() or any(len(uses) > 1 for uses in seen.uses.values()):
             continue
         cuts = {name: Cut(shape, stored[name], ("",), next(iter(seen.uses[name]))) for name, shape in shapes.items()}
-        return Form(form, cuts, frozenset(name for name in cuts if _in_halves(name, cuts, seen, run)))
+        halves = frozenset(name for name in cuts if _in_halves(name, cuts, seen, run))
+        return Form(form, cuts, halves, 1 if _tried(lambda run=run: run(chosen=1)) else 2)  # type: ignore[misc]
     return None
 
 
