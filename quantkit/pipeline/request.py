@@ -311,7 +311,7 @@ def with_module(request: Request, module: nn.Module, example_inputs: Any, tokeni
             remedy = "weights alone are no model: load them into one first, model.load_state_dict(...)"
         raise InputError("module-kind", where="model", value=value, rule=rule, remedy=remedy)
     if example_inputs is None and "PreTrainedModel" in [base.__name__ for base in type(module).__mro__]:
-        from quantkit.model.source.open import has_tokenizer, save_in_memory
+        from quantkit.model.source.places import has_tokenizer, save_in_memory
 
         saved, taken = save_in_memory(module, tokenizer), request.taken
         if tokenizer is None and has_tokenizer(saved):

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 
 from quantkit.calibrate.statistics.collected import Stats
 from quantkit.formats import load_format
+from quantkit.model.streaming.answers import Head
 from quantkit.model.streaming.calls import Calls, unsupported
-from quantkit.model.streaming.stream import Head, StreamedModel
+from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.block import Block
 from quantkit.model.structure.traced import set_weight, weight_of
 from quantkit.passes import Outcome, Pass

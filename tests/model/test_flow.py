@@ -16,11 +16,12 @@ from zoo import shrink
 from quantkit.errors import InputError
 from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.model.source.open import open_model
+from quantkit.model.streaming import answers as answering
 from quantkit.model.streaming import calls as calling
-from quantkit.model.streaming import stream as streaming
+from quantkit.model.streaming.answers import Answers
 from quantkit.model.streaming.calls import Calls, Shelf, held
 from quantkit.model.streaming.live import LiveCalls
-from quantkit.model.streaming.stream import Answers, LoadedModel, StreamedModel
+from quantkit.model.streaming.stream import LoadedModel, StreamedModel
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -350,7 +351,7 @@ def test_one_sequences_logits_are_held_at_a_time_and_many_of_them_in_a_file(
     with torch.no_grad():
         for row in range(3):
             if row == 2:
-                monkeypatch.setattr(streaming, "ANSWERS_ON_DISK", 1)
+                monkeypatch.setattr(answering, "ANSWERS_ON_DISK", 1)
             found = answers(row, slice(3, 9))
             assert torch.allclose(found, t5(input_ids=ids[row : row + 1])[0][0, 3:9], atol=1e-5)
             assert is_in_file(found) == (row == 2)

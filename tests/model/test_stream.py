@@ -13,8 +13,9 @@ from zoo import shrink
 from quantkit.errors import InputError
 from quantkit.model.source.open import open_model
 from quantkit.model.source.weights import Weights
+from quantkit.model.streaming.answers import Head
 from quantkit.model.streaming.calls import primary
-from quantkit.model.streaming.stream import Head, LoadedModel, StreamedModel, set_tensor
+from quantkit.model.streaming.stream import LoadedModel, StreamedModel, set_tensor
 from quantkit.model.structure.traced import find_blocks
 
 

@@ -14,7 +14,7 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.exporters.checkpoint.exporter import EXPORT
 from quantkit.exporters.values import Values
-from quantkit.model.streaming.stream import Head
+from quantkit.model.streaming.answers import Head
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.compile import Compiled
 from quantkit.runtimes.torch.reloaded import reloaded

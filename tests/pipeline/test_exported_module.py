@@ -15,7 +15,7 @@ import quantkit
 from quantkit.errors import InputError
 from quantkit.graph.open import open_graph
 from quantkit.graph.run import Runner
-from quantkit.model.source.open import saved_in_memory
+from quantkit.model.source.places import saved_in_memory
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.request import place
 

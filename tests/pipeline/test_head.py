@@ -14,7 +14,8 @@ from quantkit.formats import load_format
 from quantkit.model import finished
 from quantkit.model.finished import Finished
 from quantkit.model.source.open import open_model
-from quantkit.model.streaming.stream import Head, StreamedModel
+from quantkit.model.streaming.answers import Head
+from quantkit.model.streaming.stream import StreamedModel
 from quantkit.passes import assign
 from quantkit.passes.assign import in_pieces
 from quantkit.passes.gptq import Gptq

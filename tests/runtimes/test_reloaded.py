@@ -15,7 +15,8 @@ from quantkit.formats import load_format
 from quantkit.model import finished
 from quantkit.model.finished import DenseWeights, Finished
 from quantkit.model.source.open import open_model
-from quantkit.model.streaming.stream import Head, StreamedModel
+from quantkit.model.streaming.answers import Head
+from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.traced import is_linear, is_transposed
 from quantkit.runtimes.torch.reloaded import reloaded
 from quantkit.scheme import WeightScheme

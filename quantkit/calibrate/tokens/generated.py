@@ -65,7 +65,7 @@ def _drawn(source: Source, start: list[int], samples: int, length: int, seed: in
     """Return ids [samples, length], including `start`."""
     from transformers import GenerationConfig
 
-    from quantkit.model.source.open import quiet_loading
+    from quantkit.model.source.places import quiet_loading
 
     with quiet_loading():
         model = source.load()

@@ -35,7 +35,8 @@ from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.model.layouts import Layout
 from quantkit.model.run_time import RunTime
 from quantkit.model.source import converted, pretrained
-from quantkit.model.source.open import in_float32, model_class_of, open_written, quiet_loading
+from quantkit.model.source.open import in_float32, model_class_of, open_written
+from quantkit.model.source.places import quiet_loading
 from quantkit.model.source.weights import Weights, strict_json
 from quantkit.model.structure.kinds import cut_config, positions
 from quantkit.model.structure.names import match_names, same, unread_experts

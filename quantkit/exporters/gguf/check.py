@@ -168,7 +168,7 @@ def _tokens(path: Path, values: Values, *, spaced: bool) -> Check:
 def _logits(path: Path, values: Values, own: Mapping[str, Any]) -> float:
     """Return the largest relative difference between transformers' reading of the file and the expected model."""
     from quantkit.model.source import pretrained
-    from quantkit.model.source.open import quiet_loading
+    from quantkit.model.source.places import quiet_loading
 
     ids = prompt(values)
     unread = {key: own[key] for key in _UNREAD & own.keys()}

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from quantkit.model.streaming.stream import Answers, StreamedModel
+    from quantkit.model.streaming.answers import Answers
+    from quantkit.model.streaming.stream import StreamedModel
     from quantkit.runtimes import Scored
     from quantkit.runtimes.child import Report
     from quantkit.runtimes.generate import Scores
@@ -48,7 +49,7 @@ def original_answers(model: StreamedModel, tokens: TokenSet) -> Answers:
 
     The key has everything that they depend on: source, token ids, versions, instruction set and threads.
     """
-    from quantkit.model.streaming.stream import Answers
+    from quantkit.model.streaming.answers import Answers
 
     count, length = tokens.ids.shape
     place = kept_at(model, tokens.whole or tokens.sha256)

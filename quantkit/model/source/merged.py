@@ -28,7 +28,8 @@ from quantkit.model.device import put
 from quantkit.model.source.adapter import Adapter
 from quantkit.model.source.converted import ExpertTensor
 from quantkit.model.source.files import remembered
-from quantkit.model.source.open import Source, from_hub, open_again, open_model, untied
+from quantkit.model.source.open import Source, open_again, open_model, untied
+from quantkit.model.source.places import from_hub
 from quantkit.model.source.weights import MadeTensor, Weights
 from quantkit.model.structure.kinds import model_graph
 from quantkit.model.structure.names import match_names, merging_rules, rename

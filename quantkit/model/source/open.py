@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import glob
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -26,34 +24,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import limits
-from quantkit.content import cache_dir, is_path
-from quantkit.errors import InputError, MissingDependency, absent
+from quantkit.content import is_path
+from quantkit.errors import InputError, MissingDependency
 from quantkit.kinds import Kind
 from quantkit.lazy import torch
-from quantkit.model.sight import demand_no_adapter, no_config, not_a_folder
+from quantkit.model.sight import demand_no_adapter, no_config
 from quantkit.model.sizes.quantized import KEY, grid_of, refused
 from quantkit.model.source import converted, pretrained
 from quantkit.model.source.adapter import Adapter
 from quantkit.model.source.alias import ALIASES, demand_no_graph, made_once, materialize, unknown_model
 from quantkit.model.source.alias import converted as converted_once
 from quantkit.model.source.files import (
-    PATTERNS,
     files_of,
     identity,
-    modules_of,
     pools,
     remember,
     remembered,
     source_changed,
 )
 from quantkit.model.source.gguf import GGUF, PROVENANCE, convert_gguf, note_on
+from quantkit.model.source.places import (
+    TOKENIZERS,
+    first_line,
+    from_hub,
+    from_path,
+    saved_in_memory,
+)
 from quantkit.model.source.quantized import Quantization, opened
 from quantkit.model.source.weights import (
     INDEX,
     SINGLE,
     Weights,
     checked_file,
-    disk_errors,
     strict_json,
     write_json,
     write_safetensors,
@@ -73,10 +75,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_TOKENIZERS = (
-    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
-)
-_HUB_FILES = (*PATTERNS, "*.txt", "*.safetensors")
 OWN_CLASS = "the folder offers code of its own (auto_map); transformers' own class is used instead"
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -193,8 +191,8 @@ class Source:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the folder's tokenizer. Raises `tokenizer-missing`, `tokenizer-damaged`."""
-        if not any((self.path / name).is_file() for name in _TOKENIZERS):
-            value, rule = "no tokenizer file in the folder", f"one of {', '.join(_TOKENIZERS)}"
+        if not any((self.path / name).is_file() for name in TOKENIZERS):
+            value, rule = "no tokenizer file in the folder", f"one of {', '.join(TOKENIZERS)}"
             remedy = "copy the original's tokenizer files (of a model in memory, compile(model, tokenizer=...)), or "
             remedy += "calibrate on token ids (input_ids)"
             raise InputError("tokenizer-missing", self.ref, value, rule, remedy)
@@ -203,7 +201,7 @@ class Source:
         except InputError:
             raise
         except Exception as problem:  # the library may raise anything on a damaged file
-            raise InputError("tokenizer-damaged", self.ref, _first_line(problem)) from problem
+            raise InputError("tokenizer-damaged", self.ref, first_line(problem)) from problem
 
     def model_class(self) -> type[PreTrainedModel]:
         """Return the class to build: transformers' own, or the folder's if the user trusts it."""
@@ -320,7 +318,7 @@ def open_model(ref: str, *, trust_remote_code: bool | None = False, hashed: bool
         path, full = from_hub(ref, trust_remote_code is not False), ref
         name = ref[3:].split("@", maxsplit=1)[0].rpartition("/")[2]
     elif is_path(ref):
-        place = path = _from_path(ref)
+        place = path = from_path(ref)
         full, name = f"path:{path.name}", path.name
         if path.suffix.lower() == GGUF:
             name = path.stem
@@ -354,61 +352,6 @@ def open_again(sha256: str) -> Source | None:
             if place is not None and (source := open_model(str(place), trust_remote_code=None)).sha256 == sha256:
                 return source
     return None
-
-
-def save_in_memory(model: PreTrainedModel, tokenizer: Any = None) -> Path:
-    """Save a model in memory, in its own dtype, into the user's cache, and return the folder: `modules/SHA256/NAME`.
-
-    Args:
-        tokenizer: a tokenizer of transformers, or a folder with one; None takes the one where the model came from.
-
-    Raises InputError: `tokenizer-damaged`, those of `Weights.open` and `disk_errors`.
-    """
-    came_from = str(getattr(model, "name_or_path", "") or "")
-    home, name = cache_dir() / "modules", (came_from and Path(came_from).resolve().name) or type(model).__name__
-    if tokenizer is None:
-        tokenizer = _tokenizer_beside(came_from, getattr(model.config, "_commit_hash", None))
-    elif isinstance(tokenizer, str | Path):
-        tokenizer = pretrained.tokenizer(_from_path(str(tokenizer)))
-    with disk_errors(home), quiet_loading():
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home) as work:
-            folder = Path(work) / name
-            model.save_pretrained(folder)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            kept = home / identity(folder, Weights.open(folder), False) / name
-            if saved_in_memory(kept.parent.name) is None:
-                shutil.rmtree(kept.parent, ignore_errors=True)
-                Path(work).rename(kept.parent)
-                Path(work).mkdir()  # what leaving the context removes
-    return kept
-
-
-def saved_in_memory(sha256: str) -> Path | None:
-    """Return the folder of a model that `save_in_memory` kept under this hash; None where it is gone or changed."""
-    for folder in (cache_dir() / "modules" / sha256).glob("*"):
-        if identity(folder, Weights.open(folder), False) == sha256:
-            return folder
-    return None
-
-
-def _tokenizer_beside(came_from: str, revision: str | None) -> Any:
-    """Load the tokenizer from a model's folder, or from the hub's cache; None where there is none."""
-    from huggingface_hub import errors, snapshot_download
-
-    folder = Path(came_from)
-    if came_from and not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(came_from, revision=revision, local_files_only=True))
-        except (errors.HFValidationError, errors.LocalEntryNotFoundError, OSError):
-            return None
-    return pretrained.tokenizer(folder) if came_from and has_tokenizer(folder) else None
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Tell whether a folder holds a tokenizer's files."""
-    return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def open_written(folder: Path) -> Source:
@@ -506,62 +449,6 @@ def untied(source: Source, files: Mapping[str, str]) -> Source:
     return replace(source, weights=replace(source.weights, entries=entries), config=config, untied=True)
 
 
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Suppress transformers' loading reports and progress bars; restore the settings at the end."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _from_path(ref: str) -> Path:
-    try:
-        path = Path(ref).expanduser().resolve()
-    except RuntimeError:  # ~nobody
-        path = Path(ref)
-    if not path.exists():
-        raise absent(ref)
-    if not path.is_dir() and not (path.suffix.lower() == GGUF and path.is_file()):
-        raise not_a_folder(path, ref)
-    return path
-
-
-def from_hub(ref: str, trust: bool) -> Path:
-    """Download a folder of the hub into its own cache; `trust` takes its code too."""
-    from huggingface_hub import errors, snapshot_download
-
-    repository, _, revision = ref[3:].partition("@")
-    try:
-        if repository.count("/") != 1:
-            raise errors.HFValidationError("a hub model is hf:org/name")
-        allowed, ignored = [*_HUB_FILES, *(["*.py"] if trust else [])], ["*/*", "consolidated*"]
-        folder = snapshot_download(
-            repository, revision=revision or None, allow_patterns=allowed, ignore_patterns=ignored
-        )
-        if below := sorted({module.folder for module in modules_of(Path(folder))} - {""}):
-            # from the same commit, even if the revision has moved
-            allowed = [f"{glob.escape(name)}/*" for name in below]
-            snapshot_download(repository, revision=Path(folder).name, allow_patterns=allowed, ignore_patterns=["*.py"])
-    except errors.HFValidationError as problem:
-        raise InputError("unknown-model", ref, _first_line(problem), "hf:org/name[@revision]") from None
-    except (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as problem:
-        remedy = "check the name and revision; for a gated model, accept its terms and log in (hf auth login)"
-        raise InputError("hub-missing", ref, _first_line(problem), remedy=remedy) from None
-    except (errors.LocalEntryNotFoundError, OSError) as problem:
-        rule = "the model is not in the hub's cache, and the hub does not answer"
-        remedy = "connect, or give a folder (./folder) or the alias smollm2-135m"
-        raise InputError("hub-unreachable", ref, _first_line(problem), rule, remedy) from None
-    return Path(folder)
-
-
 def _written(weights: Weights, folder: Path) -> Path:
     """Write weights into a new folder, one tensor in memory at a time."""
     folder.mkdir()
@@ -597,7 +484,7 @@ def _load_config(path: Path, ref: str, trust: bool) -> Any:
 
 def _invalid_config(ref: str, problem: Exception) -> InputError:
     rule, remedy = "transformers can build a model from it", "compare it with the original's"
-    return InputError("config-invalid", f"{ref}: config.json", _first_line(problem), rule, remedy)
+    return InputError("config-invalid", f"{ref}: config.json", first_line(problem), rule, remedy)
 
 
 def _stored_dtype(weights: Weights, ref: str) -> str:
@@ -610,7 +497,3 @@ def _stored_dtype(weights: Weights, ref: str) -> str:
     if most in ("F64", "nothing"):
         raise InputError("weights-dtype", ref, f"most is stored in {most}", f"one of {', '.join(_FLOATS.values())}")
     raise refused(ref, f"most of it is stored in {most}")
-
-
-def _first_line(problem: BaseException) -> str:
-    return next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)[:200]

@@ -32,10 +32,12 @@ from quantkit.bundle import Check
 from quantkit.bundle.disk import is_disk_full
 from quantkit.errors import InputError, QuantkitError
 from quantkit.model.device import is_out_of_memory, out_of_memory
-from quantkit.model.source.open import Source, quiet_loading
+from quantkit.model.source.open import Source
+from quantkit.model.source.places import quiet_loading
 from quantkit.model.source.weights import write_tensors
+from quantkit.model.streaming.answers import answer
 from quantkit.model.streaming.calls import NO_PICTURES, Given, Pictures, forward, primary, texts, uncached, unsupported
-from quantkit.model.streaming.stream import LoadedModel, StreamedModel, answer
+from quantkit.model.streaming.stream import LoadedModel, StreamedModel
 from quantkit.model.streaming.transforms import Transform
 from quantkit.model.structure.flow import Flow
 from quantkit.model.structure.traced import blocks_of, hooked

@@ -30,8 +30,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from quantkit.model.streaming.answers import Head
 from quantkit.model.streaming.calls import Call
-from quantkit.model.streaming.stream import Head, Whole, record
+from quantkit.model.streaming.stream import Whole, record
 from quantkit.model.structure.flow import learn
 from quantkit.model.structure.fold import disagreement
 from quantkit.model.structure.traced import InDouble, hooked, is_linear, set_parameter, set_weight, weight_of

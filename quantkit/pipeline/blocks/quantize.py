@@ -36,7 +36,8 @@ from quantkit.pipeline.progress import Progress
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from quantkit.model.streaming.stream import Answers, StreamedModel
+    from quantkit.model.streaming.answers import Answers
+    from quantkit.model.streaming.stream import StreamedModel
     from quantkit.pipeline.blocks.layers import Layers
 
 # a few tokens are enough to trace a block and to prove its folds

@@ -352,7 +352,7 @@ def _of_positions(logits: Tensor, value: Callable[[Tensor, Tensor], Tensor]) -> 
 
 def _given(source: Source, asked: Answering) -> Tensor:
     """Return the answers of plain transformers; the model is loaded if none are kept."""
-    from quantkit.model.source.open import quiet_loading
+    from quantkit.model.source.places import quiet_loading
 
     if (answers := asked.kept()) is None:
         with quiet_loading():

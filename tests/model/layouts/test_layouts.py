@@ -23,7 +23,8 @@ from quantkit.model.finished import DenseWeights, Finished
 from quantkit.model.layouts.pack_quantized import LAYOUT
 from quantkit.model.source.open import open_model, open_written
 from quantkit.model.source.weights import Weights
-from quantkit.model.streaming.stream import Head, StreamedModel
+from quantkit.model.streaming.answers import Head
+from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.traced import is_linear
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.torch.reloaded import expanded, reloaded
