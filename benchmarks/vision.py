@@ -36,8 +36,11 @@ _CASES = [
 _CHANGES = ("calibration.samples=4", "calibration.tokens=192", "export=[{checkpoint: {}}]", "gates={}")
 
 
-def wrapped(kind: str, folder: Path, text: Any, tokenizer: Any) -> Any:
-    """A config of a class around a text config, and a processor that is saved to a folder."""
+def wrapped(kind: str, folder: Path, plain: Any, tokenizer: Any) -> Any:
+    """A config of a class around a text model, and a processor that is saved to a folder.
+
+    A processor may add tokens, for which the text model then gets rows.
+    """
     import transformers as hf
 
     known = tokenizer.get_vocab()
@@ -51,22 +54,21 @@ def wrapped(kind: str, folder: Path, text: Any, tokenizer: Any) -> Any:
         hf.Gemma3Processor(pixels, tokenizer, image_seq_length=16).save_pretrained(folder)
         tower = {**_TOWER, "image_size": 64, "patch_size": 8, "model_type": "siglip_vision_model"}
         ids = {f"{name}_index": known[token] for name, token in names.items()}
-        return hf.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=16, **ids)
+        return hf.Gemma3Config(text_config=plain.config.to_dict(), vision_config=tower, mm_tokens_per_image=16, **ids)
     image = "<file_sep>"
     if kind == "idefics3":
         pixels = hf.Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 64})
-        tokenizer.add_tokens(["<end_of_utterance>"])
         hf.Idefics3Processor(pixels, tokenizer, image_seq_len=16).save_pretrained(folder)
+        plain.resize_token_embeddings(len(tokenizer))
         tower = {**_TOWER, "image_size": 64, "patch_size": 8}
-        return hf.Idefics3Config(
-            text_config=text, vision_config=tower, scale_factor=2, image_token_id=known[image], tie_word_embeddings=True
-        )
+        tied = {"image_token_id": tokenizer.convert_tokens_to_ids("<image>"), "tie_word_embeddings": True}
+        return hf.Idefics3Config(text_config=plain.config.to_dict(), vision_config=tower, scale_factor=2, **tied)
     pixels = hf.CLIPImageProcessorPil(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64})
     how = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     hf.LlavaProcessor(pixels, tokenizer, image_token=image, **how).save_pretrained(folder)
     tower = {**_TOWER, "image_size": 64, "patch_size": 8, "model_type": "clip_vision_model"}
     tied = {"image_token_index": known[image], "tie_word_embeddings": True}
-    return hf.LlavaConfig(text_config=text, vision_config=tower, **tied)
+    return hf.LlavaConfig(text_config=plain.config.to_dict(), vision_config=tower, **tied)
 
 
 def made(source: Path, kind: str, dtype: str, place: Path) -> tuple[Path, Path]:
@@ -76,10 +78,10 @@ def made(source: Path, kind: str, dtype: str, place: Path) -> tuple[Path, Path]:
 
     plain = hf.AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
     tokenizer = hf.AutoTokenizer.from_pretrained(source)
+    torch.manual_seed(0)
+    config = wrapped(kind, place / kind, plain, tokenizer)
     plain.save_pretrained(place / "plain")
     tokenizer.save_pretrained(place / "plain")
-    torch.manual_seed(0)
-    config = wrapped(kind, place / kind, plain.config.to_dict(), tokenizer)
     whole = hf.AutoModelForImageTextToText.from_config(config).to(getattr(torch, dtype))
     stack = getattr(whole.model, "language_model", None) or whole.model.text_model
     stack.load_state_dict(plain.model.state_dict())
@@ -90,12 +92,13 @@ def made(source: Path, kind: str, dtype: str, place: Path) -> tuple[Path, Path]:
 
 def one(model: Path, recipe: str, out: Path, *changes: str) -> tuple[float, dict[str, float]]:
     """Compile a bundle; its KL on text, and the values of its checks."""
+    import quantkit
     from quantkit.pipeline import Request, compile_model
 
     asked = Request.of(str(model), recipe=recipe, changes=(*_CHANGES, *changes), out=out, speed=False, vllm=False)
     compile_model(asked)
     manifest = json.loads((out / "manifest.json").read_text())
-    kl = next(row["value"] for row in manifest["measurements"] if row["name"] == "accuracy.kl")
+    kl = next(row["value"] for row in quantkit.load(out).measurements if row["name"] == "accuracy.kl")
     shutil.rmtree(out)
     return kl, {check["name"]: check["value"] for check in manifest["checks"]}
 

@@ -23,8 +23,8 @@ USES = {
     "sign": "import OpenSSL, model_signing",
     "ray": "import ray, duckdb",
 }
-# llama.cpp compiles for minutes; humming compiles against CUDA
-LEFT = {"gguf", "humming", "test", "all"}
+# llama.cpp compiles for minutes; humming compiles against CUDA; torchvision of the package index loads beside its torch
+LEFT = {"gguf", "humming", "vision", "test", "all"}
 
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(1800)]
 

@@ -146,19 +146,30 @@ class Bundle:
         """Load the quantized model in torch; needs the extra `compile`."""
         return Kind[_ModelLoader]("runtimes").load("torch").load(self, **settings)
 
-    def generate(self, prompt: str, *, runtime: str | None = None, new_tokens: int = 64, chat: bool = False) -> str:
+    def generate(
+        self,
+        prompt: str,
+        *,
+        runtime: str | None = None,
+        new_tokens: int = 64,
+        chat: bool = False,
+        images: Sequence[str | Path] = (),
+    ) -> str:
         """Continue a prompt with the most likely tokens and return the new text.
 
         Args:
             runtime: name of a runtime; None is the first runtime of the bundle that is installed.
             chat: whether to put the prompt into the model's chat template.
+            images: image files before the prompt, for a vision-language model in torch.
 
         Raises:
-            InputError, MissingDependency: those of the runtime.
+            InputError, MissingDependency: those of the runtime; `generate-images`.
         """
         name = runtime or import_module("quantkit.pipeline.measure").default_runtime(self)
         runner = Kind[_ModelLoader]("runtimes").load(name, where="runtime")
-        return str(runner.generate(self, prompt, new_tokens=new_tokens, chat=chat)["text"])
+        how: dict[str, Any] = {"new_tokens": new_tokens, "chat": chat}
+        how |= {"images": [Path(image) for image in images]} if images else {}
+        return str(runner.generate(self, prompt, **how)["text"])
 
     def measure(
         self,

@@ -67,8 +67,8 @@ _DEFAULTS: dict[Kind, Sequence[Sequence[str]]] = {
     "encoder": (("fp8",), ("int8-dynamic", "int8-tensorrt"), ("awq-int4",)),
     "network": (("int8-tensorrt",),),
 }
-# they run an encoder and a decoder
-_TWO_STACKS = ("onnxruntime", "torch")
+# they run an encoder and a decoder; a model that takes images too
+_TWO_STACKS, _SEEING = ("onnxruntime", "torch"), ("torch", "vllm")
 # they run language models and, some of them, encoders of text
 _TEXT_ALONE = ("vllm", "llama_cpp")
 
@@ -128,9 +128,9 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     """
     architecture, merged = planned(built.read(question.model), question.adapters)
     aimed = question.target
-    target = aimed if isinstance(aimed, Target) else Target.load(this_machine() if aimed is None else aimed)
+    target = _aimed(aimed)
     target = target.served_by(question.runtime, machine.cores() if runs_here(target) else None)
-    target = _of_two_stacks(target) if architecture.has_encoder else target
+    target = _able(target, architecture)
     workload = _workload(question, architecture, target)
     if samples is None:
         samples = [*efficiency.measured(question.measured), *efficiency.own(), *efficiency.shipped()]
@@ -157,6 +157,7 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     if len(problems) == len(candidates) and (len(candidates) == 1 or len({problem.code for problem in problems}) == 1):
         raise problems[0]  # all stumble over one thing
     notes = [*merged, *(f"assumed: {text}" for text in (*architecture.assumed, *workload.assumed))]
+    notes += _of_images(architecture, target)
     if unmeasured := target.unmeasured():
         missing = f"{target.name} has no figure for {', '.join(unmeasured)}"
         notes.append(f"{missing}: on that machine, quantkit doctor --write --target {target.name} measures them")
@@ -199,13 +200,37 @@ def _held(
         yield from held(recipe.name, rows, visits, blocks, original=original)
 
 
-def _of_two_stacks(target: Target) -> Target:
-    """Return a target with only the runtimes of an encoder and a decoder. Raises InputError `target-cannot-run`."""
-    able = [name for name in target.runtimes if name in _TWO_STACKS]
+def _aimed(target: str | Path | Target | None) -> Target:
+    return target if isinstance(target, Target) else Target.load(this_machine() if target is None else target)
+
+
+def _able(target: Target, architecture: Architecture) -> Target:
+    """Return a target with only the runtimes of a model with two stacks, or of one that takes images too.
+
+    Raises InputError `target-cannot-run`.
+    """
+    if not architecture.has_encoder and not architecture.sees:
+        return target
+    both = architecture.has_encoder
+    value, runtimes = ("an encoder and a decoder", _TWO_STACKS) if both else ("a model that takes images", _SEEING)
+    able = [name for name in target.runtimes if name in runtimes]
     if not able:
-        value, rule = "an encoder and a decoder", f"only {' and '.join(_TWO_STACKS)} run them"
+        rule = f"only {' and '.join(runtimes)} run {'them' if both else 'it'}"
         raise InputError("target-cannot-run", target.name, value, rule, "take a target with one of these runtimes")
     return target.model_copy(update={"runtimes": able})
+
+
+def _of_images(architecture: Architecture, target: Target) -> list[str]:
+    """Return notes on the cost of images."""
+    if not architecture.sees:
+        return []
+    notes, floats = ["the seconds of the tower of images are not counted"], FLOATS[target.baseline]
+    if (tokens := architecture.image_tokens) is not None:
+        cache = cache_of(None, floats)
+        attentions = (layer.attention for layer in architecture.layers if layer.attention is not None)
+        size = f"{tokens * sum(map(cache.bytes, attentions)) / 1e6:.3g} MB of the KV cache in {floats}"
+        notes.insert(0, f"an image's {tokens:,} tokens take {size}; count them in --prompt")
+    return notes
 
 
 def step_seconds(bundle: Bundle, target: Target, steps: Sequence[ModelStep]) -> tuple[list[float | None], str]:
@@ -215,6 +240,7 @@ def step_seconds(bundle: Bundle, target: Target, steps: Sequence[ModelStep]) -> 
     """
     question = PlanQuestion(str(bundle.path.resolve()), target=target, batches=(1,), devices=1)
     architecture = built.read(question.model)
+    target = _able(target, architecture)
     recipe = fitted(Recipe.from_dict(bundle.manifest.recipe, name=bundle.manifest.recipe["name"]), target)[0]
     runtime, workload = _runtime(recipe, architecture.kind, target, None), _workload(question, architecture, target)
     about = (recipe.name, recipe, runtime, question, architecture, target, workload, Prices.load(None))
@@ -237,8 +263,8 @@ def demand_ranked(model: str) -> None:
 
 def every(question: PlanQuestion) -> PlanQuestion:
     """Make the question about the float model and all shipped recipes that the target runs for this kind of model."""
-    kind, aimed = built.read(question.model).kind, question.target
-    target = aimed if isinstance(aimed, Target) else Target.load(this_machine() if aimed is None else aimed)
+    architecture = built.read(question.model)
+    kind, target = architecture.kind, _able(_aimed(question.target), architecture)
     recipes = {name: shipped(name) for name in content.names("recipes")}
     quantizing = [name for name, recipe in recipes.items() if kind in recipe.models and recipe.passes]
     runs = [name for name in quantizing if _runs(name, kind, target)]

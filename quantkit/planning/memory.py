@@ -1,7 +1,7 @@
 """Bytes of a model: as a recipe stores it, and as it runs, on each of the devices that share it.
 
     weights      bytes of each linear in the runtime, split over the devices; tables likewise; norms on each
-    cache        batch · Σ over layers of min(context, window) · bytes of a token's keys and values
+    cache        batch · Σ over layers of min(context, window) · bytes of a token's keys and values, or of a state
     activations  rows · width · (2 hidden + the widest of attention and the linears behind it), rows the tokens that run
                  at once: batch · prompt up to `chunk`, batch when decoding. Live at that moment are the residual and
                  its norm, the outputs of the linears that read them, and the input of the last linear; scores of
@@ -36,7 +36,7 @@ from quantkit.scheme import ActivationScheme, CacheScheme, WeightScheme
 # prompt tokens that servers run at once by default
 CHUNK = 8192
 # linears that write to the residual; they are split along their inputs
-_LAST = ("o_proj", "down_proj", "w2", "fc2", "output.dense")
+_LAST = ("o_proj", "down_proj", "w2", "fc2", "output.dense", "linear_attn.out_proj")
 # linears whose output all heads share
 _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 _MOST = 1 << 22
@@ -158,7 +158,7 @@ def cache_of(scheme: CacheScheme | None, dtype: str) -> Cache:
     scale = 0 if scheme is None or not scheme.dynamic else WIDTHS[dtype] + (0 if scheme.symmetric else 1)
 
     def bytes_of(attention: Attention) -> float:
-        if not attention.causal:
+        if not attention.causal or attention.kind == "linear":
             return 0.0
         if attention.kind == "latent":
             return element * ((attention.latent or 0) + (attention.rope_dim or 0)) + scale
@@ -184,15 +184,15 @@ def kv_blocks(
         size: tokens of a block.
 
     Returns:
-        None if layers with several windows differ in bytes of a token, which vLLM packs in other ways, or without
-        causal attention.
+        None if layers with several windows differ in bytes of a token, which vLLM packs in other ways, without causal
+        attention, or with layers that keep a state.
     """
     layers = Counter(layer.attention for layer in architecture.layers if layer.attention and layer.attention.causal)
     windows: Counter[int | None] = Counter()
     for attention, count in layers.items():
         windows[attention.window] += count
     widths = {cache.bytes(attention) for attention in layers}
-    if not windows or (len(windows) > 1 and len(widths) > 1):
+    if not windows or 0.0 in widths or (len(windows) > 1 and len(widths) > 1):
         return None
     fewest, most = min(windows.values()), max(windows.values())
     group = most if most < 1.5 * fewest else fewest
@@ -266,13 +266,13 @@ class Footprint:
                 continue
             tokens = context if attention.window is None else min(context, attention.window)
             share = 1.0 if attention.kind == "latent" else -(-attention.kv_heads // devices) / attention.kv_heads
-            total += count * tokens * share * self.cache.bytes(attention)
+            total += count * share * (tokens * self.cache.bytes(attention) + 4.0 * attention.state)
         return batch * total
 
     @property
     def cache_per_token(self) -> float:
         """Bytes of one more token, within all windows."""
-        return self.cache_bytes(1, 1)
+        return self.cache_bytes(1, 2) - self.cache_bytes(1, 1)
 
     def fits(self, batch: int, context: int, *, prompt: int | None = None, devices: int = 1) -> bool:
         """Tell whether all parts fit a device."""

@@ -294,6 +294,8 @@ def _linear(product: RooflineProduct, rows: int, devices: int) -> _Work:
 
 
 def _attention(attention: Attention, cache: Cache, step: ModelStep, devices: int, kind: ComputeType) -> _Work:
+    if attention.kind == "linear":
+        return _recurrence(attention, cache, step, devices, kind)
     if attention.kind == "latent" and step.phase == "decode":
         # queries are projected into the latent space, where one vector serves all heads (arXiv:2405.04434, 2.1)
         features = 2 * (attention.latent or 0) + (attention.rope_dim or 0)
@@ -304,6 +306,14 @@ def _attention(attention: Attention, cache: Cache, step: ModelStep, devices: int
     stored = step.batch * kept(attention, step) * cache.bytes(attention)
     name = f"attention, {attention.kind}"
     return name, cache.format, (stored + rows) / devices, stored / devices, work / devices, kind
+
+
+def _recurrence(attention: Attention, cache: Cache, step: ModelStep, devices: int, kind: ComputeType) -> _Work:
+    """Return the work of a layer with a state: it is read and written, and three products a token meet it."""
+    work = 6.0 * step.rows * attention.heads * attention.head_dim * attention.value_dim
+    stored = 8.0 * step.batch * attention.state
+    rows = step.rows * attention.heads * (attention.head_dim + attention.value_dim) * WIDTH.get(kind, 2)
+    return "attention, linear", cache.format, (stored + rows) / devices, stored / devices, work / devices, kind
 
 
 def _roof(moved: float, work: float, kind: ComputeType, target: Target) -> tuple[float | None, Limit | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -129,6 +129,7 @@ class Runtime(Protocol):
         extra: extra of quantkit that installs them.
         graph: file name of a graph that is no transformer, in the runtime's folder; "" if it runs none.
         cache: format of keys and values on a CPU.
+        images: whether `generate` takes images.
         own: what it needs of a Python of its own (`apart`); None: it runs in quantkit's.
         order: rank among the runtimes of a verdict; times of the lowest come first.
     """
@@ -142,6 +143,7 @@ class Runtime(Protocol):
     extra: str = "compile"
     graph: str = ""
     cache: str = "float32"
+    images: bool = False
     order: int = 9
     own: OwnRuntime | None = None
 
@@ -229,6 +231,7 @@ class Runtime(Protocol):
         sample: bool = False,
         seed: int = 0,
         chat: bool = False,
+        images: Sequence[Path] = (),
     ) -> dict[str, Any]:
         """Continue a prompt.
 
@@ -239,16 +242,20 @@ class Runtime(Protocol):
             sample: whether to draw from the distribution instead of taking the most likely token.
             seed: seed for drawing.
             chat: whether to put the prompt into the model's chat template.
+            images: image files before the prompt.
 
         Returns:
             `text`, `tokens` (their number), `seconds`. Runtimes with a decode step also return `first_token_s`,
             `tokens_per_s` of the later steps, and `notes`: facts about the runtime that the user should know.
 
         Raises:
-            InputError: those of `load`; `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`.
+            InputError: those of `load`; `not-a-decoder`, `no-tokenizer`, `prompt-empty`, `prompt-too-long`;
+                `generate-images`.
         """
-        from quantkit.runtimes.generate import generated
+        from quantkit.runtimes.generate import demand_images, generated
 
+        if images:
+            demand_images(bundle, self)
         return generated(
             bundle,
             lambda: self.tokenizer(bundle),

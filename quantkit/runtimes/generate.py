@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array = NDArray[Any]
+# code of the errors of images in a prompt
+IMAGES = "generate-images"
 # (number of a scored sequence, its consecutive positions) -> logits [P, V]
 Scores = Callable[[int, slice], "Tensor"]
 
@@ -61,6 +63,13 @@ class TextTokens(Protocol):
         ...
 
 
+class _Named(Protocol):
+    """Interface of a runtime for `demand_images`."""
+
+    name: str
+    images: bool
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Rule for choosing the next token; values that are not set come from the model's generation_config.json."""
@@ -99,6 +108,19 @@ def demand_alone(bundle: Bundle, rule: str) -> None:
     """Refuse the checkpoint of a decoder beside an encoder. Raises InputError `architecture-unsupported`."""
     if json.loads(limits.read(bundle.model_folder / "config.json")).get("is_encoder_decoder"):
         raise InputError("architecture-unsupported", str(bundle.path), "an encoder and a decoder", rule)
+
+
+def demand_images(bundle: Bundle, runtime: _Named, device: str | None = None) -> None:
+    """Refuse images for a model of text, for a runtime that takes none, or on a device. Raises `generate-images`."""
+    value, rule, remedy = "", "", "leave --image out"
+    if not bundle.manifest.sees:
+        value, rule = f"{bundle.manifest.model.name} takes text", "only a vision-language model takes images"
+    elif device is not None:
+        value, rule, remedy = f"on {device}", "a device receives tokens alone", f"{remedy}, or --on"
+    elif not runtime.images:
+        value, rule, remedy = f"runtime {runtime.name}", "images go through transformers", "--runtime torch"
+    if value:
+        raise InputError(IMAGES, "--image", value, rule, remedy)
 
 
 def demand_tokens(count: int) -> None:

@@ -1,5 +1,7 @@
 """Compiles of a vision-language model: its text as the plain model's, its tower as it was, images that calibrate."""
 
+import functools
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -8,17 +10,21 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file
 from zoo import shrink
 
 import quantkit
-from quantkit.errors import InputError
+from quantkit import cli
+from quantkit.calibrate.tokens.processed import ImageProcessor
+from quantkit.errors import InputError, MissingDependency
 from quantkit.model.streaming.own_forward import SEEING
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.export import export_bundle
 from quantkit.recipe import Recipe
 from quantkit.report.bundle import figures, usage
 from quantkit.runtimes import load_runtime
+from quantkit.runtimes.generate import demand_images
 
 LLAVA = "LlavaForConditionalGeneration"
 IMAGE, VOCABULARY = 258, 260
@@ -73,8 +79,6 @@ def llava(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: Any) -> Path:
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    from PIL import Image
-
     (tmp_path / "images").mkdir()
     generator = np.random.default_rng(0)
     for number in range(5):
@@ -164,12 +168,7 @@ def test_exports_of_text_alone_are_refused_by_name(export: str, llava: Path) -> 
 def test_images_that_cannot_calibrate_are_refused_before_the_work(llava: Path, images: Path, tmp_path: Path) -> None:
     asked = {"calibration": {"images": str(images)}}
     assert "takes text" in refused(llava.parent / "llama", **asked).value
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for path in llava.iterdir():
-        if path.name != "processor_config.json":
-            (bare / path.name).symlink_to(path.resolve())
-    bare_error = refused_in_place(bare, **asked)
+    bare_error = refused(without(llava, tmp_path / "bare", "processor_config.json"), **asked)
     assert bare_error.code == "calibration-images" and "no processor" in bare_error.value
     few = refused(llava, calibration={"images": str(images), "tokens": 12})
     assert few.code == "calibration-images" and "--set calibration.tokens=" in few.remedy
@@ -178,12 +177,81 @@ def test_images_that_cannot_calibrate_are_refused_before_the_work(llava: Path, i
     assert refused(llava, calibration={"images": "phtos"}).code == "unknown-calibration"
 
 
-def refused_in_place(model: Path, **changes: Any) -> InputError:
-    copy = model.with_name("copied")
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{% for part in message.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endfor %}[assistant]"
+)
+
+
+def without(folder: Path, copy: Path, *names: str) -> Path:
     copy.mkdir()
-    for path in model.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
-    return refused(copy, **changes)
+    for path in folder.iterdir():
+        if path.name not in names:
+            (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+@pytest.mark.usefixtures("few_scored")
+@pytest.mark.parametrize("framed", [False, True])
+def test_generate_takes_images_through_the_model_s_processor(
+    framed: bool, llava: Path, images: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two images and a prompt; transformers by itself, from the same checkpoint, writes the same text."""
+    model = without(llava, tmp_path / "copy")
+    if framed:
+        (model / "chat_template.jinja").write_text(TEMPLATE)
+    made = compiled(model, tmp_path / "bundle", passes=[{"rtn": {}}])
+    files = sorted(images.iterdir())[:2]
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained(made.model_folder)
+    processor = transformers.AutoProcessor.from_pretrained(made.model_folder)
+    asked = "[user]<image><image>What is it?[assistant]" if framed else "<image><image>What is it?"
+    pixels = [Image.open(file) for file in files]
+    inputs = processor(images=pixels, text=[asked], return_tensors="pt", add_special_tokens=not framed)
+    new = loaded.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    expected = processor.tokenizer.decode(new, skip_special_tokens=True)
+    answer = load_runtime("torch").generate(made, "What is it?", images=files, new_tokens=6)
+    assert answer["text"] == expected and answer["tokens"] == len(new)
+    assert framed != any("no chat template" in note for note in answer.get("notes", ()))
+    assert made.generate("What is it?", images=[str(file) for file in files], new_tokens=6) == expected
+    asked = ["generate", str(made.path), "--prompt", "What is it?", "--new-tokens", "6", "--json"]
+    capfd.readouterr()
+    assert cli.run(asked + [part for file in files for part in ("--image", str(file))]) == 0
+    assert json.loads(capfd.readouterr().out)["result"]["text"] == expected
+
+
+@pytest.mark.usefixtures("few_scored")
+def test_images_that_generate_cannot_take_are_refused_in_one_line(llava: Path, images: Path, tmp_path: Path) -> None:
+    seeing = compiled(llava, tmp_path / "seeing", passes=[{"rtn": {}}])
+    plain = compiled(llava.parent / "llama", tmp_path / "plain", passes=[{"rtn": {}}])
+    bare = compiled(without(llava, tmp_path / "copy", "processor_config.json"), tmp_path / "bare", passes=[{"rtn": {}}])
+    bad, file = tmp_path / "bad.png", images / "0.png"
+    bad.write_bytes(b"no image")
+    for bundle, runtime, image, code, words in [
+        (plain, "torch", file, "generate-images", "takes text"),
+        (seeing, "vllm", file, "generate-images", "runtime vllm"),
+        (seeing, "onnxruntime", file, "generate-images", "runtime onnxruntime"),
+        (bare, "torch", file, "generate-images", "no processor in the folder"),
+        (seeing, "torch", bad, "generate-images", "bad.png"),
+        (seeing, "torch", tmp_path / "none.png", "file-missing", "none.png"),
+    ]:
+        with pytest.raises(InputError, match=words) as caught:
+            load_runtime(runtime).generate(bundle, "a", images=[image])
+        assert caught.value.code == code and "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="on a-device"):
+        demand_images(seeing, load_runtime("torch"), "a-device")
+
+
+def test_a_missing_package_of_a_processor_names_the_extra(llava: Path, tmp_path: Path) -> None:
+    model = without(llava, tmp_path / "copy", "processor_config.json")
+    (model / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"})
+    )
+    load = functools.partial(ImageProcessor.load, model, "generate-images", "leave it out", where="x")
+    if importlib.util.find_spec("torchvision") is None:
+        with pytest.raises(MissingDependency, match=r"torchvision is not installed.*pip install -e '.\[vision\]'"):
+            load()
+    else:
+        assert type(load().processor).__name__ == "Qwen2_5_VLProcessor"
 
 
 def test_a_graph_has_its_set_of_images_elsewhere() -> None:

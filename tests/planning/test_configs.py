@@ -16,7 +16,8 @@ from zoo.pictures import SEEING
 from quantkit.errors import InputError
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.encoder_decoders import PAIRS
-from quantkit.model.sizes.families import FAMILIES, TEXT, VISION
+from quantkit.model.sizes.encoders import TEXT, VISION
+from quantkit.model.sizes.families import FAMILIES
 from quantkit.model.structure.traced import find_blocks, is_linear
 
 BASE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4} | {
@@ -27,6 +28,10 @@ BASE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num
     "eos_token_id": 0,
 }
 LLAMA = {**BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "float16"}
+_DELTA = {
+    **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_key_value_heads": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 16, "num_hidden_layers": 4},
+}
 _LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16} | {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
@@ -81,6 +86,13 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
         {"num_experts": 8, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "mlp_only_layers": [0]},
+    ),
+    ("qwen3_5_text", "Qwen3_5ForCausalLM", _DELTA),
+    ("qwen3_5_text", "Qwen3_5ForCausalLM", {**_DELTA, "layer_types": ["full_attention", *["linear_attention"] * 3]}),
+    (
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        {**_DELTA, "num_experts": 8, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80},
     ),
     ("granitemoe", "GraniteMoeForCausalLM", {"num_local_experts": 4, "attention_bias": True}),
     ("gpt_oss", "GptOssForCausalLM", {"num_local_experts": 4, "head_dim": 16, "num_experts_per_tok": 2}),
@@ -248,19 +260,19 @@ def test_an_unknown_type_with_the_keys_of_a_llama_is_taken_for_one() -> None:
 def test_a_vision_language_model_s_config_gives_its_linears_its_tower_and_an_image_s_tokens(name: str) -> None:
     config = shrink.config_of(shrink.named(name))
     stated = {**json.loads(config.to_json_string(use_diff=False)), "architectures": [name], "dtype": "float32"}
-    if name in ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"):
-        with pytest.raises(InputError, match="config-unknown"):  # nor is their text part, alone
-            configs.from_config(stated, "x")
-        return
     with torch.device("meta"):
         model = getattr(transformers, name)(config)
     found, notes = configs.from_config(stated, "x"), " ".join(configs.from_config(stated, "x").assumed)
     blocks = model.get_submodule(find_blocks(model))
     linears = [value for block in blocks for each in block.modules() if is_linear(each) for value in each.parameters()]
-    experts = [value for value in blocks.parameters() if value.dim() == 3]
+    # routers are no linears of transformers, and convolutions have three dimensions too
+    named = [(name.rpartition(".")[0], value) for name, value in blocks.named_parameters()]
+    experts = [value for name, value in named if value.dim() == 3 and not name.endswith("conv1d")]
+    experts += [value for name, value in named if name.endswith("mlp.gate")]
     assert sum(matrix.parameters for matrix in found.inside()) == sum(value.numel() for value in [*linears, *experts])
     # of a tiny tower, norms and positions are a large part
     assert 0.4 < found.parameters / sum(value.numel() for value in model.parameters()) < 1.6
+    assert found.sees and (found.image_tokens is None) == ("a token of the context for each" in notes)
     assert "tower of images" in notes and re.search(r"an image .*takes", notes)
     assert re.search(r"\b(4|16|576|256)\b tokens|16 x 16 pixels", notes), notes
 

@@ -524,6 +524,16 @@ def _archive(file: Path | bytes, where: str) -> Images:
     return _pictures(sorted(entry.filename for entry in entries), read, where=where)
 
 
+def read_picture(path: Path, code: str) -> NDArray[np.uint8]:
+    """Read an image file, [height, width, 3]. Raises InputError `file-missing`, `file-unreadable`, `code`."""
+    data = read_bytes(path)
+    try:
+        return _decode(data, str(path))
+    except InputError as problem:
+        rule = f"an image file of these: {', '.join(PICTURES)}"
+        raise InputError(code, problem.where, problem.value, rule, problem.remedy) from None
+
+
 def _decode(data: bytes, where: str) -> NDArray[np.uint8]:
     """Decode an image file to [height, width, 3], upright."""
     image, ops = _pillow()

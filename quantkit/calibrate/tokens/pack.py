@@ -190,7 +190,7 @@ def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
             rejects.
     """
     try:
-        template = _stopped_clock() + tokenizer.get_chat_template()
+        template = stopped_clock() + tokenizer.get_chat_template()
     except (AttributeError, ValueError):  # none, or several without a default
         where, rule = "calibration.template", "conversations need the model's own chat template"
         remedy = f"put its chat_template.jinja beside the tokenizer, or {NONE}"
@@ -213,26 +213,6 @@ def renderer(tokenizer: Any) -> Callable[[Messages, str], list[int]]:
     return render
 
 
-def prompt_with_image(processor: Any, asked: str, where: str) -> str | None:
-    """Return a user's turn with one image and some words, by a processor's chat template.
-
-    Returns:
-        None without a template, or for one of text alone: a processor takes over its tokenizer's.
-    """
-    if not isinstance(template := getattr(processor, "chat_template", None), str):
-        return None
-    turn = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": asked}]}]
-    options = {"chat_template": _stopped_clock() + template, "add_generation_prompt": True}
-    try:
-        with limits.guarded(where):
-            text = str(processor.apply_chat_template(turn, **options))
-    except InputError:
-        raise
-    except Exception:  # a template may raise anything
-        return None
-    return text if str(processor.image_token) in text else None
-
-
 def exchange(text: str) -> Messages:
     """Return a piece of text as a conversation: the user begins it, the model continues.
 
@@ -248,7 +228,7 @@ def exchange(text: str) -> Messages:
     return [*messages, {"role": "assistant", "content": answered}] if answered else messages
 
 
-def _stopped_clock() -> str:
+def stopped_clock() -> str:
     """Return a macro in place of transformers' `strftime_now` in a template."""
     codes = [f"replace('%{code}', '{_DAY.strftime('%' + code)}')" for code in "aAbBdHIjmMpSyY"]
     unpadded = [f"replace('%-{code}', '{int(_DAY.strftime('%' + code))}')" for code in "dHIm"]

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from quantkit.calibrate.sets.images import drawn_bytes
 from quantkit.calibrate.tokens import pack
+from quantkit.calibrate.tokens.processed import ImageProcessor
 from quantkit.errors import InputError
 from quantkit.lazy import torch
-from quantkit.model.source import pretrained
 
 if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
@@ -35,15 +35,12 @@ _ASKED = "Describe the image."
 _WITHOUT = "leave calibration.images out: the text stack is then calibrated on text alone"
 
 
-def demand_seeing(reference: str, source: Source) -> None:
-    """Refuse images for a model of text, or for one without a processor. Raises InputError `calibration-images`."""
+def demand_seeing(reference: str, source: Source) -> ImageProcessor:
+    """Return the model's processor. Raises InputError `calibration-images` for a model of text, or without one."""
     if not source.sees:
         rule, remedy = "only a vision-language model is calibrated on images", "leave calibration.images out"
         raise InputError(CODE, _WHERE, f"{reference}, and {source.architecture} takes text", rule, remedy)
-    if not any((source.path / name).is_file() for name in pretrained.PROCESSORS):
-        rule = f"images go through the model's processor: {' or '.join(pretrained.PROCESSORS)}"
-        remedy = f"copy the original's file into the folder, or {_WITHOUT}"
-        raise InputError(CODE, source.ref, "no processor in the folder", rule, remedy)
+    return ImageProcessor.load(source.path, CODE, _WITHOUT, where=source.ref, trust=source.trust_remote_code)
 
 
 def with_images(tokens: TokenSet, reference: str, source: Source, seed: int) -> TokenSet:
@@ -57,12 +54,11 @@ def with_images(tokens: TokenSet, reference: str, source: Source, seed: int) -> 
     """
     from quantkit.model.streaming.calls import Pictures
 
-    demand_seeing(reference, source)
+    processor = demand_seeing(reference, source)
     places = range(0, len(tokens.ids) - tokens.generated, 2)
     name, images = drawn_bytes(reference, len(places), seed)
-    processor = _processor(source)
-    turn = pack.prompt_with_image(processor, _ASKED, source.ref)
-    before, ids, rows = pack.frame(processor.tokenizer)[0], tokens.ids.clone(), {}
+    tokenizer, turn = processor.processor.tokenizer, processor.turn(_ASKED, source.ref)
+    before, ids, rows = pack.frame(tokenizer)[0], tokens.ids.clone(), {}
     takes = inspect.signature(source.model_class().forward).parameters
     digest = hashlib.sha256(tokens.sha256.encode())
     for number, place in enumerate(places):
@@ -78,7 +74,7 @@ def with_images(tokens: TokenSet, reference: str, source: Source, seed: int) -> 
     digest.update(ids.numpy().tobytes())
     note = f"{len(places)} of {len(ids)} sequences begin with an image of {name}, by the model's own processor"
     note += "" if turn else ", without words: it has no chat template that takes an image"
-    begins = pack.begins(ids.numpy(), processor.tokenizer)
+    begins = pack.begins(ids.numpy(), tokenizer)
     changed: dict[str, Any] = {
         "ids": ids,
         "sha256": digest.hexdigest(),
@@ -89,40 +85,14 @@ def with_images(tokens: TokenSet, reference: str, source: Source, seed: int) -> 
     return replace(tokens, notes=(*tokens.notes, note), **changed)
 
 
-def _processor(source: Source) -> Any:
-    try:
-        return pretrained.processor(source.path, trust=source.trust_remote_code)
-    except InputError:
-        raise
-    except Exception as problem:  # it may want another library, or be damaged
-        reason = " ".join(str(problem).split())[:200] or type(problem).__name__
-        rule, remedy = "transformers loads the model's processor", f"see what it lacks, or {_WITHOUT}"
-        raise InputError(CODE, source.ref, reason, rule, remedy) from None
-
-
 def _prepared(
-    processor: Any, turn: str | None, image: NDArray[np.uint8], before: list[int], where: str
+    processor: ImageProcessor, turn: str | None, image: NDArray[np.uint8], before: list[int], where: str
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the ids of a prompt with an image, [tokens], and the other arguments of the forward.
 
     `turn` is a user's turn around the image; None for the image alone, behind the ids `before` a text.
     """
-    from PIL import Image
-
-    try:
-        answer = processor(
-            images=[Image.fromarray(image).convert("RGB")],
-            text=[turn or str(processor.image_token)],
-            return_tensors="pt",
-            add_special_tokens=False,
-        )
-    except InputError:
-        raise
-    except Exception as problem:  # a processor may raise anything
-        reason = " ".join(str(problem).split())[:200] or type(problem).__name__
-        rule, remedy = "the model's processor must take every image", f"leave that image out, or {_WITHOUT}"
-        raise InputError(CODE, where, reason, rule, remedy) from None
-    tensors = {key: value for key, value in answer.items() if isinstance(value, torch.Tensor)}
+    tensors = processor(turn or processor.image_token, [image], where)
     ids, more = tensors.pop("input_ids"), 0 if turn else len(before)
     tensors.pop("attention_mask", None)
     if more:

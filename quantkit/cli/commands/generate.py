@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +20,10 @@ def generate(
     sample: Annotated[bool, typer.Option("--sample", help="Sample, instead of taking the most likely token.")] = False,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the sampling.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option("--image", metavar="FILE", help="Image before the text, in torch; may be repeated."),
+    ] = None,
     on: On = None,
     wheelhouse: Wheelhouse = None,
     as_json: Json = False,
@@ -28,13 +33,17 @@ def generate(
 
     from quantkit.pipeline.measure import config_of, default_runtime
     from quantkit.runtimes import load_runtime
+    from quantkit.runtimes.generate import demand_images
 
     demand_device(on, wheelhouse)
     opened = quantkit.load(bundle)
     runner = load_runtime(runtime or default_runtime(opened), where="--runtime")
+    how: dict[str, Any] = {"new_tokens": new_tokens, "sample": sample, "seed": seed, "chat": chat}
+    if image:
+        demand_images(opened, runner, on)
+        how["images"] = image
     with showing() as progress:
         progress.begin(f"loading {bundle}")
-        how: dict[str, Any] = {"new_tokens": new_tokens, "sample": sample, "seed": seed, "chat": chat}
         if on is None:
             answer = runner.generate(opened, prompt, **how)
         else:
@@ -44,8 +53,8 @@ def generate(
             demand_sessions([runner.name], text=True)
             with reach(on, wheelhouse=wheelhouse, runtimes=[runner.name]) as reached:
                 answer = generate_on(opened, reached, prompt, progress, runtime=runner.name, **how)
-    # an encoder's prompt is no beginning of the text
-    alone = chat or config_of(opened).get("is_encoder_decoder")
+    # a turn of a chat, or an encoder's prompt, is no beginning of the text
+    alone = chat or image or config_of(opened).get("is_encoder_decoder")
     text = answer["text"] if alone else f"{prompt}{answer['text']}"
     notes = answer.pop("notes", [])
     notes += [] if answer["text"] else ["the model ended its text at the first token"]

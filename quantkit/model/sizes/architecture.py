@@ -53,7 +53,8 @@ class Attention:
 
     Args:
         kind: `full` attends to all earlier tokens, `sliding` to a `window` of them; `latent` keeps one vector of
-            `latent + rope_dim` for all heads (multi-head latent attention, DeepSeek-V2, arXiv:2405.04434).
+            `latent + rope_dim` for all heads (multi-head latent attention, DeepSeek-V2, arXiv:2405.04434); `linear`
+            keeps a `state` of one size for any number of tokens (Gated DeltaNet, arXiv:2412.06464).
         heads: heads of queries.
         kv_heads: heads of keys and values, each shared by `heads / kv_heads` heads of queries.
         head_dim: features of a query and key.
@@ -62,9 +63,10 @@ class Attention:
         latent: features of the compressed keys and values of a `latent` layer.
         rope_dim: features of its shared key for positions.
         causal: True if tokens attend only to earlier ones, so that keys and values are cached.
+        state: elements that a `linear` layer keeps for a sequence, in float32.
     """
 
-    kind: Literal["full", "sliding", "latent"]
+    kind: Literal["full", "sliding", "latent", "linear"]
     heads: int
     kv_heads: int
     head_dim: int
@@ -73,6 +75,7 @@ class Attention:
     latent: int | None = None
     rope_dim: int | None = None
     causal: bool = True
+    state: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,8 @@ class Architecture:
         assumed: assumptions about figures that the config leaves open, in words.
         ends: part of `others` behind an encoder's last hidden states: pooler, and the head of its task.
         class_name: class in transformers; "" if the config names none.
+        sees: True for a vision-language model: a decoder that takes images too.
+        image_tokens: tokens of the context for an image of the usual size; None if the config does not say.
     """
 
     name: str
@@ -127,6 +132,8 @@ class Architecture:
     assumed: Sequence[str] = ()
     ends: int = 0
     class_name: str = ""
+    sees: bool = False
+    image_tokens: int | None = None
 
     @property
     def has_encoder(self) -> bool:

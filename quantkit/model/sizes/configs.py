@@ -26,7 +26,8 @@ from quantkit.errors import InputError, MissingDependency, absent, one, unknown_
 from quantkit.model.sight import demand_no_adapter, models_below
 from quantkit.model.sizes.architecture import Architecture, Figures
 from quantkit.model.sizes.encoder_decoders import PAIRS, encoder_decoder
-from quantkit.model.sizes.families import FAMILIES, TEXT, VISION, assumed_family, decoder, text_encoder, vision_encoder
+from quantkit.model.sizes.encoders import TEXT, VISION, text_encoder, vision_encoder
+from quantkit.model.sizes.families import FAMILIES, assumed_family, decoder
 from quantkit.model.sizes.quantized import KEY, SourceGrid, grid_of
 
 CONFIG = "config.json"
@@ -120,7 +121,9 @@ def _of_floats(config: Mapping[str, Any], name: str) -> Architecture:
     if family is None:
         # llava and its like state the family of their text
         kinds = [kind.removesuffix("_text") for kind in (*FAMILIES, *PAIRS, *TEXT, *VISION, "llava")]
-        rule, known = "not a known model", ", ".join(sorted(kind for kind in kinds if not kind.endswith("_vl")))
+        # a mixture is named like its dense kin
+        known = ", ".join(sorted(kind for kind in kinds if not kind.endswith(("_vl", "_moe"))))
+        rule = "not a known model"
         raise InputError("config-unknown", name, f"model_type {model_type!r:.60}", rule, f"known: {known}")
     figures = Figures(inner, name, family.defaults)
     figures.assumed += assumed

@@ -1,4 +1,4 @@
-"""Sizes of decoders and encoders by family: the linears of a block, and the reach of its attention.
+"""Sizes of decoders by family: the linears of a block, and the reach of its attention.
 
 A decoder block is attention and a gated multilayer perceptron,
 
@@ -8,10 +8,6 @@ with `num_key_value_heads` heads of keys and values (grouped queries, arXiv:2305
 norms,
 windows, experts and fused tensors; DeepSeek's in making keys and values from one small vector (multi-head latent
 attention, arXiv:2405.04434).
-
-An encoder block (BERT and relatives, vision transformers) is attention over all tokens and a multilayer perceptron of
-two linears, each with a bias and a layer norm (arXiv:1810.04805; for images, cut into patches, arXiv:2010.11929).
-Parameters before and after the blocks follow from the config's class; tests compare them with transformers' own models.
 """
 
 from __future__ import annotations
@@ -43,6 +39,7 @@ class Family:
         experts: naming scheme of the experts, if any.
         corrected: True if a correction is added to the router's output, to balance the experts.
         latent: True if keys and values come from one small vector.
+        delta: True if most layers are Gated DeltaNets (arXiv:2412.06464), and the queries of the others have a gate.
         defaults: defaults of transformers for this family.
     """
 
@@ -61,10 +58,15 @@ class Family:
     experts: Literal["", "mixtral", "qwen", "deepseek", "granite", "gpt_oss", "llama4"] = ""
     corrected: bool = False
     latent: bool = False
+    delta: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 _PLAIN: dict[str, Any] = {"qkv_bias": False, "out_bias": False}
+_DELTA = {
+    **{"head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+}
 _GEMMA = {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
 FAMILIES: dict[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias"),
@@ -84,6 +86,16 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl_text": Family(qkv_bias=True, out_bias=False, windows="late", defaults={"sliding_window": 4096}),
     "qwen2_5_vl_text": Family(qkv_bias=True, out_bias=False, windows="late", defaults={"sliding_window": 4096}),
     "qwen3_vl_text": Family(query_norm="head", defaults={"head_dim": 128}),
+    "qwen3_5_text": Family(query_norm="head", delta=True, defaults={**_DELTA, "num_key_value_heads": 4}),
+    "qwen3_5_moe_text": Family(
+        query_norm="head",
+        delta=True,
+        experts="qwen",
+        defaults={
+            **{**_DELTA, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
+            **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+        },
+    ),
     "ministral3": Family(**_PLAIN, defaults={"num_key_value_heads": 8}),
     "granite": Family(mlp_bias="mlp_bias"),
     "olmo": Family(norms=0, last=0),
@@ -177,7 +189,7 @@ def assumed_family(config: Mapping[str, Any]) -> Family | None:
     return FAMILIES["llama"] if all(key in config for key in _LLAMA) and not foreign else None
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def decoder(
@@ -191,15 +203,17 @@ def decoder(
     hidden, count = figures.size("hidden_size"), figures.size("num_hidden_layers", most=MOST_LAYERS)
     vocabulary = figures.size("vocab_size")
     prefix = "model.language_model.layers" if tower else "model.layers" if head else "layers"
-    beside = _tower(tower, hidden, figures) if tower else 0
+    beside, image = _tower(tower, hidden, figures) if tower else (0, None)
     windows = _windows(figures, family, count)
     layers = []
-    attending, attention, others = (_latent if family.latent else _grouped)(figures, family, hidden)
+    attend = (_latent if family.latent else _grouped)(figures, family, hidden)
+    delta = _delta(figures, hidden) if family.delta else attend
+    kinds = _delta_kinds(figures, count) if family.delta else [FULL] * count
     forward = _forwards(figures, family, hidden, count)
     norm = hidden * (2 if family.norm_bias else 1)
     norms = 1 if figures.model_type == "stablelm" and figures.flag("use_parallel_residual") else family.norms
-    for index, (window, (linears, more)) in enumerate(zip(windows, forward, strict=True)):
-        path = f"{prefix}.{index}"
+    for index, (window, kind, (linears, more)) in enumerate(zip(windows, kinds, forward, strict=True)):
+        path, (attending, attention, others) = f"{prefix}.{index}", delta if kind == LINEAR else attend
         named = [replace(matrix, name=f"{path}.{matrix.name}") for matrix in (*attending, *linears)]
         seen = attention if window is None else replace(attention, kind="sliding", window=window)
         layers.append(BlockShapes(path, named, seen, others + more + norms * norm))
@@ -218,6 +232,8 @@ def decoder(
         vocabulary=vocabulary,
         max_context=figures.maybe("max_position_embeddings"),
         assumed=tuple(figures.assumed),
+        sees=tower is not None,
+        image_tokens=image,
     )
 
 
@@ -226,8 +242,8 @@ _WIDE = ("intermediate_size", "mlp_dim")
 _IMAGE_TOKENS = ("mm_tokens_per_image", "image_seq_length", "image_seq_len")
 
 
-def _tower(config: Mapping[str, Any], hidden: int, figures: Figures) -> int:
-    """Estimate the parameters of a tower of images and its projector, and note them with the tokens of an image.
+def _tower(config: Mapping[str, Any], hidden: int, figures: Figures) -> tuple[int, int | None]:
+    """Estimate the parameters of a tower of images and its projector, and the tokens of an image; note both.
 
     A block has four linears of attention and two or three of a perceptron; norms, biases and positions are left out.
     """
@@ -235,24 +251,27 @@ def _tower(config: Mapping[str, Any], hidden: int, figures: Figures) -> int:
     width, depth = vision.maybe(*_first(vision, _WIDTHS)), vision.maybe(*_first(vision, _DEPTHS), most=MOST_LAYERS)
     if width is None or depth is None:
         figures.assume("the text part alone, without vision_config")
-        return 0
+        return 0, None
     wide = vision.maybe(*_first(vision, _WIDE)) or int(width * _ratio(vision.config.get("mlp_ratio"), 4))
     gates = 3 if vision.config.get("hidden_act") == "silu" else 2
     elements = depth * (4 * width**2 + gates * width * wide) + hidden * (width + hidden)
-    figures.assume(f"a tower of images and its projector of about {elements / 1e6:.3g}M parameters, in floats")
+    size = f"{elements / 1e6:.3g}M parameters, {elements / 5e8:.2g} GB in 16 bits"
+    figures.assume(f"a tower of images and its projector of about {size}")
     patch, side = _side(vision, "patch_size"), _side(vision, "image_size")
     whole = Figures(config, figures.where)
     merged = _side(vision, "spatial_merge_size") or _side(whole, "spatial_merge_size") or 1
     if (stated := next((value for key in _IMAGE_TOKENS if (value := whole.maybe(key))), None)) is not None:
         figures.assume(f"an image takes {stated} tokens of the context, more where it is cut into pieces")
-    elif patch and side:
+        return elements, stated
+    if patch and side:
         shuffled = _ratio(config.get("scale_factor"), 1) / _ratio(vision.config.get("pixel_shuffle_ratio"), 1)
         count = round((side // patch / merged / shuffled) ** 2)
         figures.assume(f"an image of {side} x {side} pixels takes about {count} tokens of the context")
-    elif patch:
+        return elements, count or None
+    if patch:
         pixels = patch * merged
         figures.assume(f"an image takes a token of the context for each {pixels} x {pixels} pixels")
-    return elements
+    return elements, None
 
 
 def _first(figures: Figures, keys: Sequence[str]) -> Sequence[str]:
@@ -296,12 +315,35 @@ def _grouped(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Ma
     if family.joined:
         inward = [Matrix("self_attn.qkv_proj", q + 2 * kv, hidden, bias=bias)]
     else:
-        sizes = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        sizes = {"q_proj": (1 + family.delta) * q, "k_proj": kv, "v_proj": kv}
         inward = [Matrix(f"self_attn.{leaf}", n, hidden, bias=bias) for leaf, n in sizes.items()]
     matrices = [*inward, Matrix("self_attn.o_proj", hidden, q, bias=out_bias)]
     normed = not family.query_norm_key or figures.flag(family.query_norm_key)
     norms = {"": 0, "head": 2 * wide, "all": q + kv}[family.query_norm] if normed else 0
     return matrices, Attention("full", heads, shared, wide, wide), norms
+
+
+def _delta(figures: Figures, hidden: int) -> tuple[Sequence[Matrix], Attention, int]:
+    """Return a Gated DeltaNet: a state [keys, values] for each head of values, and a short convolution before it."""
+    heads, keys = figures.size("linear_num_value_heads"), figures.size("linear_num_key_heads")
+    wide, long = figures.size("linear_key_head_dim"), figures.size("linear_value_head_dim")
+    mixed, values = 2 * keys * wide + heads * long, heads * long
+    sizes = {"in_proj_qkv": mixed, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    matrices = [Matrix(f"linear_attn.{leaf}", n, hidden) for leaf, n in sizes.items()]
+    kernel = figures.size("linear_conv_kernel_dim")
+    attention = Attention("linear", heads, heads, wide, long, state=heads * wide * long + kernel * mixed)
+    return [*matrices, Matrix("linear_attn.out_proj", hidden, values)], attention, kernel * mixed + 2 * heads + long
+
+
+def _delta_kinds(figures: Figures, count: int) -> list[str]:
+    """Return the kind of each layer: all but every fourth are linear, where the config does not list them."""
+    stated = figures.config.get("layer_types")
+    if stated is None:
+        every = figures.size("full_attention_interval", default=4)
+        return [LINEAR if (index + 1) % every else FULL for index in range(count)]
+    if not isinstance(stated, list) or len(stated) != count or not set(stated) <= {FULL, LINEAR}:
+        raise figures.wrong("layer_types", f"{stated!r:.60}", f"{count} of {FULL} and {LINEAR}")
+    return stated
 
 
 def _latent(figures: Figures, family: Family, hidden: int) -> tuple[Sequence[Matrix], Attention, int]:
@@ -394,7 +436,7 @@ def _forwards(figures: Figures, family: Family, hidden: int, count: int) -> list
         sparse += _gated(f"{place}.shared_expert", wide, hidden, figures, family)
     if family.experts == "deepseek" and (common := figures.size("n_shared_experts", default=0, least=0)):
         sparse += _gated("mlp.shared_experts", common * wide, hidden, figures, family)
-    if figures.model_type == "qwen2_moe":
+    if figures.model_type in ("qwen2_moe", "qwen3_5_moe_text"):
         common = figures.size("shared_expert_intermediate_size")
         sparse += _gated("mlp.shared_expert", common, hidden, figures, family)
         sparse.append(Matrix("mlp.shared_expert_gate", 1, hidden, router=True))
@@ -429,149 +471,3 @@ def _gated(place: str, wide: int, hidden: int, figures: Figures, family: Family)
     if family.joined:
         return [Matrix(f"{place}.gate_up_proj", 2 * wide, hidden, bias=bias), last]
     return [*(Matrix(f"{place}.{leaf}", wide, hidden, bias=bias) for leaf in ("gate_proj", "up_proj")), last]
-
-
-# --- encoders -----------------------------------------------------------------------------------------------------
-
-TEXT = {"bert": "Bert", "roberta": "Roberta", "xlm-roberta": "XLMRoberta", "electra": "Electra"}
-VISION = {"vit": "ViT", "deit": "DeiT"}
-# parameters behind the blocks: elements, the matrix of the logits, True if it is the table of tokens
-_Ends = tuple[int, Matrix | None, bool]
-
-
-def text_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
-    """Build a BERT, RoBERTa or ELECTRA; class "" is the model without a head. Raises InputError (`config-invalid`)."""
-    stem = TEXT[figures.model_type]
-    task = class_name.removeprefix(stem)
-    hidden, vocabulary = figures.size("hidden_size"), figures.size("vocab_size")
-    positions, types = figures.size("max_position_embeddings"), figures.size("type_vocab_size", default=2)
-    wide = figures.size("embedding_size", default=hidden) if stem == "Electra" else hidden
-    ends, head, tied = _ends(figures, stem, task, hidden, wide, vocabulary)
-    base = {"Bert": "bert.", "Electra": "electra."}.get(stem, "roberta.") if task.startswith("For") else ""
-    entrance = 2 * wide + (hidden * (wide + 1) if wide != hidden else 0)  # a norm, and a linear to the blocks' width
-    roberta = stem in ("Roberta", "XLMRoberta")  # its positions begin behind the padding's
-    padding = figures.size("pad_token_id", default=1, least=0) + 1 if roberta else 0
-    return Architecture(
-        name=name,
-        kind="encoder",
-        model_type=figures.model_type,
-        dtype=figures.dtype("float32"),
-        hidden=hidden,
-        layers=_blocks(figures, hidden, f"{base}encoder.layer", _BERT),
-        embeddings=(vocabulary + positions + types) * wide,
-        others=entrance + ends,
-        head=head,
-        tied=tied,
-        vocabulary=vocabulary,
-        max_context=positions - padding,
-        assumed=tuple(figures.assumed),
-        ends=ends,
-    )
-
-
-def vision_encoder(figures: Figures, class_name: str, name: str) -> Architecture:
-    """Build a ViT or DeiT: `max_context` is its fixed number of patches and special tokens. Raises `config-invalid`."""
-    stem = VISION[figures.model_type]
-    task = class_name.removeprefix(stem)
-    hidden, channels = figures.size("hidden_size"), figures.size("num_channels", default=3)
-    image, patch = figures.size("image_size", default=224), figures.size("patch_size", default=16)
-    if patch > image:
-        raise figures.wrong("patch_size", f"{patch}, image_size {image}", "an image holds at least one patch")
-    special = 2 if stem == "DeiT" else 1  # the class token; DeiT has one for distillation too
-    tokens = (image // patch) ** 2 + special
-    embeddings = hidden * (channels * patch**2 + 1) + (special + tokens) * hidden
-    others, head, labels = 2 * hidden, None, None
-    if task in ("ForImageClassification", "ForImageClassificationWithTeacher"):
-        labels = _labels(figures)
-        teacher = task.endswith("Teacher")
-        head = Matrix("cls_classifier" if teacher else "classifier", labels, hidden, bias=True)
-        others += head.parameters if teacher else 0
-    else:
-        _say_unknown(figures, class_name, stem, task)
-        others += hidden * (hidden + 1)  # pooler
-    base = f"{figures.model_type}." if head else ""
-    return Architecture(
-        name=name,
-        kind="network",
-        model_type=figures.model_type,
-        dtype=figures.dtype("float32"),
-        hidden=hidden,
-        layers=_blocks(figures, hidden, f"{base}layers", _VIT, qkv_bias=figures.flag("qkv_bias", True)),
-        embeddings=embeddings,
-        others=others,
-        head=head,
-        vocabulary=labels,
-        max_context=tokens,
-        assumed=tuple(figures.assumed),
-    )
-
-
-# a block's linears in transformers: those of attention (three of them read its input), then the two of the perceptron
-_BERT = (
-    *("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"),
-    *("intermediate.dense", "output.dense"),
-)
-_VIT = (*(f"attention.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj", "o_proj")), "mlp.fc1", "mlp.fc2")
-
-
-def _blocks(
-    figures: Figures, hidden: int, prefix: str, names: Sequence[str], *, qkv_bias: bool = True
-) -> list[BlockShapes]:
-    heads, wide = figures.size("num_attention_heads"), figures.size("intermediate_size")
-    if hidden % heads:
-        raise figures.wrong("num_attention_heads", f"{heads}, hidden_size {hidden}", "heads divide hidden_size")
-    attention = Attention("full", heads, heads, hidden // heads, hidden // heads, causal=False)
-    sizes = [*[(hidden, hidden)] * 4, (wide, hidden), (hidden, wide)]
-    biases = [*[qkv_bias] * 3, True, True, True]
-    layers = []
-    for index in range(figures.size("num_hidden_layers", most=MOST_LAYERS)):
-        path = f"{prefix}.{index}"
-        matrices = [
-            Matrix(f"{path}.{leaf}", n, k, bias=bias) for leaf, (n, k), bias in zip(names, sizes, biases, strict=True)
-        ]
-        layers.append(BlockShapes(path, matrices, attention, others=4 * hidden))
-    return layers
-
-
-def _ends(figures: Figures, stem: str, task: str, hidden: int, wide: int, vocabulary: int) -> _Ends:
-    """Return the parameters of a class behind its blocks."""
-    pooler = hidden * (hidden + 1) if stem != "Electra" else 0
-    dense = hidden * (hidden + 1)
-    masked = {"Bert": "cls.predictions.decoder", "Electra": "generator_lm_head"}.get(stem, "lm_head.decoder")
-    if task == "ForMaskedLM" or (stem == "Bert" and task == "ForPreTraining"):
-        # a linear and a norm, then the table of tokens with a bias of its own
-        transform = wide * (hidden + 1) + 2 * wide
-        tied = figures.flag("tie_word_embeddings", True)
-        more = pooler + 2 * (hidden + 1) if task == "ForPreTraining" else 0
-        # untied, BERT stores the bias twice: the decoder's own, and the shared one
-        bias = vocabulary if tied or stem != "Electra" else 0
-        return transform + more + bias, Matrix(masked, vocabulary, wide, bias=True), tied
-    if stem == "Electra" and task == "ForPreTraining":
-        return dense + hidden + 1, None, False
-    if task == "ForSequenceClassification":
-        before = pooler if stem == "Bert" else dense
-        return before + _labels(figures) * (hidden + 1), None, False
-    if task == "ForTokenClassification":
-        return _labels(figures) * (hidden + 1), None, False
-    if task == "ForQuestionAnswering":
-        return 2 * (hidden + 1), None, False
-    _say_unknown(figures, stem + task, stem, task)
-    return pooler, None, False
-
-
-def _say_unknown(figures: Figures, class_name: str, stem: str, task: str) -> None:
-    if task not in ("", "Model"):
-        figures.assume(f"{class_name} counted as {stem}Model: its parameters after the blocks are unknown")
-
-
-def _labels(figures: Figures) -> int:
-    """Return the number of classes from the config."""
-    named = figures.config.get("id2label")
-    if named is not None and not isinstance(named, dict):
-        raise figures.wrong("id2label", f"{named!r:.60}", "an object: number -> name")
-    stated = figures.maybe("num_labels")
-    if stated is not None and named is not None and stated != len(named):
-        raise figures.wrong("num_labels", f"{stated}, and {len(named)} in id2label", "they agree")
-    if stated is None and named is None:
-        figures.assume("2 classes: the config names none")
-    return stated or (len(named) if named else 2)

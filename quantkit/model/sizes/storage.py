@@ -187,6 +187,8 @@ class LaidOver:
         files = sum(_header_bytes(linear, chosen, digits) for linear in listed) + vectors * entry
         if self.cache is not None and not self.cache.dynamic:  # float32 scales of keys and values
             for attention in (layer.attention for layer in architecture.layers if layer.attention is not None):
+                if attention.kind == "linear":
+                    continue
                 heads = attention.kv_heads
                 numbers = {"tensor": 1, "head": heads}.get(self.cache.granularity, heads * attention.head_dim)
                 files += 2 * (4 * numbers + entry)
@@ -278,7 +280,7 @@ def _rotary(architecture: Architecture) -> float:
     kinds = {
         (layer.attention.kind if apart else "", layer.attention.rope_dim or layer.attention.head_dim)
         for layer in architecture.layers
-        if layer.attention is not None
+        if layer.attention is not None and layer.attention.kind != "linear"
     }
     return sum(4.0 * architecture.max_context * size for _, size in kinds)
 

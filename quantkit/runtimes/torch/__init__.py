@@ -10,8 +10,9 @@ On a GPU `kernels=True` puts quantkit's kernels in the place of the quantized li
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,9 @@ from quantkit.errors import InputError, reading
 from quantkit.model import layouts, run_time
 from quantkit.model.source import pretrained
 from quantkit.runtimes import Runtime
-from quantkit.runtimes.generate import demand_decoder, demand_tokens
+from quantkit.runtimes.generate import IMAGES, demand_decoder, demand_images, demand_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     import torch
 
     from quantkit.kernels.dispatch import Table
@@ -40,6 +38,7 @@ class TorchRuntime(Runtime):
     name = "torch"
     packages = ("compressed-tensors", "greenlet", "safetensors", "transformers")
     installed = ("torch",)
+    images = True
 
     def load(
         self,
@@ -154,16 +153,29 @@ class TorchRuntime(Runtime):
         sample: bool = False,
         seed: int = 0,
         chat: bool = False,
+        images: Sequence[Path] = (),
     ) -> dict[str, Any]:
-        """Continue a prompt; transformers renders the chat template in a Jinja sandbox."""
+        """Continue a prompt; transformers renders the chat template in a Jinja sandbox.
+
+        Args:
+            images: image files before the prompt, for a vision-language model. Its processor prepares them, in a
+                user's turn where its chat template takes images.
+
+        Raises InputError: as `Runtime.generate`.
+        """
         import time
 
         import torch
 
         demand_decoder(bundle)
+        seen, notes = _seen(bundle, self.checked(bundle), prompt, images, chat) if images else ({}, [])
         tokenizer = pretrained.tokenizer(self.checked(bundle))
         model = self.load(bundle)
-        if chat:
+        if images:
+            takes = inspect.signature(model.forward).parameters
+            used = {key: value for key, value in seen.items() if key in takes}
+            inputs = {key: value.to(model.dtype) if value.is_floating_point() else value for key, value in used.items()}
+        elif chat:
             messages = [{"role": "user", "content": prompt}]
             with reading(_no_template), limits.guarded("--chat"):
                 inputs = tokenizer.apply_chat_template(
@@ -171,23 +183,39 @@ class TorchRuntime(Runtime):
                 )
         else:
             inputs = tokenizer(prompt, return_tensors="pt")
+        if not images:
+            inputs = {key: inputs[key] for key in ("input_ids", "attention_mask")}
         demand_tokens(inputs["input_ids"].shape[1])
         torch.manual_seed(seed)
         started = time.perf_counter()
         with torch.no_grad():
-            output = model.generate(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                max_new_tokens=new_tokens,
-                do_sample=sample,
-            )
+            output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=sample)
         # a decoder beside an encoder begins its own text, with one token
         new = output[0, 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1] :]
         return {
             "text": tokenizer.decode(new, skip_special_tokens=True),
             "tokens": int(new.numel()),
             "seconds": time.perf_counter() - started,
+            **({"notes": notes} if notes else {}),
         }
+
+
+def _seen(
+    bundle: Bundle, folder: Path, prompt: str, images: Sequence[Path], chat: bool
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the arguments of a forward for a prompt with images, and a note where no template frames them."""
+    from quantkit.calibrate.sets.images import read_picture
+    from quantkit.calibrate.tokens.processed import ImageProcessor
+
+    demand_images(bundle, RUNTIME)
+    processor = ImageProcessor.load(folder, IMAGES, "leave --image out", where=str(folder))
+    turn = processor.turn(prompt, "--image", len(images), today=True)
+    if turn is None and chat:
+        raise _no_template("it takes no image")
+    notes = [] if turn else ["the model has no chat template that takes an image: images stand before the prompt"]
+    pictures, named = [read_picture(path, IMAGES) for path in images], ", ".join(path.name for path in images)
+    text = turn or f"{processor.image_token * len(images)}{prompt}"
+    return processor(text, pictures, named, special=turn is None), notes
 
 
 def _no_template(problem: str) -> InputError:

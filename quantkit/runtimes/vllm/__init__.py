@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.runtimes import OwnRuntime, Runtime, apart
 from quantkit.runtimes.apart import OwnPython
-from quantkit.runtimes.generate import demand_alone, demand_decoder, demand_tokens, too_long
+from quantkit.runtimes.generate import demand_alone, demand_decoder, demand_images, demand_tokens, too_long
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -238,8 +238,11 @@ class VllmRuntime(Runtime):
         sample: bool = False,
         seed: int = 0,
         chat: bool = False,
+        images: Sequence[Path] = (),
     ) -> dict[str, Any]:
         """Continue a prompt as `Runtime.generate` does."""
+        if images:
+            demand_images(bundle, self)
         self.demand()
         demand_decoder(bundle)
         tokenizer = self.tokenizer(bundle)
