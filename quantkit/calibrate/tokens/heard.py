@@ -153,7 +153,7 @@ def load_heard(reference: str, part: Part, source: Source, *, samples: int | Non
 
 def _written(source: Source, tokenizer: Any, heard: Sequence[dict[str, torch.Tensor]]) -> list[str]:
     """Return the original model's transcripts of some recordings."""
-    from quantkit.model.source.open import quiet_loading
+    from quantkit.model.source.places import quiet_loading
 
     if not heard:
         return []
