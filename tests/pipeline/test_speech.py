@@ -183,3 +183,13 @@ def test_what_cannot_calibrate_is_refused_before_work(
         compiled(folder, tmp_path / "out", recipe, *changes, calibration=given)
     assert value in caught.value.line()
     assert not list(tmp_path.glob("out*"))
+
+
+def test_two_graphs_hear_and_answer_as_torch_does(tmp_path: Path, byte_tokenizer: Any) -> None:
+    folder, audio = whisper(tmp_path / "whisper", byte_tokenizer), speech(tmp_path / "speech")
+    both = "export=[{checkpoint: {}}, {onnx: {accuracy_level: 0}}]"
+    done = compiled(folder, tmp_path / "out", "gptq-int4", both, calibration=str(audio))
+    checks = {check.name: check for check in done.bundle.manifest.checks}
+    assert checks["reload.onnxruntime"].ok and checks["reload.onnxruntime"].value < 1e-4
+    kl = {row.runtime: row.value for row in done.rows if row.name == "accuracy.kl"}
+    assert kl["torch"] == pytest.approx(kl["onnxruntime"], rel=0.5)

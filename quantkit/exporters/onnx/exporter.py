@@ -18,8 +18,8 @@ from pydantic import Field
 from quantkit import machine
 from quantkit.bundle import Check, Decision, LayerEntry, decision
 from quantkit.content import Closed
-from quantkit.errors import MissingDependency
-from quantkit.exporters import Exporter, LayerSpec, Trial, unheld
+from quantkit.errors import InputError, MissingDependency
+from quantkit.exporters import Exporter, LayerSpec, Trial, unheld, without
 from quantkit.exporters.onnx.nbits import refuse, refuse_heads
 from quantkit.model.structure.kinds import positions
 from quantkit.runtimes.text import json_or_empty
@@ -91,6 +91,7 @@ class Onnx(Exporter):
         """Refuse unsupported layers. Raises the errors of `Exporter`; InputError `attention-unsupported`."""
         demand_packages("an ONNX export")
         if asked.source is not None and asked.source.has_encoder:
+            _demand_windows(asked.source)
             for linear, inputs in asked.activations.items():
                 rule = "graphs of an encoder and a decoder have float inputs"
                 raise unheld(linear, f"activations in {inputs.format}", rule, "leave `onnx` out of `export`")
@@ -233,6 +234,16 @@ class Onnx(Exporter):
         from quantkit.exporters.onnx.check import check
 
         return check(bundle / FOLDER, values or decided(bundle))
+
+
+def _demand_windows(source: Source) -> None:
+    """Refuse an encoder of speech for recordings of any length. Raises InputError `architecture-unsupported`."""
+    from quantkit.model.streaming.sounds import hears_windows
+
+    if source.hears and not hears_windows(source.skeleton()):
+        rule = "a graph takes features of one length, as Whisper's"
+        value = f"{source.architecture} hears recordings of any length"
+        raise InputError("architecture-unsupported", source.ref, value, rule, without("onnx"))
 
 
 def _both(folder: Path, values: Values, options: OnnxOptions, context: int) -> list[Decision]:

@@ -27,6 +27,8 @@ from quantkit.exporters.trace.transformer import (
     stand_ins,
     untraceable,
 )
+from quantkit.model.streaming.sounds import sounds
+from quantkit.model.structure.kinds import hears
 from quantkit.model.structure.traced import find_stacks
 from quantkit.model.to_onnx import quiet
 
@@ -67,16 +69,27 @@ class _Source(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> list[Tensor]:
         """Return keys and values, block by block."""
+        return self.noted(input_ids[:, :1], input_ids=input_ids, attention_mask=attention_mask)
+
+    def noted(self, first: Tensor, **source: Tensor) -> list[Tensor]:
+        """Run the model on a source, and any first token [B, 1]: keys and values do not depend on the answer."""
         noting = _Noting(0)
-        first = input_ids[:, :1]  # any token: keys and values do not depend on the answer
         self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
+            **source,
             decoder_input_ids=first,
             past_key_values=EncoderDecoderCache(PassedOn(0), noting),
             use_cache=True,
         )
         return [part for index in sorted(noting.noted) for part in noting.noted[index]]
+
+
+class _Heard(_Source):
+    """The same over what an encoder of speech puts out."""
+
+    def forward(self, input_features: Tensor) -> list[Tensor]:  # type: ignore[override]
+        """Return keys and values, block by block."""
+        first = torch.zeros_like(input_features[:, :1, 0], dtype=torch.int64)
+        return self.noted(first, input_features=input_features)
 
 
 class _Answer(nn.Module):
@@ -90,19 +103,35 @@ class _Answer(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, past: list[Tensor], cross: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return logits, and keys and values of the answer with the new tokens."""
+        return self.answered(input_ids, attention_mask, past, cross, attention_mask=attention_mask)
+
+    def answered(
+        self, input_ids: Tensor, positions: Tensor, past: list[Tensor], cross: list[Tensor], **more: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the same; `positions` [B, T] has one value for each position of the source."""
         caches = EncoderDecoderCache(_filled(past), _filled(cross))
         caches.is_updated = dict.fromkeys(range(len(cross) // 2), True)
         # read for its shape alone: keys and values over it are in the cache
-        states = attention_mask[:, :, None].expand(-1, -1, self.width).float()
+        states = positions[:, :, None].expand(-1, -1, self.width).float()
         output = self.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=states),
-            attention_mask=attention_mask,
+            **more,
             decoder_input_ids=input_ids,
             past_key_values=caches,
             use_cache=True,
         )
         layers = caches.self_attention_cache.layers
         return output.logits, [part for layer in layers for part in (layer.keys, layer.values)]
+
+
+class _Written(_Answer):
+    """The same without a mask of the source: a recording has no padding."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, past: list[Tensor], cross: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return logits, and keys and values of the answer with the new tokens."""
+        return self.answered(input_ids, cross[0][:, 0, :, 0], past, cross)
 
 
 def trace_both(skeleton: nn.Module) -> tuple[Traced, Traced]:
@@ -116,23 +145,31 @@ def trace_both(skeleton: nn.Module) -> tuple[Traced, Traced]:
     model.set_attn_implementation("eager")
     dynamic, ones = torch.export.Dim.DYNAMIC, torch.ones(BATCH, PAST, dtype=torch.int64)
     batch, new, past, total = BSP
-    source = "source_length"
+    source, heard = "source_length", hears(skeleton)
     free, cache = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
-    whole, program = _program(skeleton, _Source(model), (ones, ones.clone()), (free, free))
+    if heard:
+        (name, features), *_ = sounds(skeleton, ones, {}).items()
+        read, axes = [name], {name: [batch, "", ""]}
+        whole, program = _program(skeleton, _Heard(model), (features,), ({0: dynamic},))
+    else:
+        read, axes = ["input_ids", "attention_mask"], {"input_ids": [batch, source], "attention_mask": [batch, source]}
+        whole, program = _program(skeleton, _Source(model), (ones, ones.clone()), (free, free))
     shapes = [node.meta["val"].shape for node in next(iter(reversed(whole.graph.nodes))).args[0]]
     empty = [torch.zeros(BATCH, int(shape[1]), PAST, int(shape[3])) for shape in shapes]
     names = [f"{index}.{part}" for index in range(len(shapes) // 2) for part in ("key", "value")]
     crossed = [f"{CROSS}.{name}" for name in names]
-    axes = {"input_ids": [batch, source], "attention_mask": [batch, source]}
     axes |= {name: [batch, "", source, ""] for name in crossed}
-    first = (program, (["input_ids", "attention_mask"], crossed, axes))
+    first = (program, (read, crossed, axes))
     width = int(model.config.hidden_size)
+    if heard:
+        empty = [torch.zeros(BATCH, *map(int, shape[1:])) for shape in shapes]
     held = [torch.zeros(BATCH, value.shape[1], PAST + 2, value.shape[3]) for value in empty]
-    arguments = (ones[:, :NEW].clone(), ones, held, empty)
-    _, program = _program(
-        skeleton, _Answer(model, width), arguments, (free, free, [cache] * len(held), [cache] * len(empty))
-    )
-    inputs = ["input_ids", "attention_mask", *(f"past_key_values.{name}" for name in names), *crossed]
+    masks, dynamics = ((), ()) if heard else ((ones,), (free,))
+    crossing = {0: dynamic} if heard else cache
+    arguments = (ones[:, :NEW].clone(), *masks, held, empty)
+    sizes = (free, *dynamics, [cache] * len(held), [crossing] * len(empty))
+    _, program = _program(skeleton, (_Written if heard else _Answer)(model, width), arguments, sizes)
+    inputs = ["input_ids", *(() if heard else ("attention_mask",)), *(f"past_key_values.{name}" for name in names), *crossed]
     outputs = ["logits", *(f"present.{name}" for name in names)]
     axes = axes | {"input_ids": [batch, new], "logits": [batch, new, ""]}
     axes |= {f"past_key_values.{name}": [batch, "", past, ""] for name in names}

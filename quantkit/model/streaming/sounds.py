@@ -43,13 +43,26 @@ def sounds(model: nn.Module, ids: Tensor, rows: Mapping[bytes, Mapping[str, Tens
         rows: ids of a sequence, as bytes -> arguments for its recording [1, ...], all of one shape.
     """
     name = str(sound_of(inspect.signature(model.forward).parameters))
-    like = next(iter(rows.values()), None)
-    shape = _shape(model, name) if like is None else tuple(like[name].shape[1:])
-    parts = [_known(row, rows) or _noise(name, shape, row, like) for row in ids]
     encoder: Any = model.get_encoder()  # type: ignore[operator]
     dtype = next(value.dtype for value in encoder.parameters() if value.is_floating_point())
-    joined = {key: torch.cat([part[key] for part in parts]).to(ids.device) for key in parts[0]}
+    joined = heard_with(name, _shape(model, name), ids, rows)
     return {key: value.to(dtype) if value.is_floating_point() else value for key, value in joined.items()}
+
+
+def heard_with(
+    name: str, shape: tuple[int, ...], ids: Tensor, rows: Mapping[bytes, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return the same for an input of that name; `shape` is that of noise where there are no recordings."""
+    like = next(iter(rows.values()), None)
+    shape = shape if like is None else tuple(like[name].shape[1:])
+    parts = [_known(row, rows) or _noise(name, shape, row, like) for row in ids]
+    return {key: torch.cat([part[key] for part in parts]).to(ids.device) for key in parts[0]}
+
+
+def hears_windows(model: nn.Module) -> bool:
+    """Tell whether every recording has the same number of frames: an encoder with a table of positions."""
+    name = str(sound_of(inspect.signature(model.forward).parameters))
+    return name == "input_features" and _shape(model, name)[0] != _FRAMES
 
 
 def _known(row: Tensor, rows: Mapping[bytes, Mapping[str, Tensor]]) -> Mapping[str, Tensor] | None:

@@ -8,7 +8,7 @@ The prompt of a sequence is its source. The first answer follows the token that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,10 @@ class OnnxPair(OnnxModel):
         super().__init__(folder, threads=threads, accuracy_level=accuracy_level)
         self.encoder = open_graph(folder / ENCODER, self.threads, level=accuracy_level)
         self.start = int(self.meta.get(START, 0))
+        first = self.encoder.get_inputs()[0]
+        # of an encoder of speech: name and shape of its features
+        self.heard = None if first.name == "input_ids" else (str(first.name), tuple(first.shape[1:]))
+        self.pictures: Any = None
 
     def state(self, batch: int, capacity: int) -> Any:
         """Make room for `batch` sequences of up to `capacity` tokens of source and answer. Raises as `OnnxModel`."""
@@ -57,13 +61,55 @@ class OnnxPair(OnnxModel):
         }
         return BothCaches(batch, capacity, past)
 
-    def read(self, state: BothCaches, ids: Array, mask: Array | None = None) -> None:
-        """Run the encoder on the sources, ids [B, S]; `mask` has zeros for padding."""
+    def read(
+        self, state: BothCaches, ids: Array, mask: Array | None = None, features: Array | None = None
+    ) -> None:
+        """Run the encoder on the sources, ids [B, S]; `mask` has zeros for padding.
+
+        An encoder of speech takes `features` instead, or those of the recordings of these ids.
+        """
         state.mask = np.ones_like(ids) if mask is None else mask
+        feeds = {"input_ids": ids, "attention_mask": state.mask}
+        if self.heard is not None:
+            feeds = {self.heard[0]: self._recorded(ids) if features is None else features}
         with self._reading():
-            values = self.encoder.run(None, {"input_ids": ids, "attention_mask": state.mask})
+            values = self.encoder.run(None, feeds)
         state.source = {value.name: array for value, array in zip(self.encoder.get_outputs(), values, strict=True)}
-        state.length += ids.shape[1]
+        state.length += 0 if self.heard else ids.shape[1]
+
+    def _recorded(self, ids: Array) -> Array:
+        import torch
+
+        from quantkit.model.streaming.sounds import heard_with
+
+        assert self.heard is not None
+        rows = {} if self.pictures is None else self.pictures.rows
+        features: Array = heard_with(*self.heard, torch.from_numpy(ids), rows)[self.heard[0]].float().numpy()
+        return features
+
+    def written(self, features: Array, before: Sequence[int], stated: Mapping[str, Any], most: int) -> list[int]:
+        """Return the tokens of a transcript, greedily.
+
+        Args:
+            features: of one recording, [1, ...].
+            before: tokens in front of the transcript.
+            stated: contents of generation_config.json: tokens that are never written, and that end a text.
+            most: most tokens.
+        """
+        room = max(0, min(most, self.context // 2 - len(before)))  # half of the context is the source's
+        state, tokens = self.state(1, len(before) + room), list[int]()
+        self.read(state, np.zeros((1, 0), np.int64), features=features)
+        logits = self.write(state, np.array([before]))[0, -1]
+        ends = stated.get("eos_token_id")
+        never, first = (list(stated.get(key) or ()) for key in ("suppress_tokens", "begin_suppress_tokens"))
+        for _ in range(room):
+            logits[[*never, *(() if tokens else first)]] = -np.inf
+            token = int(logits.argmax())
+            if token in (ends if isinstance(ends, list) else [ends]):
+                break
+            tokens.append(token)
+            logits = self.write(state, np.array([[token]]))[0, -1]
+        return tokens
 
     def run(self, state: Any, ids: Array, mask: Array | None = None, *, keep: int = 0) -> Array:
         """Read the sources, and return the logits behind the first token; then those of answers' tokens, ids [B, S]."""
@@ -83,7 +129,8 @@ class OnnxPair(OnnxModel):
 
     def _feeds(self, state: BothCaches, ids: Array) -> dict[str, Array]:
         assert state.mask is not None
-        return {"input_ids": ids, "attention_mask": state.mask, **state.past, **state.source}
+        mask = {} if self.heard else {"attention_mask": state.mask}
+        return {"input_ids": ids, **mask, **state.past, **state.source}
 
     def scores(self, ids: Tensor, at_once: int | None = None) -> Scores:
         """Return scores as `runtimes.Scored.scores` does: each text is read, and read out again."""
@@ -126,7 +173,11 @@ class OnnxPair(OnnxModel):
             self.state(batch, tokens + 1),
             np.random.default_rng(0).integers(0, self.vocabulary, (batch, tokens)),
         )
-        self.read(state, ids)
+        features = None
+        if self.heard is not None:
+            shape = (batch, *map(int, self.heard[1]))
+            features = np.random.default_rng(0).standard_normal(shape, np.float32)
+        self.read(state, ids, features=features)
         return state, ids
 
 
