@@ -23,6 +23,7 @@ _NAMES = {
     "accuracy.cosine": "cosine",
     "accuracy.same": "the same",
     "accuracy.relative_error": "relative error",
+    "accuracy.wer": "word error rate",
     "latency.decode_step": "decode step",
     "latency.prefill": "prefill",
     "size.bytes": "weights",

@@ -14,6 +14,9 @@ import zoo
 from quantkit.calibrate.sets.recordings import recordings, resampled, samples_of, windows
 from quantkit.calibrate.tokens.heard import load_heard
 from quantkit.errors import InputError
+from quantkit.measurement.accuracy.labelled import About
+from quantkit.measurement.accuracy.spoken import errors, row_of, words_of
+from quantkit.measurement.rows import Data
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.pipeline import Request, compile_model
@@ -193,3 +196,29 @@ def test_two_graphs_hear_and_answer_as_torch_does(tmp_path: Path, byte_tokenizer
     assert checks["reload.onnxruntime"].ok and checks["reload.onnxruntime"].value < 1e-4
     kl = {row.runtime: row.value for row in done.rows if row.name == "accuracy.kl"}
     assert kl["torch"] == pytest.approx(kl["onnxruntime"], rel=0.5)
+    # both write transcripts, of which words are counted
+    wer = {row.runtime: row for row in done.rows if row.name == "accuracy.wer"}
+    assert set(wer) == {"torch", "onnxruntime"} and wer["torch"].n == 3 and wer["torch"].shape == {"words": 18}
+    assert wer["torch"].value == pytest.approx(wer["onnxruntime"].value, abs=0.2)
+    assert wer["torch"].baseline is not None and wer["torch"].baseline.difference is not None
+
+
+def test_words_are_counted_as_errors_of_the_best_alignment() -> None:
+    assert words_of("Don’t STOP, 2 go!") == ["don't", "stop", "2", "go"]
+    for spoken, written, count in (
+        ("a b c", "a b c", 0),
+        ("a b c", "a c", 1),
+        ("a b c", "a x b c", 1),
+        ("a b c", "x y", 3),
+        ("a b c", "", 3),
+        ("", "a b", 2),
+        ("a b c d", "b c d e", 2),
+    ):
+        assert errors(spoken.split(), written.split()) == count, (spoken, written)
+    data = Data(set="x", split="eval", sha256="0", items=3)
+    row = row_of(
+        [["a", "b"]] * 3, [["a", "b"]] * 3, [["a", "b"], ["a"], ["a", "x", "y"]], About("s", "o", "torch", data)
+    )
+    assert row.value == pytest.approx(3 / 6) and row.better == "lower" and row.stat == "ratio"
+    assert row.baseline is not None and (row.baseline.value, row.baseline.difference) == (0, pytest.approx(0.5))
+    assert row.ci95 is not None and row.ci95[0] < 0.5 < row.ci95[1]

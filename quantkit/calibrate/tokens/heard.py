@@ -162,7 +162,7 @@ def _written(source: Source, tokenizer: Any, heard: Sequence[dict[str, torch.Ten
     return transcripts(model, tokenizer, heard)
 
 
-def transcripts(model: Any, tokenizer: Any, heard: Sequence[dict[str, torch.Tensor]], most: int = 0) -> list[str]:
+def transcripts(model: Any, tokenizer: Any, heard: Sequence[Mapping[str, torch.Tensor]], most: int = 0) -> list[str]:
     """Return a model's transcripts of recordings, greedily, by its own generation config.
 
     Args:

@@ -163,7 +163,7 @@ def rows(
     if original.source.kind == "decoder":
         if not candidate.ways:
             items = score(original, candidate, tokens, progress)
-            return items.rows(about), items
+            return [*items.rows(about), *_spoken(original, candidate, tokens, about)], items
         all_rows, scored, count = [], [], len(candidate.ways)
         for number, way in enumerate(candidate.ways):
 
@@ -177,6 +177,12 @@ def rows(
     from quantkit.measurement.accuracy.purpose import TextResults
 
     return result_rows(original, candidate, tokens, TextResults(original, tokens), about, progress), None
+
+
+def _spoken(original: StreamedModel, candidate: Scored, tokens: TokenSet, about: About) -> list[Row]:
+    from quantkit.measurement.accuracy import spoken
+
+    return spoken.rows(original, candidate, tokens, about) if any(tokens.spoken) else []
 
 
 # shares of the whole that have passed before the checkpoint, the float model and their comparisons are done

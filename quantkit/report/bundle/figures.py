@@ -118,6 +118,13 @@ def _right(row: Row, value: float) -> Figures:
     return SHARES[row.name], before, form(value), words.joined(words.between(row.ci95, form), lost(row), by="; ")
 
 
+def _wrong_words(row: Row, value: float) -> Figures:
+    before = words.percent(row.baseline.value) if row.baseline is not None else ""
+    heard = f"{(row.shape or {}).get('words', 0):,} words"
+    remark = words.joined(words.between(row.ci95, words.percent), lost(row), heard, by="; ")
+    return "word error rate", before, words.percent(value), remark
+
+
 def _alone(label: str | Callable[[Row], str], form: words.Form | None = None) -> Callable[[Row, float], Figures]:
     def line(row: Row, value: float) -> Figures:
         shown, name = form or share_form(row), label if isinstance(label, str) else label(row)
@@ -166,6 +173,7 @@ _MAKERS: dict[str, Callable[[Row, float], Figures]] = {
     "accuracy.kl": _kl,
     "accuracy.top1_agreement": _alone(agreement),
     "accuracy.next_word": _next_word,
+    "accuracy.wer": _wrong_words,
     "across.kl": _kl,
     "across.top1_agreement": _alone(lambda row: f"same most likely word{_across(row)}", words.percent),
     "accuracy.cosine": _cosine,

@@ -62,7 +62,16 @@ def _accuracy(rows: Sequence[Row]) -> list[str]:
     return [
         f"KL divergence {words.short(kl.value or 0.0)} nats{_sure(kl.ci95)}",
         f"perplexity {before} → {after}: {times:.3f} times{sure}",
+        *_heard(scored.get("accuracy.wer")),
     ]
+
+
+def _heard(row: Row | None) -> list[str]:
+    """Return the line of a word error rate."""
+    if row is None or row.baseline is None:
+        return []
+    before, after = (words.percent(value) for value in (row.baseline.value, row.value or 0.0))
+    return [f"word error rate {before} → {after}: {figures.lost(row)}"]
 
 
 def _speed(manifest: Manifest, rows: Sequence[Row]) -> list[str]:

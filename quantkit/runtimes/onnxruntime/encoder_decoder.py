@@ -61,9 +61,7 @@ class OnnxPair(OnnxModel):
         }
         return BothCaches(batch, capacity, past)
 
-    def read(
-        self, state: BothCaches, ids: Array, mask: Array | None = None, features: Array | None = None
-    ) -> None:
+    def read(self, state: BothCaches, ids: Array, mask: Array | None = None, features: Array | None = None) -> None:
         """Run the encoder on the sources, ids [B, S]; `mask` has zeros for padding.
 
         An encoder of speech takes `features` instead, or those of the recordings of these ids.

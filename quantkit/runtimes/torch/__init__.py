@@ -75,6 +75,12 @@ class TorchRuntime(Runtime):
 
         return TorchDecoder(self._whole(folder))
 
+    def network(self, folder: Path) -> Any:
+        """Load a checkpoint's model in float32, in eval mode."""
+        import torch
+
+        return self._whole(folder, dtype=torch.float32).float()
+
     def _whole(self, folder: Path, **settings: Any) -> Any:
         """Load the model and expand every weight, now or at the first forward."""
         from quantkit.runtimes.torch.reloaded import described, unread
