@@ -283,6 +283,8 @@ def _workload(question: PlanQuestion, architecture: Architecture, target: Target
         most = limit or _TEXT
         if prompt is None and architecture.kind == "network":
             prompt = most  # an image has as many patches as it has
+        if prompt is None and architecture.source_positions is not None:
+            prompt, most = architecture.source_positions, most - architecture.source_positions
         if prompt is None:
             prompt = max(min(usual[0], most // 2 if decodes else most), 1)
             assumed.append(f"{'prompts' if decodes else 'texts'} of {prompt:,} tokens (--prompt)")

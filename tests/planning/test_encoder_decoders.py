@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from quantkit.errors import InputError
 from quantkit.model.sizes import configs
@@ -23,6 +25,13 @@ BART: dict[str, Any] = {
     **{"model_type": "bart", "architectures": ["BartForConditionalGeneration"], "dtype": "float32"},
     **{"d_model": 256, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4, "vocab_size": 1000},
     **{"decoder_attention_heads": 4, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512, "max_position_embeddings": 512},
+}
+
+WHISPER: dict[str, Any] = {
+    **{"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "dtype": "float32"},
+    **{"d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 6, "vocab_size": 51864},
+    **{"decoder_attention_heads": 6, "encoder_ffn_dim": 1536, "decoder_ffn_dim": 1536, "num_mel_bins": 80},
+    **{"max_source_positions": 1500, "max_target_positions": 448},
 }
 
 
@@ -58,3 +67,16 @@ def test_no_other_export_is_planned_and_no_other_runtime(tmp_path: Path) -> None
     bare = Target.load("cpu-x86").model_copy(update={"runtimes": ["llama_cpp"]})
     with pytest.raises(InputError, match="target-cannot-run"):
         plan(PlanQuestion(str(tmp_path), recipes=["float"], target=bare), samples=[])
+
+
+def test_a_recording_has_as_many_positions_as_the_encoder(tmp_path: Path) -> None:
+    architecture = configs.from_config(WHISPER, "x")
+    with torch.device("meta"):
+        model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**WHISPER))
+    assert architecture.parameters == sum(value.numel() for value in model.parameters())
+    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert {matrix.name for matrix in architecture.inside()} == linears - {"proj_out"}
+    (tmp_path / "config.json").write_text(json.dumps(WHISPER))
+    question = PlanQuestion(str(tmp_path), recipes=["float"], output=100, batches=(1,))
+    (candidate,) = plan(question, samples=[]).candidates
+    assert candidate.memory is not None and candidate.memory.parts["cache"] == 4 * 2 * (1500 + 100) * 384 * 4

@@ -169,12 +169,8 @@ def trace_both(skeleton: nn.Module) -> tuple[Traced, Traced]:
     arguments = (ones[:, :NEW].clone(), *masks, held, empty)
     sizes = (free, *dynamics, [cache] * len(held), [crossing] * len(empty))
     _, program = _program(skeleton, (_Written if heard else _Answer)(model, width), arguments, sizes)
-    inputs = [
-        "input_ids",
-        *(() if heard else ("attention_mask",)),
-        *(f"past_key_values.{name}" for name in names),
-        *crossed,
-    ]
+    mask = [] if heard else ["attention_mask"]
+    inputs = ["input_ids", *mask, *(f"past_key_values.{name}" for name in names), *crossed]
     outputs = ["logits", *(f"present.{name}" for name in names)]
     axes = axes | {"input_ids": [batch, new], "logits": [batch, new, ""]}
     axes |= {f"past_key_values.{name}": [batch, "", past, ""] for name in names}

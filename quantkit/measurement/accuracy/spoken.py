@@ -4,9 +4,9 @@ With S words replaced, D left out and I added, in the alignment with the fewest 
 
     WER = Σ (S + D + I) / Σ N
 
-Both sides write greedily. Words are compared in small letters, without punctuation. The interval is a BCa bootstrap that
-draws recordings; that of the change draws them too, both sides of a recording together. Where both sides have the same
-errors in every recording, the change is 0 and its interval has no width: then `N` says how much was heard.
+Both sides write greedily. Words are compared in small letters, without punctuation. The interval is a BCa bootstrap
+over recordings; that of the change draws both sides of a recording together. If both sides have as many errors in every
+recording, the change is 0 and its interval has no width: N then tells how much was heard.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def errors(spoken: Sequence[str], written: Sequence[str]) -> int:
 def rows(original: StreamedModel, candidate: Scored, tokens: TokenSet, about: About) -> list[Row]:
     """Return `accuracy.wer` on the recordings with a transcript; none without, or for a side that no runtime runs."""
     from quantkit.calibrate.tokens.generated import fits
-    from quantkit.model.source.open import quiet_loading
+    from quantkit.model.source.places import quiet_loading
     from quantkit.model.streaming.calls import Pictures
 
     heard = tokens.pictures.rows if tokens.pictures is not None else {}
@@ -77,7 +77,7 @@ def _written(
     original: StreamedModel, candidate: Scored, features: Sequence[Mapping[str, Tensor]], most: int
 ) -> list[str] | None:
     """Return the transcripts of a candidate; None for values in memory, which no library runs."""
-    from quantkit.model.source.open import quiet_loading
+    from quantkit.model.source.places import quiet_loading
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.runtimes.onnxruntime.encoder_decoder import OnnxPair
     from quantkit.runtimes.torch import RUNTIME as TORCH

@@ -114,6 +114,7 @@ class Architecture:
         ends: part of `others` behind an encoder's last hidden states: pooler, and the head of its task.
         class_name: class in transformers; "" if the config names none.
         sees: True for a vision-language model: a decoder that takes images too.
+        source_positions: positions of every source, if all are as long: recordings; else None.
         image_tokens: tokens of the context for an image of the usual size; None if the config does not say.
     """
 
@@ -134,6 +135,7 @@ class Architecture:
     class_name: str = ""
     sees: bool = False
     image_tokens: int | None = None
+    source_positions: int | None = None
 
     @property
     def has_encoder(self) -> bool:

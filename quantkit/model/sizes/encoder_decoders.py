@@ -1,10 +1,10 @@
-"""Sizes of models with an encoder and a decoder: T5, BART, Marian and their relatives.
+"""Sizes of models with an encoder and a decoder: T5, BART, Marian, Whisper and their relatives.
 
 An encoder block is attention over the whole source and a perceptron. A decoder block has attention to its own earlier
 tokens, attention to what the encoder puts out, and a perceptron. Keys and values of both are cached, so a sequence of P
 tokens of source and O tokens of answer keeps P + O of them in each decoder block:
 
-    cross-attention   P keys and values, made once, with the prompt
+    cross-attention   P keys and values, made once, with the prompt; of Whisper 1,500, however short the recording is
     self-attention    O keys and values, one more at each step
 
 A step of decoding reads neither the encoder's linears nor those of the keys and values over the source (`Matrix.when`).
@@ -13,7 +13,7 @@ A step of decoding reads neither the encoder's linears nor those of the keys and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantkit.model.sizes.architecture import MOST_LAYERS, Architecture, Attention, BlockShapes, Figures, Matrix, When
 
@@ -27,12 +27,16 @@ class Relative:
         behind: rows of its tables of positions before the first position.
         first_norm: True if each stack begins with a norm.
         last_norm: True if each stack ends with a norm.
+        hears: True if the source is a recording: two convolutions over features, and tables of positions that differ.
+        head: name of the linear for logits.
     """
 
     class_name: str
     behind: int = 0
     first_norm: bool = False
     last_norm: bool = False
+    hears: bool = False
+    head: str = "lm_head"
 
 
 BART = {
@@ -40,6 +44,7 @@ BART = {
     "mbart": Relative("MBartForConditionalGeneration", behind=2, first_norm=True, last_norm=True),
     "marian": Relative("MarianMTModel"),
     "pegasus": Relative("PegasusForConditionalGeneration", last_norm=True),
+    "whisper": Relative("WhisperForConditionalGeneration", last_norm=True, hears=True, head="proj_out"),
 }
 T5 = {"t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}
 PAIRS = {**T5, **{name: relative.class_name for name, relative in BART.items()}}
@@ -54,7 +59,11 @@ def encoder_decoder(figures: Figures, name: str) -> Architecture:
 
 def _bart(figures: Figures, name: str) -> Architecture:
     hidden, vocabulary = figures.size("d_model"), figures.size("vocab_size")
-    positions, own = figures.size("max_position_embeddings"), BART[figures.model_type]
+    own = BART[figures.model_type]
+    positions = figures.size("max_target_positions" if own.hears else "max_position_embeddings")
+    source = figures.size("max_source_positions") if own.hears else positions
+    # convolutions of 3 frames: the bins, then the width; else a bias of the logits
+    others = 3 * hidden * (figures.size("num_mel_bins") + hidden) + 2 * hidden if own.hears else vocabulary
     layers: list[BlockShapes] = []
     for part in ("encoder", "decoder"):
         heads, wide = figures.size(f"{part}_attention_heads"), figures.size(f"{part}_ffn_dim")
@@ -65,11 +74,14 @@ def _bart(figures: Figures, name: str) -> Architecture:
         for index in range(figures.size(f"{part}_layers", most=MOST_LAYERS)):
             path = f"model.{part}.layers.{index}"
             matrices = list(_attentions(path, part, ("self_attn", "encoder_attn"), _BART_LEAVES, hidden, hidden, True))
+            if own.hears:  # its keys have no bias
+                matrices = [replace(one, bias=not one.name.endswith("k_proj")) for one in matrices]
             when: When = "prompt" if part == "encoder" else "step"
             matrices.append(Matrix(f"{path}.fc1", wide, hidden, bias=True, when=when))
             matrices.append(Matrix(f"{path}.fc2", hidden, wide, bias=True, when=when))
             layers.append(BlockShapes(path, matrices, attention, others=norms * 2 * hidden))
-    figures.assume(f"up to {positions:,} tokens of source, and of answer")
+    read = f"{source:,} positions of every recording" if own.hears else f"up to {source:,} tokens of source"
+    figures.assume(f"{read}, and {f'up to {positions:,} tokens ' if own.hears else ''}of answer")
     return Architecture(
         name=name,
         kind="decoder",
@@ -77,14 +89,15 @@ def _bart(figures: Figures, name: str) -> Architecture:
         dtype=figures.dtype("float32"),
         hidden=hidden,
         layers=layers,
-        embeddings=(vocabulary + 2 * (positions + own.behind)) * hidden,
-        others=4 * hidden * (own.first_norm + own.last_norm) + vocabulary,  # and the logits' bias
-        head=Matrix("lm_head", vocabulary, hidden),
+        embeddings=(vocabulary + positions + source + 2 * own.behind) * hidden,
+        others=4 * hidden * (own.first_norm + own.last_norm) + others,
+        head=Matrix(own.head, vocabulary, hidden),
         tied=figures.flag("tie_word_embeddings", True),
         vocabulary=vocabulary,
-        max_context=2 * positions,
+        max_context=source + positions,
         assumed=tuple(figures.assumed),
         class_name=own.class_name,
+        source_positions=source if own.hears else None,
     )
 
 
