@@ -27,6 +27,7 @@ from quantkit.bundle.manifest import (
     role_of,
 )
 from quantkit.bundle.verify import content_offenders, verify_files
+from quantkit.content import near
 from quantkit.errors import InputError
 from quantkit.plugins import Kind
 
@@ -65,7 +66,11 @@ class Bundle:
                 raise InputError("unfinished-build", where=str(folder), value=value, remedy=remedy)
             value = f"no {MANIFEST} in it" if folder.is_dir() else "no such folder"
             rule = "a bundle is the folder that `quantkit compile` leaves"
-            raise InputError("not-a-bundle", str(folder), value, rule, "check the path")
+            model = (folder / "config.json").is_file()
+            remedy = (
+                f"it is a model: `quantkit compile {near(folder)}` makes a bundle of it" if model else "check the path"
+            )
+            raise InputError("not-a-bundle", str(folder), value, rule, remedy)
         return cls(folder, Manifest.read(folder / MANIFEST))
 
     @property

@@ -82,7 +82,8 @@ def find_file(path: Path, *, allow_code: bool = False) -> CatalogEntry:
             return _card(path.name, path / "card.yaml")
         value = "a folder without manifest.json or card.yaml"
         rule = "show takes a name, a bundle, a calibration set, a recipe or a target"
-        raise InputError("file-unknown", where=str(path), value=value, rule=rule)
+        remedy = f"sizes of a model: quantkit plan {content.near(path)}" if (path / "config.json").is_file() else ""
+        raise InputError("file-unknown", where=str(path), value=value, rule=rule, remedy=remedy)
     data = content.read_yaml(path)
     keys = set(data) if isinstance(data, dict) else set()
     if keys & {"arch", "memory", "compute"}:

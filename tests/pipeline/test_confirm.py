@@ -46,6 +46,24 @@ def test_a_reloaded_export_that_gives_nan_is_no_small_divergence(
     assert held[LOSS].ok and not held[KL].ok
 
 
+def test_the_noise_of_an_original_that_rounds_its_inputs_is_allowed_for() -> None:
+    ids, generator = zoo.ids(2, 24), torch.Generator().manual_seed(0)
+
+    def noise(size: float) -> torch.Tensor:
+        return size * torch.randn(2, 24, zoo.VOCABULARY, generator=generator)
+
+    expected = noise(2.0)
+    streamed = expected + noise(0.1)
+    before, after = expected + noise(0.06), streamed + noise(0.06)
+    (_, held) = confirming._decoder(before, after, ids, None, streamed, None, expected)
+    assert held.name == KL and held.ok and held.value > confirming.LIMIT  # type: ignore[operator]
+    # what is not explained by it is still seen, and without noise there is no more room
+    (_, wrong) = confirming._decoder(before, after + noise(0.3), ids, None, streamed, None, expected)
+    assert not wrong.ok
+    (_, plain) = confirming._decoder(expected, after, ids, None, streamed, None, expected)
+    assert not plain.ok
+
+
 def test_an_encoders_original_is_confirmed_beside_its_export(tmp_path: Path) -> None:
     stream, ids = stream_of("bert", tmp_path / "bert"), zoo.ids(2, 24)
     assert {each.name: each.ok for each in confirm(stream, tmp_path / "bert", ids, None)} == {
@@ -89,7 +107,7 @@ def test_kernels_of_a_library_have_the_room_that_their_rounding_needs(
     monkeypatch.setattr(confirming, "_has_kernels", lambda folder: True)
     real, noise = confirming._streamed, 0.01 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(
-        confirming, "_streamed", lambda folder, few, rounded=False: real(folder, few) + (noise if rounded else 0)
+        confirming, "_streamed", lambda folder, rounded=False, **how: real(folder, **how) + (noise if rounded else 0)
     )
     first, second = confirm(stream, tmp_path / name, ids, items)
     assert first.limit == confirming.LIMIT

@@ -10,6 +10,7 @@ import transformers
 import zoo
 from conftest import recipe  # type: ignore[import-not-found]
 from safetensors.torch import load_file, save_file
+from zoo import shrink
 
 import quantkit
 
@@ -57,7 +58,18 @@ def qwen(folder: Path) -> str:
     return "mtp."
 
 
-@pytest.mark.parametrize("made", [deepseek, qwen])
+def glm(folder: Path) -> str:
+    """A head as DeepSeek's; transformers is told to leave the last block's number out."""
+    shrink.tiny("Glm4MoeForCausalLM", folder, vocab_size=258, num_nextn_predict_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    before, after = f"layers.{shrink.LAYERS - 1}.", f"layers.{shrink.LAYERS}."
+    own = {name.replace(before, after): value + 0.5 for name, value in tensors.items() if before in name}
+    own |= {f"model.{after}eh_proj.weight": torch.randn(64, 128), f"model.{after}enorm.weight": torch.ones(64)}
+    save_file({**tensors, **own}, folder / "model.safetensors", {"format": "pt"})
+    return f"model.{after}"
+
+
+@pytest.mark.parametrize("made", [deepseek, qwen, glm])
 def test_a_draft_head_is_carried_and_declared(
     made: Any, tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,4 +87,4 @@ def test_a_draft_head_is_carried_and_declared(
     config = json.loads((bundle.model_folder / "config.json").read_text())
     matrices = [name.removesuffix(".weight") for name in own if before[name].dim() == 2]
     assert set(matrices) <= set(config["quantization_config"]["ignore"])
-    assert config.get("num_nextn_predict_layers") == (1 if made is deepseek else None)
+    assert config.get("num_nextn_predict_layers") == (None if made is qwen else 1)

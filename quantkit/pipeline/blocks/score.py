@@ -123,11 +123,6 @@ def score_exports(
         rows += scored if number == 0 else _without_bits(scored)
         if items is not None:
             items.save(bundle.path / ("items.safetensors" if number == 0 else f"items-{runtime}.safetensors"))
-        tensors = load_exporter(step.name).stores == "tensors"
-        if whole and (number == 0 or tensors) and is_confirmed(original):
-            progress.at("score", (number + _SCORED) / len(exports), CONFIRMING)
-            kept = {name: build.temporary(name) for name in (BEFORE, AFTER)}
-            checks += confirm(original, bundle.path / "model" if tensors else None, few_ids(scoring), items, kept)
         if harmed:
             if depth is None:
                 dense = candidate if isinstance(candidate, StreamedModel) else _dense(prepared, build, step)
@@ -136,6 +131,12 @@ def score_exports(
                     depth.visit(stage, dense.load(index))
             harm = _harm(prepared, depth.harm, items)
             (bundle.path / HARM).write_text(harm.model_dump_json() + "\n", encoding="utf-8")
+            del depth, candidate, how  # they hold the ends of both models, and to confirm them loads others
+        tensors = load_exporter(step.name).stores == "tensors"
+        if whole and (number == 0 or tensors) and is_confirmed(original):
+            progress.at("score", (number + _SCORED) / len(exports), CONFIRMING)
+            kept = {name: build.temporary(name) for name in (BEFORE, AFTER)}
+            checks += confirm(original, bundle.path / "model" if tensors else None, few_ids(scoring), items, kept)
         if tensors and prepared.request.recipe.scheme.kv_cache is not None:
             rows += _score_long(prepared, bundle, original, progress)
     # of two exports, the original is confirmed with each
@@ -326,7 +327,9 @@ def _decoder(
         # a mean of positions whose errors need not be independent
         apart = 0.0 if rounded is None else np.sqrt(np.square(_divergences(like, rounded).numpy() - scored).mean())
         error = abs(float(_divergences(before, after).mean()) - float(scored.mean()))
-        checks.append(_check(KL, error, LIMIT + DEPARTURES * float(apart)))
+        # an original that rounds its inputs departs from itself by the last bit of a sum, and so does the export
+        noise = 0.0 if expected is None else 2 * float(_divergences(expected, before).mean())
+        checks.append(_check(KL, error, LIMIT + DEPARTURES * (float(apart) + noise)))
     return checks
 
 
