@@ -5,7 +5,7 @@
     python benchmarks/vllm_steps.py                 # forecasts SmolLM2 and Qwen2.5-Coder from those, then times them
     python benchmarks/vllm_steps.py --target h100   # either on a GPU, with the figures that its target states
     python benchmarks/vllm_steps.py --again RECORD --fit            # of its steps, and of the models that it lacks
-    python benchmarks/vllm_steps.py --again RECORD --load RECORD    # the plan against a load by vllm_load.py
+    python benchmarks/vllm_steps.py --again RECORD --load RECORD …  # the plan against loads by vllm_load.py
 
 vLLM's own generator sends bursts of requests at once to vLLM's own server, so a step includes scheduler, sampler and
 HTTP server:
@@ -122,7 +122,7 @@ def checkpoint(model: str, form: str, out: Path) -> Path:
     if recipe == "float":
         return open_model(model).path
     if not out.exists():
-        with unscored(model, recipe, out.with_suffix(".bundle"), changes) as (bundle, _):
+        with unscored(model, recipe, out.with_name(f"{out.name}.bundle"), changes) as (bundle, _):
             copytree(bundle / "model", out)
     return out
 
@@ -228,7 +228,7 @@ def main() -> int:
     parser.add_argument("--target", default="", help="of a GPU; left out, this processor")
     parser.add_argument("--work", type=Path, help="keeps models and checkpoints there")
     parser.add_argument("--again", type=Path, help="takes the steps of a record, and times the models that it lacks")
-    parser.add_argument("--load", type=Path, help="record of vllm_load.py on this machine, to hold the plan against")
+    parser.add_argument("--load", type=Path, nargs="+", help="records of vllm_load.py here, to hold the plan against")
     options = parser.parse_args()
     timed, ceiled = list[Timed](), dict[str, dict[str, float]]()
     with tempfile.TemporaryDirectory() as name:
@@ -261,7 +261,7 @@ def main() -> int:
         record("vllm-steps-fit", "what random models teach of vLLM's steps", rows, settings)
         return 0
     if options.load:
-        figures_of = list(loaded(options.load, place))
+        figures_of = [one for path in options.load for one in loaded(path, place)]
         show("the plan against a load in vLLM's server", figures_of, HELD)
         record("vllm-held", "figures of plans for vLLM beside a measured load", figures_of, settings)
         near = [row["near"] for row in figures_of]

@@ -76,3 +76,12 @@ def test_a_class_that_nobody_knows_stays_unknown(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="config-invalid"):
         built.read(str(tmp_path))
+
+
+def test_layers_whose_heads_differ_are_counted_by_their_own(tmp_path: Path) -> None:
+    shrink.tiny("Gemma4ForCausalLM", tmp_path)
+    sizes = built.read(str(tmp_path))
+    heads = [layer.attention.heads * layer.attention.head_dim for layer in sizes.layers if layer.attention]
+    assert len(set(heads)) > 1
+    queries = [matrix.N for layer in sizes.layers for matrix in layer.matrices if matrix.name.endswith("q_proj")]
+    assert heads == queries

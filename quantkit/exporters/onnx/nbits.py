@@ -218,11 +218,18 @@ def refuse_heads(config: Any, where: str) -> None:
     Args:
         config: transformers', of a decoder.
     """
+    from quantkit.model.structure.traced import layer_config  # torch, which a plan goes without
+
+    layers = range(getattr(config, "num_hidden_layers", 1))
+    sizes = sorted({_head_size(layer_config(config, index)) for index in layers})
+    if len(sizes) > 1 or sizes[0] % _HEAD:
+        rule = f"ONNX Runtime's GroupQueryAttention needs heads of one size, a multiple of {_HEAD} features"
+        raise unattended(where, f"heads of {' and '.join(map(str, sizes))} features", rule, _LEAVE)
+
+
+def _head_size(config: Any) -> int:
     heads, hidden = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
-    size = getattr(config, "head_dim", None) or (hidden // heads if heads and hidden else 0)
-    if size % _HEAD:
-        rule = f"ONNX Runtime's GroupQueryAttention needs heads of a multiple of {_HEAD} features"
-        raise unattended(where, f"heads of {size} features", rule, _LEAVE)
+    return int(getattr(config, "head_dim", None) or (hidden // heads if heads and hidden else 0))
 
 
 def _refuse_input(linear: str, inputs: ActivationScheme, weight: WeightScheme) -> None:

@@ -32,7 +32,7 @@ from quantkit.exporters import unattended
 from quantkit.exporters.trace import CHECKPOINT
 from quantkit.exporters.trace import repeat as _repeat
 from quantkit.exporters.trace.rewrite import DOMAIN, Traced
-from quantkit.model.structure.traced import find_blocks, is_linear, is_transposed
+from quantkit.model.structure.traced import attention_sizes, find_blocks, is_linear, is_transposed
 from quantkit.model.to_onnx import quiet
 
 OPSET = 23
@@ -395,9 +395,8 @@ BSP = ("batch_size", "sequence_length", "past_sequence_length", "total_sequence_
 def _decoder(model: nn.Module, floats: torch.dtype, positions: bool, layers: Sequence[int]) -> Parts:
     """Wrap a decoder with the caches of the traced blocks: copies get theirs later, which saves time."""
     config: Any = model.config
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    empty = torch.zeros(BATCH, heads, PAST, size, dtype=floats)
+    sizes = [attention_sizes(config, index) for index in layers]
+    pasts = [torch.zeros(2, BATCH, heads, PAST, size, dtype=floats) for _, heads, size in sizes]
     ones = torch.ones(BATCH, NEW + PAST, dtype=torch.int64)
     dynamic = torch.export.Dim.DYNAMIC
     first = {0: dynamic, 1: dynamic}
@@ -410,7 +409,7 @@ def _decoder(model: nn.Module, floats: torch.dtype, positions: bool, layers: Seq
             inputs.append(f"past_key_values.{index}.{part}")
             outputs.append(f"present.{index}.{part}")
             axes[inputs[-1]], axes[outputs[-1]] = [batch, "", past, ""], [batch, "", total, ""]
-    arguments: list[Any] = [ones[:, :NEW].clone(), ones, [(empty.clone(), empty.clone()) for _ in layers]]
+    arguments: list[Any] = [ones[:, :NEW].clone(), ones, [tuple(past.clone() for past in pair) for pair in pasts]]
     shapes: list[Any] = [first, first, [(cache, cache)] * len(layers)]
     if positions:
         arguments.append(torch.arange(NEW).repeat(BATCH, 1))

@@ -31,7 +31,7 @@ from quantkit.measurement.size import saved_bytes
 from quantkit.measurement.timing.latency import LoadedSides, TimedSide, explained, measure
 from quantkit.measurement.timing.schedule import Step, TimingPlan
 from quantkit.model.structure.kinds import positions
-from quantkit.model.structure.traced import is_linear, of_text
+from quantkit.model.structure.traced import attention_sizes, is_linear, of_text
 from quantkit.runtimes.child import Report
 from quantkit.runtimes.torch import decode_graph
 from quantkit.runtimes.torch import packed as _packed
@@ -245,9 +245,7 @@ def _measured(
 def _cost(model: Any, name: str, compute: str) -> StepCost:
     """Return the bytes and operations of a decode step. Every weight is read once; the embedding costs one row."""
     config = model.config.get_text_config()
-    heads, layers = int(config.num_attention_heads), int(config.num_hidden_layers)
-    head = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    sizes = [attention_sizes(config, index) for index in range(int(config.num_hidden_layers))]
     output, width = model.get_output_embeddings(), model.dtype.itemsize
     inside, stored, floats = 0.0, 0.0, 0.0
     for module in of_text(model):
@@ -265,9 +263,9 @@ def _cost(model: Any, name: str, compute: str) -> StepCost:
     return StepCost(
         name,
         stored + floats,
-        kv_bytes_per_token=2.0 * layers * kv_heads * head * width,
+        kv_bytes_per_token=2.0 * width * sum(shared * size for _, shared, size in sizes),
         flops_per_token=2.0 * inside,
-        attention_flops=4.0 * layers * heads * head,
+        attention_flops=4.0 * sum(heads * size for heads, _, size in sizes),
         head_flops=top,
         float_bytes=floats,
         float_head_flops=float_top,

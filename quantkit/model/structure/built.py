@@ -1,5 +1,7 @@
 """Sizes of a model that no family of `model/sizes` describes: transformers builds its class without weights.
 
+A class that transformers does not have either is read as a Llama, where its keys allow that.
+
 Linears, experts, embeddings and other parameters are counted on that class. Its attention follows the config: heads,
 their sizes, windows by `layer_types`. Layers with another mixer (a state space, a convolution) have no attention, and
 their states are not counted.
@@ -10,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import InputError, MissingDependency
@@ -31,17 +34,23 @@ def read(reference: str) -> Architecture:
 
     Raises InputError, those of `configs.read`, and of building the class.
     """
+    config, name, notes = configs.stated(reference)
+    known: Architecture | None = None
     try:
-        return configs.read(reference)
+        known = configs.read(reference)
     except InputError as problem:
         if problem.code != "config-unknown":
             raise
-        with MissingDependency.unless_found("transformers", extra="compile", purpose="the sizes of its class"):
-            config, name, notes = configs.stated(reference)
-            built = _built(config, name)
-        if built is None:
-            raise
+        unknown = problem
+    if known is not None and (configs.is_known(config) or find_spec("transformers") is None):
+        return known
+    with MissingDependency.unless_found("transformers", extra="compile", purpose="the sizes of its class"):
+        built = _built(config, name)
+    if built is not None:
         return replace(built, assumed=[*built.assumed, *notes])
+    if known is None:
+        raise unknown
+    return known
 
 
 def _built(config: Mapping[str, Any], name: str) -> Architecture | None:
@@ -78,16 +87,17 @@ def _built(config: Mapping[str, Any], name: str) -> Architecture | None:
 def sizes_of(model: nn.Module, kind: Kind, name: str, dtype: str) -> Architecture:
     """Count the sizes of a model with split experts, with or without weights. Raises InputError `blocks-not-found`."""
     from quantkit.model.structure import experts
-    from quantkit.model.structure.traced import blocks_of, find_head, find_stacks, names_of
+    from quantkit.model.structure.traced import blocks_of, find_head, find_stacks, layer_config, names_of
 
     config: Any = getattr(model.config, "get_text_config", lambda: model.config)()  # type: ignore[union-attr, operator]
     paths, routers, assumed = find_stacks(model), experts.routers(model), list[str]()
     layers = []
     for index, (path, block) in enumerate(zip(names_of(model, paths), blocks_of(model, paths), strict=True)):
-        matrices = _matrices(block, path, config, routers)
+        own = layer_config(config, index)
+        matrices = _matrices(block, path, own, routers)
         stored = sum(value.numel() for value in block.parameters())
         others = max(stored - sum(matrix.parameters for matrix in matrices), 0)
-        layers.append(BlockShapes(path, matrices, _attention(block, config, index, kind == "decoder"), others))
+        layers.append(BlockShapes(path, matrices, _attention(block, own, index, kind == "decoder"), others))
     if any(layer.attention is None for layer in layers):
         assumed.append("layers without attention keep no states")
     embedding = model.get_input_embeddings()  # type: ignore[operator]

@@ -206,6 +206,20 @@ def is_inside(name: str, paths: Iterable[str]) -> bool:
     return name.startswith(tuple(f"{path}." for path in paths))
 
 
+def layer_config(config: Any, index: int) -> Any:
+    """Return the config of a layer; that of the model where layers do not differ."""
+    # the model's own raises for what differs, as Gemma 4's size of heads
+    return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
+
+
+def attention_sizes(config: Any, index: int) -> tuple[int, int, int]:
+    """Return the heads, the heads of keys and values, and the features of a head in a layer of a text config."""
+    own = layer_config(config, index)
+    heads = int(own.num_attention_heads)
+    shared = int(getattr(own, "num_key_value_heads", None) or heads)
+    return heads, shared, int(getattr(own, "head_dim", None) or own.hidden_size // heads)
+
+
 def find_head(model: nn.Module) -> str | None:
     """Return the path of the linear for logits, such as `lm_head`; None if the model names none."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
