@@ -23,13 +23,18 @@ from harness.process import quantkit as quantkit_command
 from harness.record import layout, parsing, record, sha256, show, verdicts
 
 import quantkit
-from quantkit.measurement.accuracy.drafts import WAYS
+from quantkit.bundle import Bundle
+from quantkit.measurement.accuracy.drafts import WAYS, Acceptance, DraftTimes, gains
 from quantkit.model.source.merged import merge, open_adapter
 from quantkit.model.source.open import open_model
 from quantkit.model.structure.names import match_names
+from quantkit.pipeline.drafts import MOST, forecast
+from quantkit.target import Target
 
 MODELS = ("smollm2-135m", "gemma-3-270m", "qwen2.5-coder-0.5b")
 KINDS: dict[str, dict[str, Any]] = {"LoRA": {}, "rsLoRA": {"use_rslora": True}, "DoRA": {"use_dora": True}}
+# machines that the gain of a draft is forecast on
+MACHINES = ("l4", "h100")
 RANK, SPREAD, LIMIT = 8, 0.02, 1e-6
 TEXT = Path(__file__).resolve().parent / "texts" / "candide.txt"
 
@@ -135,7 +140,7 @@ def compiled_whole(name: str, recipe: str, steps: int, work: Path) -> dict[str, 
     apart = max(float((one - other).abs().max()) for one, other in pairs)
     candidates = {"base": str(base), "bundle": str(out / "model")}
     texts = {"held-out": {"file": str(work / "held-out.txt")}, "prose-en": {"set": "prose-en"}}
-    rows = {(row["candidate"], row["text"]): row for row in scored(str(merged), candidates, texts)}
+    rows = {(row["candidate"], row["text"]): row for row in scored(str(merged), candidates, texts, samples=4)}
     french = rows["bundle", "held-out"]
     return {
         **{"model": name, "dtype": "bfloat16", "recipe": recipe, "steps": steps, "loss": [losses[0], losses[-1]]},
@@ -147,6 +152,18 @@ def compiled_whole(name: str, recipe: str, steps: int, work: Path) -> dict[str, 
         **{f"{key}_prose": rows["bundle", "prose-en"][key] for key in ("kl", "kl_se")},
         **{"kl_stated": own["value"], "kl_stated_ci95": own["ci95"]},
     }
+
+
+def _gained(seen: Acceptance, times: DraftTimes | None) -> dict[str, Any]:
+    """Return the best expected gain of each way at some times; nothing without times."""
+    if times is None:
+        return {}
+    listed = gains(seen, times, MOST)
+    best = {way: max((one for one in listed if one.way == way), key=lambda one: one.gain) for way in WAYS}
+    row: dict[str, Any] = {"times": f"{times.source}: {times.about}", "step": times.step, "step_draft": times.draft}
+    for way, one in best.items():
+        row |= {f"{way}_gain": one.gain, f"{way}_k": one.k, f"{way}_gain_ci95": list(one.ci95 or ())}
+    return row
 
 
 def drafted(names: list[str], dtype: str, work: Path) -> list[dict[str, Any]]:
@@ -167,12 +184,13 @@ def drafted(names: list[str], dtype: str, work: Path) -> list[dict[str, Any]]:
         judged = quantkit.judge_draft(draft, target)
         row: dict[str, Any] = {"draft": Path(name).name, "target": dtype, "positions": int(judged.seen.greedy.size)}
         for way in WAYS:
-            mean, best = judged.seen.mean(way), judged.best(way)
+            mean = judged.seen.mean(way)
             row |= {way: mean.value, f"{way}_ci95": list(mean.ci95 or ())}
-            row |= {f"{way}_gain": best and best.gain, f"{way}_k": best and best.k}
-        times = judged.times
-        row |= {"times": times and f"{times.source}: {times.about}", "step": times and times.step}
-        rows.append(row | {"step_draft": times and times.draft})
+        rows.append({**row, "machine": "cpu-x86", **_gained(judged.seen, judged.times)})
+        opened = [quantkit.load(one.path if isinstance(one, Bundle) else one) for one in (draft, target)]
+        for machine in MACHINES:
+            times, _ = forecast(*opened, Target.load(machine))
+            rows.append({**row, "machine": machine, **_gained(judged.seen, times)})
     return rows
 
 
@@ -188,7 +206,7 @@ def main() -> int:
         if options.drafts is not None:
             rows = drafted(options.drafts or ["int8-weights", "awq-int4", "rtn-int4"], options.dtype, Path(place))
             columns = (
-                "draft | target | positions:d | greedy:.4f | greedy_ci95=95 %:.4f | greedy_gain=gain:.2f | greedy_k=k:d"
+                "draft | target | machine | greedy:.4f | greedy_ci95=95 %:.4f | greedy_gain=gain:.2f | greedy_k=k:d"
             )
             columns += " | sampling:.4f | sampling_ci95=95 %:.4f | sampling_gain=gain:.2f | sampling_k=k:d | times"
             show("SmolLM2-135M as a draft of its float model", rows, layout(columns))

@@ -197,7 +197,8 @@ def rows(models: list[str], layouts: list[str], recipes: list[str], place: Path)
                 row |= held(layout, written)
             for recipe in (one for one in recipes if one not in row):
                 again = place / f"{model}-{layout}--{recipe}"
-                shutil.rmtree(again, ignore_errors=True)
+                for left in (again, again.with_name(f"{again.name}.partial")):
+                    shutil.rmtree(left, ignore_errors=True)
                 # on one thread: on several, sums end in another bit, and rounded inputs in another code
                 changes = ("--set=export=[{checkpoint: {}}]", "--no-speed")
                 result, done = compiled(written, recipe, again, *changes, env=environment(1))

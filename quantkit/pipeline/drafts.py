@@ -25,6 +25,7 @@ from quantkit.pipeline.verdict import target_of
 from quantkit.planning.roofline import ModelStep
 from quantkit.runtimes.generate import demand_alone, demand_decoder
 from quantkit.runtimes.torch import RUNTIME as TORCH
+from quantkit.target import Target
 
 TEXT = "prose-en"
 # prompts of the text, tokens of each, and most drafted tokens
@@ -105,9 +106,9 @@ def measured(draft: Bundle, target: Bundle) -> tuple[DraftTimes | None, str]:
     return DraftTimes(ours[place][1], known[1], passes, "measured", about), note
 
 
-def forecast(draft: Bundle, target: Bundle) -> tuple[DraftTimes | None, str]:
-    """Return the plan's times of both on the target machine; or None and the reason."""
-    aimed = target_of(target.manifest)
+def forecast(draft: Bundle, target: Bundle, aimed: Target | None = None) -> tuple[DraftTimes | None, str]:
+    """Return the plan's times of both on a machine, that of the target's bundle if None; or None and the reason."""
+    aimed = aimed or target_of(target.manifest)
     steps = [ModelStep(1, tokens, _CONTEXT) for tokens in range(1, MOST + 2)]
     try:
         theirs, runtime = step_seconds(target, aimed, steps)

@@ -345,6 +345,18 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     assert error.code == "adapter-misfit" and "4 of 10 are missing" in error.line()
 
 
+def test_it_is_refused_before_the_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, wide = saved(tmp_path / "base"), saved(tmp_path / "wide", hidden_size=32, head_dim=16)
+    adapter = trained(wide, tmp_path / "a")
+
+    def read(*_: object, **__: object) -> str:
+        raise AssertionError("the files are hashed")
+
+    monkeypatch.setattr("quantkit.model.source.open.identity", read)
+    with pytest.raises(InputError, match="adapter-misfit"):
+        open_merged(str(base), [str(adapter)])
+
+
 def test_a_folder_without_an_adapter_and_pickles_are_refused(tmp_path: Path) -> None:
     base = saved(tmp_path / "base")
     adapter = trained(base, tmp_path / "adapter")

@@ -104,6 +104,8 @@ def test_without_recorded_steps_the_plan_is_asked(pair: tuple[Path, Path], monke
     assert times is not None and times.source == "forecast" and "h100" in times.about and why
     assert times.draft > 0 and times.passes[1] == times.step
     assert all(times.passes[k] >= times.step for k in times.passes)
+    other, _ = forecast(draft, target, Target.load("l4"))
+    assert other is not None and "l4" in other.about and other.step > times.step
     monkeypatch.setattr(drafts, "step_seconds", lambda *_: ([None] * 9, "torch"))
     times, why = forecast(draft, target)
     assert times is None and why.startswith("no times")

@@ -80,10 +80,16 @@ def open_merged(
 ) -> Source:
     """Open a model, and merge adapters in their order. Raises InputError: those of `open_model` and `merge`."""
     opened = [open_adapter(adapter) for adapter in adapters]
-    source = open_model(ref, trust_remote_code=trust_remote_code, hashed=hashed)
-    if opened and source.kind == "network":
-        raise model_graph(source.architecture, source.ref)
-    return functools.reduce(merge, opened, source)
+
+    def together(*, hashed: bool) -> Source:
+        source = open_model(ref, trust_remote_code=trust_remote_code, hashed=hashed)
+        if opened and source.kind == "network":
+            raise model_graph(source.architecture, source.ref)
+        return functools.reduce(merge, opened, source)
+
+    if opened and hashed:
+        together(hashed=False)  # one that does not fit is refused before the files are hashed
+    return together(hashed=hashed)
 
 
 def open_origin(entry: SourceEntry) -> Source | None:
