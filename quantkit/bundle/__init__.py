@@ -4,6 +4,7 @@ from quantkit.bundle.build import Build, exists_already
 from quantkit.bundle.bundle import Bundle
 from quantkit.bundle.disk import stopping_when_full
 from quantkit.bundle.manifest import (
+    HEARS,
     SEES,
     AdapterEntry,
     CalibrationEntry,
@@ -25,6 +26,7 @@ from quantkit.bundle.manifest import (
 )
 
 __all__ = [
+    "HEARS",
     "SEES",
     "AdapterEntry",
     "Build",

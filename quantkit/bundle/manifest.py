@@ -184,6 +184,8 @@ class FileEntry(_Closed):
 
 # place of the note on the weights of a vision-language model beside its text stack
 SEES = "tower of images"
+# the same of a decoder whose encoder hears recordings
+HEARS = "encoder of speech"
 
 
 class Decision(_Closed):
@@ -341,6 +343,11 @@ class Manifest(_Closed):
     def sees(self) -> bool:
         """True if the model takes images too."""
         return any(taken.where == SEES for taken in self.decisions)
+
+    @property
+    def hears(self) -> bool:
+        """True if the model writes down recordings."""
+        return any(taken.where == HEARS for taken in self.decisions)
 
     @classmethod
     def read(cls, path: Path) -> Manifest:

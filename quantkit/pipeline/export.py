@@ -160,7 +160,7 @@ def _held(bundle: Bundle, to: str, layers: LayerSpec) -> str:
             with suppress(InputError, MissingDependency):
                 other.accepts(other.Options(**options_of(other, (), bundle)), layers)
                 others.append(f"--to {name}")
-    runs = usage.generate(str(bundle.path))
+    runs = usage.generate(str(bundle.path), hears=bundle.manifest.hears)
     return f"what can hold it: {', '.join(others)}" if others else f"its checkpoint runs as it is: {runs}"
 
 

@@ -102,6 +102,9 @@ def demand_decoder(bundle: Bundle) -> None:
     kind = bundle.manifest.model.kind
     if kind != "decoder":
         raise InputError("not-a-decoder", str(bundle.path), one(kind), "only decoders generate text")
+    if bundle.manifest.hears:
+        rule, remedy = "it writes what it hears", f"quantkit generate {bundle.path} --audio FILE.wav"
+        raise InputError("generate-audio", str(bundle.path), "a model of speech", rule, remedy)
 
 
 def demand_alone(bundle: Bundle, rule: str) -> None:

@@ -11,6 +11,7 @@ import torch
 import transformers
 import zoo
 
+from quantkit import cli
 from quantkit.calibrate.sets.recordings import recordings, resampled, samples_of, windows
 from quantkit.calibrate.tokens.heard import load_heard
 from quantkit.errors import InputError
@@ -222,3 +223,30 @@ def test_words_are_counted_as_errors_of_the_best_alignment() -> None:
     assert row.value == pytest.approx(3 / 6) and row.better == "lower" and row.stat == "ratio"
     assert row.baseline is not None and (row.baseline.value, row.baseline.difference) == (0, pytest.approx(0.5))
     assert row.ci95 is not None and row.ci95[0] < 0.5 < row.ci95[1]
+
+
+def test_a_recording_is_written_down(tmp_path: Path, byte_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = whisper(tmp_path / "whisper", byte_tokenizer)
+    both = "export=[{checkpoint: {}}, {onnx: {accuracy_level: 0}}]"
+    done = compiled(folder, tmp_path / "out", "int4-fast", both)
+    place, long = str(done.bundle.path), wav(tmp_path / "long.wav", 0.3 * np.sin(np.arange(20000) * 0.05))
+    answers = {}
+    for runtime in ("torch", "onnxruntime"):
+        capsys.readouterr()
+        asked = ["generate", place, "--audio", str(long), "--runtime", runtime, "--new-tokens", "6", "--json"]
+        assert cli.run(asked) == 0
+        answers[runtime] = json.loads(capsys.readouterr().out)["result"]
+    assert answers["torch"]["text"] == answers["onnxruntime"]["text"]
+    assert answers["torch"]["prompt"] == "long.wav"
+    assert "--audio recording.wav" in (done.bundle.path / "README.md").read_text()
+    for words, code in (
+        (["--prompt", "text", "--runtime", "torch"], "generate-audio"),
+        (["--prompt", "text", "--audio", str(long)], "generate-audio"),
+        ([], "usage"),
+        (["--audio", str(long), "--runtime", "vllm"], "generate-audio"),
+        (["--audio", str(folder / "config.json")], "calibration-audio"),
+        (["--audio", str(tmp_path / "gone.wav")], "file-missing"),
+    ):
+        capsys.readouterr()
+        assert cli.run(["generate", place, *words]) == 2, words
+        assert f"[{code}]" in capsys.readouterr().err, words

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from quantkit.calibrate.tokens.ids import TokenSet
     from quantkit.model.source.open import Source
 
-# rate where an extractor names none, longest text where a model has no limit
-_RATE, _LONGEST = 16000, 448
+# rate where an extractor names none; tokens of a transcript where a model has no limit, and in front of one
+_RATE, LONGEST, BEFORE = 16000, 448, 8
 _EXTRACTORS = ("preprocessor_config.json", "processor_config.json")
 Part = Literal["calib", "eval", "all"]
 
@@ -63,21 +63,31 @@ def demand_recordings(reference: str, source: Source, *, calibrate: bool) -> boo
 
 def extractor_of(source: Source) -> Any:
     """Load the model's feature extractor. Raises InputError `calibration-audio`."""
-    if not any((source.path / name).is_file() for name in _EXTRACTORS):
+    return extractor_in(source.path, source.ref, trust=source.trust_remote_code)
+
+
+def extractor_in(folder: Path, ref: str, *, trust: bool | None = None) -> Any:
+    """Load the feature extractor of a folder; `ref` names it in errors. Raises InputError `calibration-audio`."""
+    if not any((folder / name).is_file() for name in _EXTRACTORS):
         rule = f"recordings go through the model's feature extractor: {' or '.join(_EXTRACTORS)}"
-        raise InputError(CODE, source.ref, "no such file in the folder", rule, "copy the original's file into it")
+        raise InputError(CODE, ref, "no such file in the folder", rule, "copy the original's file into it")
     try:
-        return pretrained.extractor(source.path, trust=source.trust_remote_code)
+        return pretrained.extractor(folder, trust=trust)
     except InputError:
         raise
     except Exception as problem:  # it may want another library, or be damaged
         reason = " ".join(str(problem).split())[:200] or type(problem).__name__
-        raise InputError(CODE, source.ref, reason, "transformers loads the model's feature extractor") from None
+        raise InputError(CODE, ref, reason, "transformers loads the model's feature extractor") from None
 
 
 def read_with(extractor: Any, reference: str) -> list[Recording]:
     """Read recordings at the rate of a feature extractor, in parts that it takes. Raises as `recordings`."""
-    return recordings(reference, rate_of(extractor), getattr(extractor, "n_samples", None))
+    return recordings(reference, rate_of(extractor), window_of(extractor))
+
+
+def window_of(extractor: Any) -> int | None:
+    """Return the longest recording of a model, in samples; None for any length."""
+    return getattr(extractor, "n_samples", None)
 
 
 def rate_of(extractor: Any) -> int:
@@ -125,7 +135,7 @@ def load_heard(reference: str, part: Part, source: Source, *, samples: int | Non
     texts = [recording.text for recording in parts]
     written = _written(source, tokenizer, [one for one, text in zip(heard, texts, strict=True) if text is None])
     spoken = [written.pop(0) if text is None else text for text in texts]
-    rows = [_ids(tokenizer, source.path, text)[: min(tokens, _LONGEST)] for text in spoken]
+    rows = [_ids(tokenizer, source.path, text)[: min(tokens, LONGEST)] for text in spoken]
     lengths = tuple(len(row) for row in rows)
     longest = max(lengths)
     ids = torch.tensor([(row * longest)[:longest] for row in rows])

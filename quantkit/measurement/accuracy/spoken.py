@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.calibrate.tokens.heard import generation_of, prompt_of, transcripts
+from quantkit.calibrate.tokens.heard import BEFORE, LONGEST, generation_of, prompt_of, transcripts
 from quantkit.measurement.accuracy.labelled import About, Drawn
 from quantkit.measurement.rows import Baseline, Row
 from quantkit.model.structure.kinds import positions
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 NAME = "accuracy.wer"
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
-# tokens of a transcript without a limit, and of what stands in front of one
-_MOST, _BEFORE = 448, 8
 
 
 def words_of(text: str) -> list[str]:
@@ -64,7 +62,7 @@ def rows(original: StreamedModel, candidate: Scored, tokens: TokenSet, about: Ab
     if not pairs or not fits(original.source):
         return []
     texts, features = [words_of(text) for text, _ in pairs], [one for _, one in pairs]
-    most = (positions(original.source.config) or _MOST) - _BEFORE
+    most = (positions(original.source.config) or LONGEST) - BEFORE
     after = _written(original, candidate, features, most)
     if after is None:
         return []

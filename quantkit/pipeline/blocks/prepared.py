@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import exporters
-from quantkit.bundle import SEES, Build, Decision
+from quantkit.bundle import HEARS, SEES, Build, Decision
 from quantkit.errors import InputError, one
 from quantkit.exporters import LayerSpec, load_exporter, without
 from quantkit.model.device import AUTO, CPU, ComputeDevice, present
@@ -202,6 +202,8 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
         own = len(layers.tower & layers.schemes.keys())
         reason = f"{own} of its linears are rounded to nearest, as an override says" if own else TOWER
         decisions.append(decision("open", NOTE, SEES, reason))
+    if source.hears:
+        decisions.append(decision("open", NOTE, HEARS, "its decoder writes what the encoder hears"))
     if source.quantization is not None:
         decisions.append(decision("open", NOTE, "weights", source.quantization.note(source.name)))
     if recipe.passes:

@@ -100,7 +100,7 @@ def commands(manifest: Manifest) -> list[Code]:
         if not any(decision.code == VLLM_ALONE for decision in manifest.decisions):
             listed.append(Code("transformers", "\n".join(lines), "python"))
     if has(manifest, "onnx/"):
-        lines = [f"# {install('onnx')}", *([generate(".", "onnxruntime")] if decodes else [])]
+        lines = [f"# {install('onnx')}", *([generate(".", "onnxruntime", hears=manifest.hears)] if decodes else [])]
         listed.append(Code("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
     if (runtime := file_runtime(manifest)) is not None:
         lines = [f"# {install('gguf')}", generate(".", runtime), _measured(manifest, ".", runtime)]
@@ -227,13 +227,16 @@ def file_runtime(manifest: Manifest) -> str | None:
     return next((exporter.runtimes[0] for exporter in exporters if has(manifest, f"{exporter.place}/")), None)
 
 
-def generate(place: str, runtime: str | None = None) -> str:
-    """Return the command to continue a prompt."""
-    return f'quantkit generate {place}{f" --runtime {runtime}" if runtime else ""} --prompt "{PROMPT}"'
+def generate(place: str, runtime: str | None = None, *, hears: bool = False) -> str:
+    """Return the command to continue a prompt, or to write down a recording."""
+    asked = "--audio recording.wav" if hears else f'--prompt "{PROMPT}"'
+    return f"quantkit generate {place}{f' --runtime {runtime}' if runtime else ''} {asked}"
 
 
 def auto_class(manifest: Manifest) -> str:
     """Name the class of transformers that loads such a model."""
+    if manifest.hears:
+        return "AutoModelForSpeechSeq2Seq"
     return "AutoModelForImageTextToText" if manifest.sees else _CLASSES[manifest.model.kind]
 
 
