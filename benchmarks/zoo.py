@@ -79,7 +79,8 @@ def main() -> int:
     claim = (
         "a tiny model of every text architecture is compiled to figures that plain transformers finds too, or refused"
     )
-    name = "zoo_half" if options.half else "zoo_part" if options.only else "zoo"
+    name = "zoo_half" if options.half else "zoo"
+    name += "_part" if options.only else ""
     path = record(name, claim, rows, settings, write=not options.no_record)
     if path is not None and not options.half:
         page.PAGE.write_text(page.markdown(page.newest()), encoding="utf-8")

@@ -35,6 +35,8 @@ class Linear(torch.nn.Module):
 
 class LLM:
     def __init__(self, model, dtype, **settings):
+        if settings.get("language_model_only"):
+            raise ValueError("Model architectures ['Llava'] failed to be inspected. See the logs")
         stored = load_file(model + "/model.safetensors")
         tensors = {name: one.to(getattr(torch, dtype)) for name, one in stored.items()}
         if "lm_head.weight" not in tensors:

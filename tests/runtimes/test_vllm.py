@@ -71,6 +71,14 @@ def test_a_model_that_vllm_refuses_is_one_line_with_its_reason(tmp_path: Path, b
     assert caught.value.value == "Model architectures ['GPT2LMHeadModel'] are not supported for now."
 
 
+def test_a_model_with_images_names_the_library_that_vllm_lacks(tmp_path: Path) -> None:
+    place = apart.add(OWN, python(tmp_path / "p", "0.32.0"))
+    (tmp_path / "config.json").write_text('{"vision_config": {}, "text_config": {"dtype": "bfloat16"}}')
+    with pytest.raises(InputError, match=r"vllm-refused.*imports torchvision.*pip install torchvision") as caught:
+        VllmModel(tmp_path).scores(torch.zeros(1, 4, dtype=torch.int64))
+    assert str(place.python) in caught.value.remedy
+
+
 def test_without_it_the_error_names_the_command_that_adds_it(bundle: Bundle) -> None:
     with pytest.raises(InputError) as caught:
         RUNTIME.open(bundle.path)

@@ -177,9 +177,19 @@ class VllmModel:
 
     def _asked(self, job: Mapping[str, Any]) -> list[Any]:
         settings = {"dtype": self.dtype, "enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
+        sees = "vision_config" in _config(self.folder)
+        # without a tower vLLM needs no processor of images
+        settings |= {"language_model_only": True} if sees else {}
         job = {**job, "model": str(self.folder.absolute()), "settings": settings}
         how: dict[str, Any] = {"environment": environment(), "silence": self.silence}
-        return self.place.run(OWN, job, self.progress, where=str(self.folder), **how)
+        try:
+            return self.place.run(OWN, job, self.progress, where=str(self.folder), **how)
+        except InputError as problem:
+            if not sees or "failed to be inspected" not in problem.value:
+                raise
+            rule = "vLLM imports torchvision for a model that takes images"
+            remedy = f"install it beside vLLM: {self.place.python} -m pip install torchvision"
+            raise InputError(problem.code, problem.where, problem.value, rule, remedy) from None
 
 
 def _deleted(place: Path) -> None:
