@@ -8,7 +8,7 @@ from thorough import beside
 import quantkit
 from zoo import judge, shrink
 
-KEPT = ["DebertaV2Model", "GraniteMoeForCausalLM", "OlmoHybridForCausalLM"]
+KEPT = ["AlbertModel", "DebertaV2Model", "GraniteMoeForCausalLM", "OlmoHybridForCausalLM"]
 
 
 @pytest.mark.parametrize("name", beside(KEPT, [*KEPT, "CpmAntForCausalLM", "Gemma4ForCausalLM", "Llama4TextModel"]))

@@ -87,7 +87,7 @@ def _built(config: Mapping[str, Any], name: str) -> Architecture | None:
 def sizes_of(model: nn.Module, kind: Kind, name: str, dtype: str) -> Architecture:
     """Count the sizes of a model with split experts, with or without weights. Raises InputError `blocks-not-found`."""
     from quantkit.model.structure import experts
-    from quantkit.model.structure.traced import blocks_of, find_head, find_stacks, layer_config, names_of
+    from quantkit.model.structure.traced import blocks_of, find_head, find_stacks, layer_config, names_of, token_table
 
     config: Any = getattr(model.config, "get_text_config", lambda: model.config)()  # type: ignore[union-attr, operator]
     paths, routers, assumed = find_stacks(model), experts.routers(model), list[str]()
@@ -100,8 +100,7 @@ def sizes_of(model: nn.Module, kind: Kind, name: str, dtype: str) -> Architectur
         layers.append(BlockShapes(path, matrices, _attention(block, own, index, kind == "decoder"), others))
     if any(layer.attention is None for layer in layers):
         assumed.append("layers without attention keep no states")
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    table, place = getattr(embedding, "weight", None), find_head(model) if kind == "decoder" else None
+    table, place = getattr(token_table(model), "weight", None), find_head(model) if kind == "decoder" else None
     head = None if place is None else Matrix(place, *model.get_parameter(f"{place}.weight").shape)
     tied = place is not None and model.get_parameter(f"{place}.weight") is table
     inside = {id(value) for block in blocks_of(model, paths) for value in block.parameters()}

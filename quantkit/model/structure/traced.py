@@ -158,11 +158,19 @@ def is_vision_language(model: nn.Module) -> bool:
     return getattr(config, "vision_config", None) is not None and getattr(config, "text_config", None) is not None
 
 
+def token_table(model: Any) -> nn.Module | None:
+    """Return the embedding of token ids, None for a model without one."""
+    try:
+        return model.get_input_embeddings()  # type: ignore[no-any-return]
+    except (AttributeError, NotImplementedError):  # transformers raises it for a class where it finds none
+        return None
+
+
 def text_stack(model: nn.Module) -> str:
     """Return the prefix of the text stack in a vision-language model: the nearest module around the table of tokens
     with a list in it; `model.language_model.`, or "" for the whole model.
     """
-    table = getattr(model, "get_input_embeddings", lambda: None)()
+    table = token_table(model)
     path = next((name for name, module in model.named_modules() if module is table), "")
     while path:
         path = path.rpartition(".")[0]

@@ -191,11 +191,13 @@ class TransformerSubject(Subject):
         """Load every export again in somebody else's library and compare; a mismatch ends the compile."""
         from quantkit.exporters.checkpoint.reload import APART
 
-        checks, blocks, prepared = [], self._fitting_blocks(), self.prepared
+        checks, prepared, blocks = [], self.prepared, self._fitting_blocks()
+        # a block may be called by several layers (ALBERT): all blocks are not the first few layers
+        first = None if blocks == len(prepared.stream.block_names) else blocks
         for step in self.request.recipe.export:
             self.progress.at("check", 0.0, f"reloading the {step.name}")
-            exporter, how = load_exporter(step.name), dict[str, Any](blocks=blocks)
-            if exporter.stores == "tensors" and blocks == len(prepared.stream.block_names):
+            exporter, how = load_exporter(step.name), dict[str, Any](blocks=first)
+            if exporter.stores == "tensors" and first is None:
                 folder, place = self.build.bundle / exporter.place, self.build.temporary(AFTER)
                 how["beside"] = answering(prepared.unchanged(), few_ids(prepared.scoring), place, folder)
             checks += exporter.check(self.build.bundle, self._decided, step.settings, **how)
