@@ -2,6 +2,7 @@
 
     quantkit runtime add vllm --install
     python benchmarks/vllm_cells.py [--only llama/int4-g32 ...] [--place FOLDER, which a later run goes on from]
+    python benchmarks/vllm_cells.py --mixtures      the mixtures of experts alone, with a record of their own
 
 Tiny random models are compiled, and a checkpoint's logits in vLLM are compared with the stream of the same checkpoint
 in torch, in float32: the mean KL divergence over all positions. vLLM computes in bfloat16, which alone makes a
@@ -9,11 +10,14 @@ difference. Its floor is the larger of two: the float model in both, and the sam
 dtypes. A cell is `right` if its KL is at most 3 times the floor, and `theirs` if a defect of vLLM explains more
 (`THEIRS`). Two cells with a planted error, a doubled scale and exchanged groups, must be `wrong`.
 
-A layout without a kernel has vLLM's own reason; a target whose runtime is vLLM must refuse it before work.
+A layout without a kernel has vLLM's own reason; a target whose runtime is vLLM must refuse it before work. Experts that
+it refuses are loaded all the same, by its own loader and without a forward, and every expert's weight is compared with
+ours (`harness/loaded_experts.py`): names, packing, the order of gate and up. With two experts exchanged, they differ.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import tempfile
@@ -24,6 +28,7 @@ from unittest.mock import patch
 
 import torch
 import yaml
+from harness import loaded_experts
 from harness.process import helper
 from harness.record import parsing, record, show, verdicts
 from safetensors.torch import load_file, save_file
@@ -34,6 +39,7 @@ from quantkit.planning import support
 from quantkit.recipe import Recipe
 from quantkit.runtimes import apart
 from quantkit.runtimes.torch import RUNTIME as TORCH
+from quantkit.runtimes.torch.reloaded import unread
 from quantkit.runtimes.vllm import OWN, environment
 from quantkit.target import Target
 
@@ -96,6 +102,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8-static-zeros": ("int-quantized", _eight("int8", "channel", "tensor", symmetric=False, **_STATIC)),
     "int8-tensor-static": ("int-quantized", _eight("int8", "tensor", "tensor", **_STATIC)),
     "int8-weights": ("pack-quantized", _eight("int8", "channel")),
+    "int8-weights-g32": ("pack-quantized", {"weights": {"format": "int8", "granularity": "group", "group": 32}}),
     "fp8-tensor-static": ("float-quantized", _eight("fp8_e4m3", "tensor", "tensor", **_STATIC)),
     "fp8-tensor-token": ("float-quantized", _eight("fp8_e4m3", "tensor", "token")),
     "fp8-channel-token": ("float-quantized", _eight("fp8_e4m3", "channel", "token")),
@@ -117,22 +124,21 @@ _CUT = "its CPU kernel cuts keys and values to FP8 toward zero instead of roundi
 THEIRS = {"llama/kv-fp8": _CUT, "llama/int4-g32-kv-fp8": _CUT}
 _OF_ALL = ("int4-g32", "int8-dynamic")
 # packed experts want AMX there (`CPUExpertsInt4`); their values do not
-_MIXTURES = ("mixtral", "qwen3-moe", "llama4", "deepseek-v3")
-# transformers packs none of their experts by a layout of compressed-tensors
-_MERGED = {"gpt-oss": ("int4-dense", "experts-mxfp4"), "granite4": ("int4-dense",)}
+_MIXTURES = ("mixtral", "qwen3-moe", "llama4", "deepseek-v3", "granite4")
+_PACKED = ("int4-g32", "int8-weights-g32", "int8-dynamic", "fp8-channel-token")
 _PLANTED = "llama/int4-g32"
 
 
 def cells() -> Iterator[tuple[str, str]]:
     """(model, layout), the float model first."""
     for model in MODELS:
-        every = [name for name in LAYOUTS if name != "experts-mxfp4"]
-        layouts = [*(every if model == "llama" else _OF_ALL), *(["int4-dense"] if model in _MIXTURES else [])]
-        layouts = list(_MERGED.get(model, layouts))
+        every = [name for name in LAYOUTS if name not in ("experts-mxfp4", "int8-weights-g32")]
+        layouts = {"llama": every, "gpt-oss": ["int4-dense", "experts-mxfp4"]}.get(model, _OF_ALL)
+        layouts = ["int4-dense", *_PACKED] if model in _MIXTURES else layouts
         yield from ((model, layout) for layout in ("float", *layouts))
 
 
-def recipe(layout: str) -> dict[str, Any]:
+def recipe(layout: str, model: str = "") -> dict[str, Any]:
     """Rounded to nearest: nothing but the layout matters here."""
     stored, scheme = LAYOUTS[layout]
     calibration = {"set": "prose-en", "samples": 4, "tokens": 32}
@@ -140,7 +146,8 @@ def recipe(layout: str) -> dict[str, Any]:
     text |= {"scheme": scheme, "passes": [{"rtn": {}}] if "weights" in scheme else []}
     if layout == "experts-mxfp4":
         text["keep"] = ["embeddings", "lm_head", "*.self_attn.*"]
-    return {**text, "export": [{"checkpoint": {"layout": stored}}]}
+    readers = {"readers": "vllm"} if model in _MIXTURES and stored != "dense" else {}
+    return {**text, "export": [{"checkpoint": {"layout": stored, **readers}}]}
 
 
 def asked(layout: str) -> str:
@@ -175,7 +182,7 @@ def compiled(model: str, layout: str, place: Path) -> dict[str, Any]:
     bundle = place / model / layout
     path = place / model / f"{layout}.yaml"
     if not bundle.exists():
-        path.write_text(yaml.safe_dump(recipe(layout)))
+        path.write_text(yaml.safe_dump(recipe(layout, model)))
         shutil.rmtree(bundle.with_name(f"{layout}.partial"), ignore_errors=True)
         try:
             with patch("quantkit.pipeline.blocks.tokens.SCORED", 250):
@@ -208,6 +215,11 @@ def kl(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((ours.exp() * (ours - theirs)).sum(-1).mean())
 
 
+def is_for_vllm(folder: Path) -> bool:
+    """Whether a checkpoint has experts that transformers would not load."""
+    return "quantization_config" in json.loads((folder / "config.json").read_text()) and unread(folder)
+
+
 @torch.no_grad()
 def in_transformers(folder: Path, ids: torch.Tensor) -> torch.Tensor | None:
     """Logits in bfloat16 as plain transformers computes them; None where a library is missing."""
@@ -224,7 +236,8 @@ def judged(cell: dict[str, Any], ids: torch.Tensor, floats: Mapping[str, Any], l
     """The figures of a cell, and what they say."""
     folder = Path(cell["folder"])
     ours = TORCH.stream(folder).answers(ids).all()[:, :-1].float()
-    plain = in_transformers(folder, ids)
+    # it would leave experts for vLLM alone at random
+    plain = None if is_for_vllm(folder) else in_transformers(folder, ids)
     figures: dict[str, Any] = {"kl": kl(ours, logits), "largest": float((ours - logits).abs().max())}
     figures["rounding"] = None if plain is None else kl(ours, plain)
     if floats:
@@ -234,15 +247,35 @@ def judged(cell: dict[str, Any], ids: torch.Tensor, floats: Mapping[str, Any], l
     return {**figures, "ours": ours}
 
 
+def of_loader(jobs: Mapping[str, dict[str, Any]], request: Mapping[str, Any], python: str) -> dict[str, dict[str, Any]]:
+    """Cell of a mixture -> what vLLM's loader makes of its packed experts."""
+    packed = {
+        cell: {**job, "do": "experts", "folder": f"{job['folder']}-experts"}
+        for cell, job in jobs.items()
+        if cell.partition("/")[0] in (*_MIXTURES, "gpt-oss") and not cell.endswith(("/float", "-dense"))
+    }
+    answers, _ = helper("vllm_side.py", {**request, "jobs": list(packed.values())}, python=python)
+    rows = {}
+    for (cell, job), answer in zip(packed.items(), answers, strict=True):
+        row: dict[str, Any] = {"loader": answer["reason"]}
+        if not answer["error"]:
+            row = loaded_experts.compared(Path(job["model"]), Path(job["folder"]) / "experts.safetensors")
+        rows[cell] = row
+    return rows
+
+
 def main() -> int:
     parser = parsing(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="MODEL/LAYOUT or MODEL")
     parser.add_argument("--place", type=Path, help="folder that keeps models and logits")
+    parser.add_argument("--mixtures", action="store_true", help="mixtures alone, with a record of their own")
     options = parser.parse_args()
+    alone = [*_MIXTURES, "gpt-oss"] if options.mixtures else []
     with tempfile.TemporaryDirectory(prefix="vllm-cells-") as temporary:
-        rows = run(options.place or Path(temporary), options.only)
+        rows = run(options.place or Path(temporary), [*options.only, *alone])
     columns = {"cell": "cell", "result": "result", "ours": "a target says", "kl": "KL:.2g", "floor": "floor:.2g"}
-    columns |= {"rounding": "bfloat16:.2g", "lost": "lost:.2g", "kernels": "kernels", "reason": "reason"}
+    columns |= {"rounding": "bfloat16:.2g", "lost": "lost:.2g", "loader": "its loader", "kernels": "kernels"}
+    columns |= {"reason": "reason"}
     show("vLLM on this CPU", rows, columns)
     results = {row["cell"]: row["result"] for row in rows}
     off = [row["cell"] for row in rows if "recipe" in row and row["result"] == "refused by vLLM" and not row["ours"]]
@@ -250,12 +283,14 @@ def main() -> int:
     wrong = [name for name, result in results.items() if result == "wrong" and not name.startswith("planted/")]
     settings = {"vllm": dict(apart.demand("vllm").versions), "floors": FLOORS, "samples": SAMPLES, "tokens": TOKENS}
     claim = "vLLM computes what a checkpoint says, or a target whose runtime is vLLM refuses it before work"
-    record("vllm-cells", claim, rows, settings, write=not options.only)
+    record("vllm-cells_mixtures" if alone else "vllm-cells", claim, rows, settings, write=not options.only)
     return verdicts(
         {
             f"no cell is wrong: {' '.join(wrong)}": not wrong,
             f"what vLLM refuses, a target refuses: {' '.join(off)}": not off,
             f"what vLLM takes, a target takes: {' '.join(over)}": not over,
+            "its loader holds every expert as we store it": all(row.get("loader", "equal") == "equal" for row in rows),
+            "exchanged experts are seen": all(row["exchanged"] > 0.1 for row in rows if "exchanged" in row),
             "planted errors are seen": all(r == "wrong" for n, r in results.items() if n.startswith("planted/")),
         }
     )
@@ -287,11 +322,13 @@ def run(place: Path, only: list[str]) -> list[dict[str, Any]]:
     request = {"program": str(OWN.program), "environment": environment(), "jobs": jobs}
     python = apart.demand("vllm").python
     answers, _ = helper("vllm_side.py", request, python=python)
+    loaded = of_loader({row["cell"]: job for row, job in zip(opened, jobs, strict=True)}, request, python)
     floats: dict[str, Any] = {}
     for row, job, answer in zip(opened, jobs, answers, strict=True):
         row["kernels"] = answer.get("model", {}).get("kernels")
         if answer["error"]:
             row.update({"result": "refused by vLLM", "reason": answer["reason"], "error": answer["error"]})
+            row.update(loaded.get(row["cell"], {}))
             continue
         model = row["cell"].partition("/")[0]
         told = torch.stack(

@@ -2,6 +2,9 @@
 
 request: {"program": runtimes/vllm/inside.py, "environment": {...}, "jobs": [job of `logits`, ...]}
 answer:  [{"model": about, "reason": "", "error": ""}, ...]
+
+A job with `do: experts` only loads: vLLM's own loader fills the tensors of the experts, and they are written as it
+holds them, `experts.safetensors`. Its choice of a kernel is answered for it; nothing is converted for a kernel or run.
 """
 
 from __future__ import annotations
@@ -10,10 +13,20 @@ import json
 import os
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 SECONDS = 400
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+_EXPERTS = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
+# module -> its class for experts, the function that chooses a kernel, and what is answered: enumeration and member
+_CHOICES = {
+    f"{_EXPERTS}_wna16": ("CompressedTensorsWNA16MoEMethod", "select_wna16_moe_backend", "WNA16MoEBackend", "MARLIN"),
+    f"{_EXPERTS}_w8a8_fp8": ("CompressedTensorsW8A8Fp8MoEMethod", "select_fp8_moe_backend", "Fp8MoeBackend", "CPU"),
+    f"{_EXPERTS}_w8a8_int8": ("CompressedTensorsW8A8Int8MoEMethod", "select_int8_moe_backend", "Int8MoeBackend", "CPU"),
+    f"{_QUANTIZATION}.mxfp4": ("GptOssMxfp4MoEMethod", "select_mxfp4_moe_backend", "Mxfp4MoeBackend", "MARLIN"),
+}
 
 
 def main(request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -49,8 +62,38 @@ def _work(inside: Any, job: dict[str, Any], done: Path) -> None:
             answer.update(what)
 
     try:
-        inside.logits(job, say)
+        if job.get("do") == "experts":
+            experts(job)
+        else:
+            inside.logits(job, say)
     except Exception as problem:
         answer |= {"reason": inside._line(problem), "error": type(problem).__name__}
     done.write_text(json.dumps(answer))
     os._exit(0)
+
+
+def experts(job: dict[str, Any]) -> None:
+    """Let vLLM's loader read a checkpoint, and write the tensors of its experts."""
+    from safetensors.torch import save_file
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    for name, (method, select, kinds, kind) in _CHOICES.items():
+        module = import_module(name)
+        oracle = import_module(getattr(module, select).__module__)
+        member = getattr(getattr(oracle, kinds), kind)
+        setattr(module, select, lambda *_, answer=member, **__: (answer, None))
+        getattr(module, method).process_weights_after_loading = lambda *_: None
+        for check, answer in (("check_moe_marlin_supports_config", True), ("get_marlin_input_dtype", None)):
+            if hasattr(module, check):
+                setattr(module, check, lambda *_, answer=answer, **__: answer)
+    config = EngineArgs(model=job["model"], max_model_len=32, **job["settings"]).create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{job['folder']}/meeting", 0, backend="gloo")
+        initialize_model_parallel(1, 1)
+        model = get_model(vllm_config=config)
+    loaded = {name: value.detach().contiguous() for name, value in model.named_parameters()}
+    inside = {name: value for name, value in loaded.items() if ".w13_" in name or ".w2_" in name}
+    save_file(inside, f"{job['folder']}/experts.safetensors")

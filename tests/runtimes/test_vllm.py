@@ -9,6 +9,7 @@ import json
 import zipfile
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
 import pytest
 import small_onnx
@@ -16,7 +17,9 @@ import torch
 import zoo
 from pydantic import BaseModel, ValidationError, model_validator
 from standin_vllm import python, stood_in
+from zoo import shrink
 
+import quantkit
 from quantkit import cli, machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
@@ -192,3 +195,52 @@ def test_the_real_one_computes_what_transformers_computes(
     with torch.no_grad():
         reference = bundle.model(dtype=torch.bfloat16)(input_ids=ids).logits[:, :23].float()
     assert float((rows - reference).abs().max() / reference.abs().max()) < 0.02
+
+
+# class -> what its sizes need beside those of `SIZES`
+MIXTURES: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {},
+    "Qwen3MoeForCausalLM": {"moe_intermediate_size": 128},
+    "GraniteMoeHybridForCausalLM": {},
+    "GptOssForCausalLM": {},
+    "Llama4ForCausalLM": {"attention_chunk_size": 128},
+    "DeepseekV3ForCausalLM": {"moe_intermediate_size": 128, "num_hidden_layers": 2},
+}
+SIZES = {"vocab_size": 260, "bos_token_id": 256, "eos_token_id": 257, "hidden_size": 256, "intermediate_size": 256} | {
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+}
+DENSE = """
+schema: 1
+summary: experts as values
+models: [decoder]
+scheme: {weights: {format: int4, granularity: group, group: 32}}
+passes: [{rtn: {}}]
+keep: [embeddings, lm_head]
+export: [{checkpoint: {layout: dense}}]
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(REAL is None, reason="quantkit runtime add vllm --install")
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_real_one_generates_from_dense_mixtures_as_transformers_does(name: str, tmp_path: Path) -> None:
+    assert REAL is not None
+    apart.add(OWN, Path(REAL.python))
+    known = shrink.config_of(shrink.named(name)).to_dict()
+    sizes = {key: value for key, value in SIZES.items() if key in known}
+    shrink.tiny(name, tmp_path / "m", dtype=torch.bfloat16, **{**sizes, **MIXTURES[name]})
+    shrink.tokenizer_of_bytes("<s> $A", (("t", "h"), ("th", "e"))).save_pretrained(tmp_path / "m")
+    (tmp_path / "r.yaml").write_text(DENSE)
+    with patch("quantkit.pipeline.blocks.tokens.SCORED", 100):
+        made = quantkit.compile(str(tmp_path / "m"), tmp_path / "r.yaml", out=tmp_path / "b", speed=False)
+    ids = torch.randint(0, 250, (2, 16), generator=torch.Generator().manual_seed(0))
+    scores = RUNTIME.open(made.path).scores(ids)
+    rows = torch.stack([scores(row, slice(0, 15)) for row in range(2)])
+    plain = made.model(dtype=torch.bfloat16)
+    with torch.no_grad():
+        reference = plain(input_ids=ids).logits[:, :15].float()
+    ours, theirs = rows.double().log_softmax(-1), reference.double().log_softmax(-1)
+    assert float((theirs.exp() * (theirs - ours)).sum(-1).mean()) < 0.01
+    answer = RUNTIME.generate(made, "The state", new_tokens=4)
+    assert 0 < answer["tokens"] <= 4
