@@ -102,7 +102,6 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8-static-zeros": ("int-quantized", _eight("int8", "channel", "tensor", symmetric=False, **_STATIC)),
     "int8-tensor-static": ("int-quantized", _eight("int8", "tensor", "tensor", **_STATIC)),
     "int8-weights": ("pack-quantized", _eight("int8", "channel")),
-    "int8-weights-g32": ("pack-quantized", {"weights": {"format": "int8", "granularity": "group", "group": 32}}),
     "fp8-tensor-static": ("float-quantized", _eight("fp8_e4m3", "tensor", "tensor", **_STATIC)),
     "fp8-tensor-token": ("float-quantized", _eight("fp8_e4m3", "tensor", "token")),
     "fp8-channel-token": ("float-quantized", _eight("fp8_e4m3", "channel", "token")),
@@ -125,14 +124,14 @@ THEIRS = {"llama/kv-fp8": _CUT, "llama/int4-g32-kv-fp8": _CUT}
 _OF_ALL = ("int4-g32", "int8-dynamic")
 # packed experts want AMX there (`CPUExpertsInt4`); their values do not
 _MIXTURES = ("mixtral", "qwen3-moe", "llama4", "deepseek-v3", "granite4")
-_PACKED = ("int4-g32", "int8-weights-g32", "int8-dynamic", "fp8-channel-token")
+_PACKED = ("int4-g32", "int8-dynamic", "fp8-channel-token")
 _PLANTED = "llama/int4-g32"
 
 
 def cells() -> Iterator[tuple[str, str]]:
     """(model, layout), the float model first."""
     for model in MODELS:
-        every = [name for name in LAYOUTS if name not in ("experts-mxfp4", "int8-weights-g32")]
+        every = [name for name in LAYOUTS if name != "experts-mxfp4"]
         layouts = {"llama": every, "gpt-oss": ["int4-dense", "experts-mxfp4"]}.get(model, _OF_ALL)
         layouts = ["int4-dense", *_PACKED] if model in _MIXTURES else layouts
         yield from ((model, layout) for layout in ("float", *layouts))
@@ -186,7 +185,7 @@ def compiled(model: str, layout: str, place: Path) -> dict[str, Any]:
         shutil.rmtree(bundle.with_name(f"{layout}.partial"), ignore_errors=True)
         try:
             with patch("quantkit.pipeline.blocks.tokens.SCORED", 250):
-                quantkit.compile(str(source(model, place)), path, out=bundle, speed=False)
+                quantkit.compile(str(source(model, place)), path, out=bundle, speed=False, vllm=False)
         except InputError as problem:
             return {"result": "refused by us", "code": problem.code, "reason": problem.line()}
         except GateError as problem:

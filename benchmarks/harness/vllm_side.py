@@ -74,6 +74,7 @@ def _work(inside: Any, job: dict[str, Any], done: Path) -> None:
 
 def experts(job: dict[str, Any]) -> None:
     """Let vLLM's loader read a checkpoint, and write the tensors of its experts."""
+    import torch
     from safetensors.torch import save_file
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -89,6 +90,7 @@ def experts(job: dict[str, Any]) -> None:
         for check, answer in (("check_moe_marlin_supports_config", True), ("get_marlin_input_dtype", None)):
             if hasattr(module, check):
                 setattr(module, check, lambda *_, answer=answer, **__: answer)
+    torch.accelerator.empty_cache = lambda: None  # a loader outside of a worker empties a GPU's cache
     config = EngineArgs(model=job["model"], max_model_len=32, **job["settings"]).create_engine_config()
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{job['folder']}/meeting", 0, backend="gloo")

@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure import experts
 from quantkit.passes import load_pass
+from quantkit.passes.assign import nearest
 from quantkit.passes.solvers.gptq import factor, gptq_shared
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.blocks.layers import lay_out
@@ -141,6 +143,20 @@ def test_a_rare_expert_is_kept_if_the_recipe_says_so(tmp_path: Path) -> None:
     assert not [each for each in done.decisions if each.code == "never-ran"]
 
 
+@pytest.mark.parametrize("form", ["int4", "nvfp4"])
+def test_an_expert_that_nothing_reaches_is_rounded_and_named(form: str, tmp_path: Path) -> None:
+    """Some layers route by themselves, and take no forced tokens."""
+    scheme = SCHEME if form == "int4" else {"format": form}
+    with patch("quantkit.calibrate.statistics.collected.force"):
+        stream, done = worked(tmp_path, lopsided(), Rare(8, "force"), scheme)
+    assert done.block.tensors.keys() >= {f"{EXPERTS}.3.{name}" for name in ("w1", "w3", "w2")}
+    pair = torch.cat([stream.tensor(f"model.layers.0.{EXPERTS}.3.{name}.weight") for name in ("w1", "w3")])
+    wanted = nearest(pair, WeightScheme.model_validate(scheme)).codes
+    assert torch.equal(torch.cat([codes(done, 3)[name] for name in ("w1", "w3")]), wanted)
+    reasons = [each.reason for each in done.decisions if each.where == f"model.layers.0.{EXPERTS}.3"]
+    assert any("rounded to nearest" in reason for reason in reasons)
+
+
 def test_the_original_stream_runs_forced_experts_too(tmp_path: Path) -> None:
     _, plain = worked(tmp_path / "1", lopsided(), Rare(8, "force"))
     _, drifted = worked(tmp_path / "2", lopsided(), Rare(8, "force"), correction=0.5)
@@ -254,6 +270,7 @@ REMEDIES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "pack-quantized",
         "experts.0.gate_proj.weight_packed",
     ),
+    "MixtralForCausalLM": ({"intermediate_size": 64}, "fp8", "float-quantized", "experts.0.w1.weight_scale"),
     "Qwen3MoeForCausalLM": (
         {"moe_intermediate_size": 64, "intermediate_size": 64},
         "fp8",
@@ -263,7 +280,7 @@ REMEDIES: dict[str, tuple[dict[str, Any], str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", beside(["GptOssForCausalLM"], [*REMEDIES]))
+@pytest.mark.parametrize("name", beside(["GptOssForCausalLM", "MixtralForCausalLM"], [*REMEDIES]))
 def test_the_first_remedy_of_a_refused_mixture_is_followed_to_its_end(
     name: str, tmp_path: Path, small_scores: None
 ) -> None:
@@ -275,7 +292,7 @@ def test_the_first_remedy_of_a_refused_mixture_is_followed_to_its_end(
     with pytest.raises(InputError, match="layout-unsupported") as refused:
         compile_model(Request.of(str(tmp_path / "model"), recipe=typed, changes=small, **how))
     first, *others = refused.value.remedy.split(", or ")
-    assert "values in floats: no smaller" in " ".join(others) or name == "Qwen3MoeForCausalLM"
+    assert "values in floats: no smaller" in " ".join(others) or typed == "fp8"
     words = shlex.split(re.sub(r" \(.*\)$", "", first))
     given = list(zip(words[::2], words[1::2], strict=True))
     chosen = next((value for option, value in given if option == "--recipe"), typed)

@@ -233,7 +233,7 @@ def test_the_real_one_generates_from_dense_mixtures_as_transformers_does(name: s
     shrink.tokenizer_of_bytes("<s> $A", (("t", "h"), ("th", "e"))).save_pretrained(tmp_path / "m")
     (tmp_path / "r.yaml").write_text(DENSE)
     with patch("quantkit.pipeline.blocks.tokens.SCORED", 100):
-        made = quantkit.compile(str(tmp_path / "m"), tmp_path / "r.yaml", out=tmp_path / "b", speed=False)
+        made = quantkit.compile(str(tmp_path / "m"), tmp_path / "r.yaml", out=tmp_path / "b", speed=False, vllm=False)
     ids = torch.randint(0, 250, (2, 16), generator=torch.Generator().manual_seed(0))
     scores = RUNTIME.open(made.path).scores(ids)
     rows = torch.stack([scores(row, slice(0, 15)) for row in range(2)])

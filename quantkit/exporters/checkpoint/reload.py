@@ -39,7 +39,7 @@ from quantkit.model.source.open import in_float32, model_class_of, open_written
 from quantkit.model.source.places import quiet_loading
 from quantkit.model.source.weights import Weights, strict_json
 from quantkit.model.structure.kinds import cut_config, positions
-from quantkit.model.structure.names import match_names, same, unread_experts
+from quantkit.model.structure.names import match_names, named, same, unread_experts
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def check_bundle(
         return merged.whole(leaf, lambda part: expected(f"{path}.{part}"))
 
     names = [*(name for name in stored_names if name not in inside), *joined]
-    unread = bool(unread_experts(skeleton, layout, packed, quantization))
+    unread = bool(unread_experts(skeleton, layout, named(files, packed), quantization))
     beside = outside(dense, files) if "vision_config" in config else ()
     wanted = Expected(names, whole, layout, packed, plain, how, None, joined, unread, beside)
     return check(folder, wanted, inputs=inputs, blocks=blocks)

@@ -285,6 +285,12 @@ def apart(skeleton: PreTrainedModel) -> dict[str, frozenset[str]]:
     return known
 
 
+def named(files: Mapping[str, str], prefixes: Iterable[str]) -> set[str]:
+    """Return a class's names of linears in the files; `files` maps its parameters to tensors."""
+    stored = {f"{prefix}{_WEIGHT}" for prefix in prefixes}
+    return {name.removesuffix(_WEIGHT) for name, file in files.items() if file in stored}
+
+
 def unpacks_experts(config: Mapping[str, Any]) -> bool:
     """Tell whether transformers' rules unpack the experts of a checkpoint with this `quantization_config`: integers of
     one scheme, without zero points and with inputs in floats."""

@@ -21,7 +21,7 @@ from quantkit.model.source import converted, pretrained
 from quantkit.model.source.open import Source, model_class_of, open_written
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.experts import has_experts
-from quantkit.model.structure.names import unread_experts
+from quantkit.model.structure.names import match_names, named, unread_experts
 
 
 def reloaded(folder: Path, *, cache: bool = True) -> StreamedModel:
@@ -59,8 +59,12 @@ def unread(folder: Path) -> bool:
     if not has_experts(config):
         return False
     source, layout = open_written(folder), layouts.of(config.quantization_config)
-    packed, stated = set(layout.prefixes(source.weights.entries)), source.config["quantization_config"]
-    return bool(unread_experts(source.skeleton(), layout, packed, stated))
+    skeleton, stated = source.skeleton(), source.config["quantization_config"]
+    if layout.stacks:
+        return False
+    files = match_names(expanded(source).weights, skeleton)
+    packed = named(files, layout.prefixes(source.weights.entries))
+    return bool(unread_experts(skeleton, layout, packed, stated))
 
 
 def described(folder: Path) -> tuple[Any, Any]:
