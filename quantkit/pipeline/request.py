@@ -201,7 +201,7 @@ def demand_model(model: str, adapters: Sequence[str] = ()) -> None:
         demand_possible(model)
     for adapter in adapters:
         if not adapter.startswith("hf:"):
-            Adapter.at(adapter)
+            Adapter.at(adapter, model)
 
 
 def _names(changes: Sequence[str], key: str) -> bool:

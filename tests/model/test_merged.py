@@ -333,6 +333,19 @@ def test_a_kind_that_is_not_merged_is_refused(
     assert error.code == code and words in error.line()
 
 
+def test_the_remedy_names_the_model_that_was_given(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base")
+    adapter = trained(base, tmp_path / "adapter")
+    config(adapter, peft_type="IA3", base_model_name_or_path="org/base")
+    with pytest.raises(InputError, match="adapter-kind") as caught:
+        open_merged(str(base), [str(adapter)])
+    assert f"from_pretrained({str(base)!r})" in caught.value.remedy and "org/base" not in caught.value.remedy
+    (adapter / "adapter_model.safetensors").unlink()
+    config(adapter, peft_type="LORA")
+    with pytest.raises(InputError, match=r"adapter-invalid.*save it again"):
+        open_merged(str(base), [str(adapter)])
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     base, wide = saved(tmp_path / "base"), saved(tmp_path / "wide", hidden_size=32, head_dim=16)
     other, deep = saved(tmp_path / "gpt2", "gpt2"), saved(tmp_path / "deep", num_hidden_layers=5)

@@ -66,6 +66,7 @@ _TOLD = (
     *("target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out", "bias", "lora_bias"),
     *("layers_to_transform", "layers_pattern", "ensure_weight_tying"),
 )
+_AGAIN = "save it again with PEFT: model.save_pretrained(folder)"
 # names of a table of tokens
 _TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
 # keys for training alone, and for the reader
@@ -109,24 +110,27 @@ class Adapter:
     weights: Weights = field(repr=False)
 
     @classmethod
-    def at(cls, ref: str) -> Adapter:
+    def at(cls, ref: str, model: str = "") -> Adapter:
         """Open an adapter by its path as typed. Raises InputError: as `open`."""
-        return cls.open(_folder(ref))
+        return cls.open(_folder(ref), model=model)
 
     @classmethod
-    def open(cls, folder: Path, ref: str = "") -> Adapter:
+    def open(cls, folder: Path, ref: str = "", model: str = "") -> Adapter:
         """Open and check an adapter; its place is kept in the cache under its hash.
+
+        `model` is the base model as the user named it, for remedies.
 
         Raises InputError: `adapter-invalid`, `adapter-kind`, those of `checked_file` and `read_header`.
         """
         ref = ref or f"path:{folder.name}"
-        config = _config(folder, ref)
+        config = _config(folder, ref, model)
         if not (folder / WEIGHTS).is_file():
             raise _without_weights(folder, ref)
         entries = {entry.name: entry for entry in read_header(checked_file(folder, WEIGHTS), WEIGHTS)}
         adapter = cls(ref, folder, config, Weights(entries, folder, [WEIGHTS]))
         if not adapter.parts and not adapter.replaced:
-            raise InputError("adapter-invalid", f"{ref}: {WEIGHTS}", "holds no tensor", "it holds A and B of a weight")
+            rule = "it holds A and B of a weight"
+            raise InputError("adapter-invalid", f"{ref}: {WEIGHTS}", "holds no tensor", rule, _AGAIN)
         remember(adapter.sha256, folder)
         return adapter
 
@@ -306,27 +310,27 @@ def _folder(ref: str) -> Path:
     return folder.resolve()
 
 
-def _config(folder: Path, ref: str) -> dict[str, Any]:
+def _config(folder: Path, ref: str, model: str = "") -> dict[str, Any]:
     """Read and check an adapter's config. Raises InputError: `adapter-invalid`, `adapter-kind`."""
     if not (folder / ADAPTER).is_file():
         remedy = "give the folder that PEFT wrote: model.save_pretrained(folder)"
         raise InputError("adapter-invalid", ref, f"no {ADAPTER} in it", "an adapter is a folder of PEFT", remedy)
     raw, where = limits.read(checked_file(folder, ADAPTER)), f"{ref}: {ADAPTER}"
     config: dict[str, Any] = strict_json(raw, where, "adapter-invalid", "adapter-invalid")
-    _demand_kind(config, where, folder)
+    _demand_kind(config, where, by_peft(near(folder), config, model=model))
     _demand_numbers(config, where)
     return config
 
 
-def _demand_kind(config: Mapping[str, Any], where: str, folder: Path) -> None:
-    """Refuse a kind, or a variant of LoRA, that is not merged here."""
+def _demand_kind(config: Mapping[str, Any], where: str, merging: str) -> None:
+    """Refuse a kind, or a variant of LoRA, that is not merged here; `merging` is the code that merges it."""
     kind, start = str(config.get("peft_type") or "of no known kind"), config.get("init_lora_weights", True)
     if is_prompt(kind):
         rule = "an adapter that adds tokens or keys changes no weight"
         remedy = "compile the base model alone, and add the adapter where it is served"
         raise InputError("adapter-kind", where, kind, rule, remedy)
     if kind != "LORA":
-        raise InputError("adapter-kind", where, kind, "LoRA, rsLoRA and DoRA are merged", by_peft(near(folder), config))
+        raise InputError("adapter-kind", where, kind, "LoRA, rsLoRA and DoRA are merged", merging)
     other = [key for key in _OTHER_MATH if config.get(key)]
     if start not in _PLAIN_START:
         rule = "this start of the training also changed the weights of the base model"
@@ -336,9 +340,7 @@ def _demand_kind(config: Mapping[str, Any], where: str, folder: Path) -> None:
     strange = other or [key for key, value in config.items() if value and key not in known]
     if strange:
         rule = "it may change how the adapter is merged" if not other else "this variant has no rule here"
-        raise InputError(
-            "adapter-kind", where, f"{strange[0]}: {config[strange[0]]!r:.60}", rule, by_peft(near(folder), config)
-        )
+        raise InputError("adapter-kind", where, f"{strange[0]}: {config[strange[0]]!r:.60}", rule, merging)
 
 
 def _demand_numbers(config: Mapping[str, Any], where: str) -> None:
@@ -359,7 +361,7 @@ def _demand_numbers(config: Mapping[str, Any], where: str) -> None:
 def _without_weights(folder: Path, ref: str) -> InputError:
     pickled = next((path.name for path in sorted(folder.glob("adapter_model.*")) if path.suffix != ".safetensors"), "")
     if not pickled:
-        return InputError("adapter-invalid", ref, f"no {WEIGHTS} in it", "an adapter's weights are safetensors")
+        return InputError("adapter-invalid", ref, f"no {WEIGHTS} in it", "an adapter's weights are safetensors", _AGAIN)
     rule = "quantkit never unpickles: a pickle can run any code"
     remedy = "convert it where you trust it, in Python: import torch, safetensors.torch as st; st.save_file("
     remedy += f"torch.load({near(folder / pickled)!r}, weights_only=True), {near(folder / WEIGHTS)!r})"

@@ -70,16 +70,16 @@ class _Change:
         return value
 
 
-def open_adapter(ref: str) -> Adapter:
-    """Open an adapter by path or hub id. Raises InputError: those of `Adapter.open` and of the hub."""
-    return Adapter.open(from_hub(ref, False), ref) if ref.startswith("hf:") else Adapter.at(ref)
+def open_adapter(ref: str, model: str = "") -> Adapter:
+    """Open an adapter of a model by path or hub id. Raises InputError: those of `Adapter.open` and of the hub."""
+    return Adapter.open(from_hub(ref, False), ref, model) if ref.startswith("hf:") else Adapter.at(ref, model)
 
 
 def open_merged(
     ref: str, adapters: Sequence[str] = (), *, trust_remote_code: bool | None = False, hashed: bool = True
 ) -> Source:
     """Open a model, and merge adapters in their order. Raises InputError: those of `open_model` and `merge`."""
-    opened = [open_adapter(adapter) for adapter in adapters]
+    opened = [open_adapter(adapter, ref) for adapter in adapters]
 
     def together(*, hashed: bool) -> Source:
         source = open_model(ref, trust_remote_code=trust_remote_code, hashed=hashed)

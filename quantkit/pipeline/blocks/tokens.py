@@ -206,7 +206,7 @@ def _scoring(reference: str, positions: int, common: dict[str, Any]) -> TokenSet
 
 
 def _nothing(where: str, value: str, remedy: str) -> InputError:
-    rule = f"accuracy is scored on at least {_fewest()} positions that did not calibrate"
+    rule = f"a score takes at least {_fewest()} tokens beside those that calibrate"
     return InputError("nothing-to-score-on", where=where, value=value, rule=rule, remedy=remedy)
 
 
