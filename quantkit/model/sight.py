@@ -204,10 +204,14 @@ def by_peft(where: Path | str, config: Mapping[str, Any], tokens: str = "", mode
         tokens: folder of its tokenizer; "" for the base model's.
         model: base model as the user named it; "" for the one of the adapter's config.
     """
-    stated = str(config.get("base_model_name_or_path") or "") or "BASE"
-    folder, base = str(where), model.removeprefix("hf:") if is_path(model) or model.startswith("hf:") else stated
-    whole = f"transformers.AutoModelFor{_AUTO.get(str(config.get('task_type')), 'CausalLM')}.from_pretrained({base!r})"
-    model = f"peft.PeftModel.from_pretrained({whole}, {folder!r})"
+    folder, base = str(where), str(config.get("base_model_name_or_path") or "") or "BASE"
+    kind = _AUTO.get(str(config.get("task_type")), "CausalLM")
+    if is_path(model) or model.startswith("hf:"):
+        base = model.removeprefix("hf:")
+        whole = f"transformers.AutoModelFor{kind}.from_pretrained({base!r})"
+        model = f"peft.PeftModel.from_pretrained({whole}, {folder!r})"
+    else:
+        model = f"peft.AutoPeftModelFor{kind}.from_pretrained({folder!r})"
     tokenizer = f"transformers.AutoTokenizer.from_pretrained({tokens or base!r})"
     merged = f"{model}.merge_and_unload().save_pretrained('./merged'); {tokenizer}.save_pretrained('./merged')"
     return f"merged, in Python: import peft, transformers; {merged}"
