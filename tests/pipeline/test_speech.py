@@ -19,6 +19,7 @@ from quantkit.measurement.accuracy.labelled import About
 from quantkit.measurement.accuracy.spoken import errors, row_of, words_of
 from quantkit.measurement.rows import Data
 from quantkit.model.source.open import open_model
+from quantkit.model.streaming.calls import Sounds
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.blocks.tokens import UNHEARD
@@ -250,3 +251,17 @@ def test_a_recording_is_written_down(tmp_path: Path, byte_tokenizer: Any, capsys
         capsys.readouterr()
         assert cli.run(["generate", place, *words]) == 2, words
         assert f"[{code}]" in capsys.readouterr().err, words
+
+
+def test_recordings_that_begin_alike_are_told_apart(tmp_path: Path, byte_tokenizer: Any) -> None:
+    folder, audio = whisper(tmp_path / "whisper", byte_tokenizer), speech(tmp_path / "speech", count=4)
+    for name, text in {0: "yes", 1: "yes and", 2: "yes it is", 3: "yes"}.items():
+        (audio / f"{name}.txt").write_text(text)
+    done = compiled(folder, tmp_path / "out", "gptq-int4", calibration=str(audio))
+    assert all(check.ok for check in done.bundle.manifest.checks)
+    loaded = load_heard(str(audio), "all", open_model(str(folder)), samples=None, tokens=64)
+    assert len(loaded.beginnings(2, 4)) == 1 and len(loaded.beginnings(2, 64)) == 2
+    assert loaded.pictures is not None
+    first, second = loaded.beginnings(2, 64)
+    rows = [loaded.pictures.rows[Sounds.key(row)]["input_features"] for row in (first, second)]
+    assert not torch.equal(*rows)

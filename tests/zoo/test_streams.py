@@ -44,7 +44,9 @@ RIGHT = {
     "SqueezeBertForMaskedLM": "blocks return dicts; hidden states lie the other way round",
     "T5EncoderModel": "the first block makes the bias by which all others attend",
     "T5ForConditionalGeneration": "an encoder and a decoder, which reads what the encoder puts out",
-    "WhisperForConditionalGeneration": "an encoder of speech: features instead of ids",
+    "MoonshineForConditionalGeneration": "an encoder of speech: samples instead of ids",
+    "Speech2TextForConditionalGeneration": "the same with features of a frame last",
+    "WhisperForConditionalGeneration": "the same with features of a frame first",
     "XLMWithLMHeadModel": "lists of attentions and of feed-forwards, no list of blocks",
     "XLNetLMHeadModel": "two streams; parameters that its class does not make on the meta device",
     "ZambaForCausalLM": "blocks of two kinds, which share one attention",
@@ -54,6 +56,7 @@ RIGHT = {
 }
 # beside others of which the same is said
 MORE = {
+    *("MoonshineForConditionalGeneration", "Speech2TextForConditionalGeneration"),
     *("DebertaForMaskedLM", "EmbeddingGemma2TextModel", "FlaubertWithLMHeadModel", "GraniteMoeHybridForCausalLM"),
     *("GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM", "ZambaForCausalLM"),
 }

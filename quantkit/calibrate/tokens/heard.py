@@ -121,7 +121,7 @@ def load_heard(reference: str, part: Part, source: Source, *, samples: int | Non
     """
     import inspect
 
-    from quantkit.calibrate.tokens.ids import TokenSet
+    from quantkit.calibrate.tokens.ids import CONFIRMED, TokenSet
     from quantkit.model.streaming.calls import Pictures, Sounds
 
     extractor, tokenizer = extractor_of(source), source.tokenizer()
@@ -149,7 +149,7 @@ def load_heard(reference: str, part: Part, source: Source, *, samples: int | Non
     if (without := texts.count(None)) > 0:
         notes.append(f"{without} of them have no transcript: the original model's own stands in")
     rows_heard = {Pictures.key(row): one for row, one in zip(ids, heard, strict=True)}
-    return TokenSet(
+    loaded = TokenSet(
         ids,
         content.find("calibration", reference).resolve().name,
         "calib" if part == "calib" else "eval",
@@ -159,6 +159,9 @@ def load_heard(reference: str, part: Part, source: Source, *, samples: int | Non
         lengths=lengths,
         spoken=tuple(texts),
     )
+    # a beginning may be that of several: scores are confirmed on the right recording
+    rows_heard.update(zip(map(Pictures.key, loaded.beginnings(*CONFIRMED)), heard, strict=False))
+    return loaded
 
 
 def _written(source: Source, tokenizer: Any, heard: Sequence[dict[str, torch.Tensor]]) -> list[str]:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 # the tokenizer's own tokens in a sequence: none, those before a text, those before and after it
 Special = Literal["none", "before", "around"]
 Template = Literal["chat"]
+# sequences, and tokens of each, for plain transformers to confirm scores on
+CONFIRMED = 2, 64
 # most tokens of a text, as in the training of sentence encoders
 LONGEST = 256
 
@@ -93,8 +95,10 @@ class TokenSet:
         return replace(self, ids=ids, sha256=ids_sha256(ids.numpy()), whole=self.whole or self.sha256, **cut)
 
     def beginnings(self, samples: int, tokens: int) -> torch.Tensor:
-        """Return the first ids of the first samples, without padding."""
-        return self.ids[:samples, : min((tokens, *(self.lengths or ())[:samples]))]
+        """Return the first ids of the first samples, without padding; of samples that begin alike, the first."""
+        few = self.ids[:samples, : min((tokens, *(self.lengths or ())[:samples]))]
+        alike = self.lengths is not None and bool((few == few[:1]).all(dim=1)[1:].any())
+        return few[:1] if alike else few
 
     @property
     def items(self) -> int:

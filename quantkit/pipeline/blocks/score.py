@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import machine
 from quantkit.bundle import Build, Bundle, Check, Decision
+from quantkit.calibrate.tokens.ids import CONFIRMED
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter, reader
 from quantkit.measurement.rows import Row
@@ -50,7 +51,7 @@ LOSS, KL, ORIGINAL, OUTPUT = "score.loss", "score.kl", "score.original", "score.
 # nats; of outputs, of the Euclidean norm of a token's. Where a library multiplies in kernels of its own, more is
 # allowed: `model/streaming/transforms.py`
 LIMIT = 1e-3
-_SEQUENCES, _TOKENS = 2, 64
+_SEQUENCES, _TOKENS = CONFIRMED
 # files of what plain transformers answers for these, of the original and of the export
 BEFORE, AFTER = "before.safetensors", "after.safetensors"
 # positions of a second export of a decoder, whose logits the reload check has compared with those of its weights
