@@ -104,6 +104,13 @@ def test_speech_calibrates_both_stacks_and_scores(tmp_path: Path, byte_tokenizer
     assert 0 < (quantized - plain).norm() / plain.norm() < 0.5
 
 
+def test_inputs_in_integers_are_transcribed_too(tmp_path: Path, byte_tokenizer: Any) -> None:
+    folder, audio = whisper(tmp_path / "whisper", byte_tokenizer), speech(tmp_path / "speech", count=4)
+    whole = "scheme.weights={format: int8, granularity: channel}"
+    done = compiled(folder, tmp_path / "out", "int8-dynamic", whole, calibration=str(audio))
+    assert next(row for row in done.rows if row.name == "accuracy.wer").n == 2
+
+
 def test_a_recipe_without_recordings_rounds_and_is_not_scored(tmp_path: Path, byte_tokenizer: Any) -> None:
     folder = whisper(tmp_path / "whisper", byte_tokenizer)
     done = compiled(folder, tmp_path / "out", "int8-dynamic", "scheme.weights={format: int8, granularity: channel}")

@@ -79,7 +79,9 @@ class TorchRuntime(Runtime):
         """Load a checkpoint's model in float32, in eval mode."""
         import torch
 
-        return self._whole(folder, dtype=torch.float32).float()
+        from quantkit.model.source.open import in_float32
+
+        return in_float32(self._whole(folder, dtype=torch.float32))
 
     def _whole(self, folder: Path, **settings: Any) -> Any:
         """Load the model and expand every weight, now or at the first forward."""
