@@ -124,7 +124,7 @@ def guarded(where: str) -> Iterator[None]:
             signal.signal(signal.SIGALRM, _late)
             # again every second: Python drops an exception raised in a finalizer or a callback of the garbage collector
             signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN)
-            faulthandler.dump_traceback_later(seconds + 60, exit=True)
+            faulthandler.dump_traceback_later(seconds + 60, exit=True, file=2)  # sys.stderr may have no descriptor
         allowed = _held() + MEMORY.most
         if allowed < (math.inf if limit[0] == resource.RLIM_INFINITY else limit[0]):
             resource.setrlimit(resource.RLIMIT_DATA, (int(allowed), limit[1]))

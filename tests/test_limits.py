@@ -250,6 +250,9 @@ def test_a_guard_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"QUANTKIT_LIMIT_{name}", text)
         with limits.guarded("outer"), limits.guarded("inner"):
             pass
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # without a descriptor, as in a notebook
+    with limits.guarded("a notebook"):
+        pass
     monkeypatch.setattr(limits, "_held", lambda: float("inf"))  # a system without /proc
     with limits.guarded("elsewhere"):
         pass
