@@ -50,6 +50,7 @@ class LayerSpec:
         largest: parameter -> its largest magnitude, for those that were read.
         stacked: modules of experts that are one tensor, and stay in floats.
         untraced: class of a model whose attention cannot be traced; else empty.
+        stateful: kind of layers that keep a state other than keys and values; else empty.
     """
 
     schemes: Mapping[str, WeightScheme] = field(default_factory=dict)
@@ -66,6 +67,7 @@ class LayerSpec:
     largest: Mapping[str, float] = field(default_factory=dict)
     stacked: Collection[str] = ()
     untraced: str = ""
+    stateful: str = ""
     ruled: Collection[str] = ()
     apart: Mapping[str, Collection[str]] = field(default_factory=dict)
 
@@ -80,6 +82,9 @@ class LayerSpec:
             value = "its attention does not go through transformers' AttentionInterface"
             rule = "only this interface shows what it computes, so that its cache can be exported"
             raise unattended(self.untraced, value, rule, without(export))
+        if self.stateful and self.source is not None:
+            value, rule = f"keeps a state of its own: {self.stateful}", "a graph holds a cache of keys and values alone"
+            raise unattended(self.source.architecture, value, rule, without(export))
         for linear in sorted({*self.merged, *self.stacked})[:1]:
             rule = "the graph is traced once, and which expert runs depends on the data"
             raise unheld(linear, "belongs to a mixture of experts", rule, without(export))

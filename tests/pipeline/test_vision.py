@@ -19,7 +19,9 @@ from quantkit import cli
 from quantkit.calibrate.tokens.processed import ImageProcessor
 from quantkit.errors import InputError, MissingDependency
 from quantkit.model.streaming.own_forward import SEEING
+from quantkit.model.structure.traced import other_state
 from quantkit.pipeline import Request, compile_model
+from quantkit.pipeline.blocks.prepared import prepare
 from quantkit.pipeline.export import export_bundle
 from quantkit.recipe import Recipe
 from quantkit.report.bundle import figures, usage
@@ -28,13 +30,14 @@ from quantkit.runtimes.generate import demand_images
 
 LLAVA = "LlavaForConditionalGeneration"
 IMAGE, VOCABULARY = 258, 260
+INT4 = {"format": "int4", "granularity": "group", "group": 32, "symmetric": True}
 
 
 def recipe(*exports: str, **changes: Any) -> Recipe:
     data = {
         "summary": "a test",
         "calibration": {"set": "prose-en", "samples": 4, "tokens": 48, **changes.pop("calibration", {})},
-        "scheme": {"weights": {"format": "int4", "granularity": "group", "group": 32, "symmetric": True}},
+        "scheme": {"weights": INT4},
         "passes": [{"gptq": {}}],
         "export": [{name: {}} for name in exports or ("checkpoint",)],
         **changes,
@@ -158,6 +161,36 @@ def test_a_recipe_s_onnx_is_left_out_beside_a_checkpoint(llava: Path, tmp_path: 
     assert left.where == "onnx" and "images" in left.reason and not (made.path / "onnx").exists()
 
 
+@pytest.mark.usefixtures("few_scored")
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("Qwen3_5ForCausalLM", "layers of linear_attention"),
+        ("Qwen3_5ForConditionalGeneration", "layers of linear_attention"),
+        ("Qwen3NextForCausalLM", "layers of linear_attention"),
+        ("Lfm2ForCausalLM", "layers of conv"),
+        ("FalconH1ForCausalLM", "layers of hybrid"),
+        ("JambaForCausalLM", "layers of linear_attention"),
+    ],
+)
+def test_a_graph_is_left_out_for_blocks_with_a_state(name: str, state: str, tmp_path: Path) -> None:
+    """Before the work: a graph holds keys and values alone, and the checkpoint is made."""
+    shrink.tiny(name, tmp_path / "model", dtype=torch.bfloat16)
+    shrink.tokenizer().save_pretrained(tmp_path / "model")
+    asked = recipe("checkpoint", "onnx", passes=[{"rtn": {}}], on_indivisible="keep")
+    prepared = prepare(Request.of(str(tmp_path / "model"), recipe=asked, speed=False))
+    assert [step.name for step in prepared.request.recipe.export] == ["checkpoint"]
+    (left,) = [taken for taken in prepared.decisions if taken.code == "export-left-out"]
+    assert left.where == "onnx" and state in left.reason
+
+
+def test_attention_alone_keeps_no_other_state() -> None:
+    for name in ("LlamaForCausalLM", "GPT2LMHeadModel", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "CTRLLMHeadModel"):
+        assert other_state(shrink.tiny(name)) == "", name
+    hybrid = shrink.tiny("GraniteMoeHybridForCausalLM", layer_types=["full_attention"] * 4)
+    assert other_state(hybrid) == "", "a class of hybrids may have layers of attention alone"
+
+
 @pytest.mark.parametrize("export", ["onnx", "gguf"])
 def test_exports_of_text_alone_are_refused_by_name(export: str, llava: Path) -> None:
     error = refused(llava, export)
@@ -175,6 +208,18 @@ def test_images_that_cannot_calibrate_are_refused_before_the_work(llava: Path, i
     (images / "0.png").write_bytes(b"no image")
     assert refused(llava, calibration={"images": str(images), "samples": 16}).code == "calibration-unreadable"
     assert refused(llava, calibration={"images": "phtos"}).code == "unknown-calibration"
+    (tmp_path / "empty").mkdir()
+    for passes in ([{"gptq": {}}], [{"rtn": {}}]):  # whatever the recipe looks at
+        for name, code in (("empty", "calibration-empty"), ("absent", "file-missing")):
+            error = refused(llava, calibration={"images": str(tmp_path / name)}, passes=passes)
+            assert error.code == code and name in str(error)
+
+
+@pytest.mark.usefixtures("few_scored")
+def test_a_recipe_that_looks_at_nothing_says_so_of_its_images(llava: Path, images: Path, tmp_path: Path) -> None:
+    made = compiled(llava, tmp_path / "rounded", passes=[{"rtn": {}}], calibration={"images": str(images)})
+    (note,) = [taken.reason for taken in made.manifest.decisions if taken.where == "calibration.images"]
+    assert "no image is looked at" in note and made.manifest.calibration is None
 
 
 TEMPLATE = (
@@ -236,9 +281,12 @@ def test_images_that_generate_cannot_take_are_refused_in_one_line(llava: Path, i
     ]:
         with pytest.raises(InputError, match=words) as caught:
             load_runtime(runtime).generate(bundle, "a", images=[image])
-        assert caught.value.code == code and "\n" not in str(caught.value)
+        assert caught.value.code == code and "\n" not in str(caught.value) and "<_io" not in str(caught.value)
+    for image, words in [(bad, "bad.png"), (tmp_path / "none.png", "none.png")]:  # before anything is loaded
+        with pytest.raises(InputError, match=words):
+            demand_images(seeing, load_runtime("torch"), [image])
     with pytest.raises(InputError, match="on a-device"):
-        demand_images(seeing, load_runtime("torch"), "a-device")
+        demand_images(seeing, load_runtime("torch"), [file], "a-device")
 
 
 def test_a_missing_package_of_a_processor_names_the_extra(llava: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from quantkit.errors import InputError
 from quantkit.model.streaming.calls import filed, is_in_file
 from quantkit.model.structure.kinds import is_pair
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -251,6 +254,25 @@ def has_interface(model: nn.Module) -> bool:
     }
     files = [vars(sys.modules[name]) for name in inside if name in sys.modules]
     return any(isinstance(value, AttentionInterface) for names in files for value in names.values())
+
+
+def other_state(model: PreTrainedModel) -> str:
+    """Name the kind of layers that keep a state other than keys and values, such as `layers of conv`; "" for none."""
+    from transformers.cache_utils import (
+        DYNAMIC_LAYER_TYPE_MAPPING,
+        DummyLayer,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        get_layer_types_and_kwargs,
+    )
+
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "layer_types", None) is None:
+        return "a cache of its class's own" if getattr(model, "_is_stateful", False) else ""
+    plain = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+    kinds = get_layer_types_and_kwargs(config)[0]
+    other = [kind for kind in kinds if DYNAMIC_LAYER_TYPE_MAPPING.get(kind) not in plain]
+    return f"layers of {other[0]}" if other else ""
 
 
 class InDouble(TorchDispatchMode):

@@ -145,7 +145,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     from quantkit.model.streaming.calls import Sounds
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.model.structure.names import apart, obstacles
-    from quantkit.model.structure.traced import has_interface
+    from quantkit.model.structure.traced import has_interface, other_state
     from quantkit.pipeline.blocks.work import PassRun, check_order, looks_at_data
 
     recipe = request.recipe
@@ -180,6 +180,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
             apart=single,
             stacked=[kept.where for kept in layers.decisions if kept.code in (EXPERTS, EXPERTS_KEPT)],
             untraced="" if has_interface(stream.skeleton) else type(stream.skeleton).__name__,
+            stateful=other_state(stream.skeleton) if source.kind == "decoder" else "",
             source=source,
             largest=largest,
         )
