@@ -255,7 +255,7 @@ class Runtime(Protocol):
         from quantkit.runtimes.generate import demand_images, generated
 
         if images:
-            demand_images(bundle, self)
+            demand_images(bundle, self, images)
         return generated(
             bundle,
             lambda: self.tokenizer(bundle),

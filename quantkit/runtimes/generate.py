@@ -113,8 +113,16 @@ def demand_alone(bundle: Bundle, rule: str) -> None:
         raise InputError("architecture-unsupported", str(bundle.path), "an encoder and a decoder", rule)
 
 
-def demand_images(bundle: Bundle, runtime: _Named, device: str | None = None) -> None:
-    """Refuse images for a model of text, for a runtime that takes none, or on a device. Raises `generate-images`."""
+def demand_images(
+    bundle: Bundle, runtime: _Named, images: Sequence[Path], device: str | None = None
+) -> list[NDArray[np.uint8]]:
+    """Read images [height, width, 3] before a model is loaded.
+
+    Raises InputError: `generate-images` for a model of text, for a runtime that takes none, on a device, or for what is
+    no image; `file-missing`, `file-unreadable`.
+    """
+    from quantkit.calibrate.sets.images import read_picture
+
     value, rule, remedy = "", "", "leave --image out"
     if not bundle.manifest.sees:
         value, rule = f"{bundle.manifest.model.name} takes text", "only a vision-language model takes images"
@@ -124,6 +132,7 @@ def demand_images(bundle: Bundle, runtime: _Named, device: str | None = None) ->
         value, rule, remedy = f"runtime {runtime.name}", "images go through transformers", "--runtime torch"
     if value:
         raise InputError(IMAGES, "--image", value, rule, remedy)
+    return [read_picture(path, IMAGES) for path in images]
 
 
 def demand_tokens(count: int) -> None:

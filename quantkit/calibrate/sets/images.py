@@ -156,15 +156,21 @@ def load_images(
     return ImageSet(images, labels, part.name, split, notes, clusters)
 
 
-def drawn_bytes(reference: str, samples: int, seed: int) -> tuple[str, list[NDArray[np.uint8]]]:
-    """Return the name of a set, and up to `samples` images to calibrate on, uint8 [height, width, ...], not resized.
-
-    Raises as `load_images`, and `calibration-dtype` for floats.
-    """
+def demand_bytes(reference: str) -> _Part:
+    """Open images to calibrate on. Raises as `load_images`, and `calibration-dtype` for floats."""
     part = _open(reference, "calib")
     if not part.images.bytes_:
         rule, remedy = "a model's own processor takes images of bytes", "give image files, or arrays of uint8"
         raise InputError("calibration-dtype", part.images.where, "preprocessed floats", rule, remedy)
+    return part
+
+
+def drawn_bytes(reference: str, samples: int, seed: int) -> tuple[str, list[NDArray[np.uint8]]]:
+    """Return the name of a set, and up to `samples` images to calibrate on, uint8 [height, width, ...], not resized.
+
+    Raises as `demand_bytes`.
+    """
+    part = demand_bytes(reference)
     chosen = drawn(part.members, part.sampling, "calib", samples, seed)
     return part.name, [part.images.read(int(number)) for number in chosen]
 
@@ -545,6 +551,8 @@ def _decode(data: bytes, where: str) -> NDArray[np.uint8]:
         raise
     except image.DecompressionBombError:  # Pillow has a limit of its own
         raise limits.PIXELS.exceeded(where) from None
+    except image.UnidentifiedImageError:  # its text names an object of Python
+        raise cards.unreadable(where, "no image file, or a damaged one") from None
     except Exception as error:  # Pillow's plugins may raise anything
         raise cards.unreadable(where, error) from None
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.calibrate.sets.images import drawn_bytes
+from quantkit.calibrate.sets.images import demand_bytes, drawn_bytes
 from quantkit.calibrate.tokens import pack
 from quantkit.calibrate.tokens.processed import ImageProcessor
 from quantkit.errors import InputError
@@ -36,10 +36,15 @@ _WITHOUT = "leave calibration.images out: the text stack is then calibrated on t
 
 
 def demand_seeing(reference: str, source: Source) -> ImageProcessor:
-    """Return the model's processor. Raises InputError `calibration-images` for a model of text, or without one."""
+    """Return the model's processor, and open the images.
+
+    Raises InputError: `calibration-images` for a model of text, or without a processor; those of
+    `calibrate.sets.images`.
+    """
     if not source.sees:
         rule, remedy = "only a vision-language model is calibrated on images", "leave calibration.images out"
         raise InputError(CODE, _WHERE, f"{reference}, and {source.architecture} takes text", rule, remedy)
+    demand_bytes(reference)
     return ImageProcessor.load(source.path, CODE, _WITHOUT, where=source.ref, trust=source.trust_remote_code)
 
 

@@ -53,7 +53,7 @@ def generate(
         raise InputError("usage", "--prompt", "not given", "a model continues a text, or hears a recording", remedy)
     how: dict[str, Any] = {"new_tokens": new_tokens or 64, "sample": sample, "seed": seed, "chat": chat}
     if image:
-        demand_images(opened, runner, on)
+        demand_images(opened, runner, image, on)
         how["images"] = image
     with showing() as progress:
         progress.begin(f"loading {bundle}")

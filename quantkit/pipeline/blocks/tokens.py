@@ -109,11 +109,14 @@ def load(
     from quantkit.measurement.accuracy.purpose import purpose_of
 
     choice = recipe.calibration
+    if choice.pictures is not None:
+        demand_seeing(choice.pictures, source)
+        if not calibrate:
+            reason = "no image is looked at: nothing in the recipe needs calibration"
+            decisions.append(decision("calibrate", NOTE, "calibration.images", reason))
     if source.hears and (recorded := _recorded(recipe, source, calibrate=calibrate)) is not None:
         return recorded
     demand_talking(choice, "decoder beside an encoder" if source.has_encoder else source.kind)
-    if choice.pictures is not None:
-        demand_seeing(choice.pictures, source)
     tokens = sequence_length(choice.tokens, source, decisions)
     common = _common(recipe, source, tokens)
     if source.kind == "encoder" and is_pairs(choice.set):

@@ -212,16 +212,14 @@ def _seen(
     bundle: Bundle, folder: Path, prompt: str, images: Sequence[Path], chat: bool
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return the arguments of a forward for a prompt with images, and a note where no template frames them."""
-    from quantkit.calibrate.sets.images import read_picture
     from quantkit.calibrate.tokens.processed import ImageProcessor
 
-    demand_images(bundle, RUNTIME)
+    pictures, named = demand_images(bundle, RUNTIME, images), ", ".join(path.name for path in images)
     processor = ImageProcessor.load(folder, IMAGES, "leave --image out", where=str(folder))
     turn = processor.turn(prompt, "--image", len(images), today=True)
     if turn is None and chat:
         raise _no_template("it takes no image")
     notes = [] if turn else ["the model has no chat template that takes an image: images stand before the prompt"]
-    pictures, named = [read_picture(path, IMAGES) for path in images], ", ".join(path.name for path in images)
     text = turn or f"{processor.image_token * len(images)}{prompt}"
     return processor(text, pictures, named, special=turn is None), notes
 

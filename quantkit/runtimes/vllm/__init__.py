@@ -252,7 +252,7 @@ class VllmRuntime(Runtime):
     ) -> dict[str, Any]:
         """Continue a prompt as `Runtime.generate` does."""
         if images:
-            demand_images(bundle, self)
+            demand_images(bundle, self, images)
         self.demand()
         demand_decoder(bundle)
         tokenizer = self.tokenizer(bundle)
