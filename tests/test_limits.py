@@ -281,3 +281,5 @@ def test_counts_in_lists_are_limited_too() -> None:
 
     refused(lambda: pretrained.demand_layers({"depths": [3_000_000, 1]}, "config.json"))
     refused(lambda: pretrained.demand_layers({"vision": {"num_blocks": 20_000}}, "config.json"))
+    # Gemma 4's; a size is no count
+    pretrained.demand_layers({"text_config": {"vocab_size_per_layer_input": 262_144}}, "config.json")

@@ -34,7 +34,7 @@ NAMING = ("config.json", "tokenizer_config.json", "processor_config.json", "prep
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _KEY = "auto_map"
 _PLAIN = re.compile(r"\w+\.\w+")
-# words in the names of layer counts; `depths` for networks with stages
+# words in the names of layer counts, no sizes (`vocab_size_per_layer_input`); `depths` for networks with stages
 _COUNTS = ("layer", "block", "depth", "stage")
 _ATTENTION = (None, "eager", "sdpa", "flex_attention")
 _OF_TOKENIZERS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -145,7 +145,7 @@ def demand_layers(config: dict[str, Any], where: str) -> None:
     for key, value in config.items():
         if isinstance(value, dict):
             demand_layers(value, where)
-        elif any(word in key for word in _COUNTS):
+        elif "size" not in key and any(word in key for word in _COUNTS):
             counts = [count for count in (value if isinstance(value, list) else [value]) if isinstance(count, int)]
             limits.LAYERS.demand(max(counts, default=0), f"{where}: {key}")
 
