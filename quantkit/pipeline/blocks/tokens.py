@@ -154,7 +154,7 @@ def load(
             problem = f"too short to score on: its part for scores holds {held}, and {few} are needed; "
             problem += "a longer file is scored itself"
     if common["tokenizer"] is None or choice.set == _FALLBACK:
-        remedy = "give a longer set, or one with an eval split, or a model folder with a tokenizer"
+        remedy = f"add the tokenizer to the model's folder ({_FALLBACK} then scores), or give a longer --calibration"
         raise _nothing(choice.set, problem, remedy)
     decisions.append(decision("score", code, public(choice.set), problem, public(choice.set), _FALLBACK))
     return calibration, _scoring(_FALLBACK, positions, common)
@@ -209,7 +209,7 @@ def _scoring(reference: str, positions: int, common: dict[str, Any]) -> TokenSet
 
 
 def _nothing(where: str, value: str, remedy: str) -> InputError:
-    rule = f"a score takes at least {_fewest()} tokens beside those that calibrate"
+    rule = f"a score needs at least {_fewest()} tokens that did not calibrate"
     return InputError("nothing-to-score-on", where=where, value=value, rule=rule, remedy=remedy)
 
 
@@ -271,7 +271,7 @@ def again(
     if not problem and seen is not None and _calibrated(recipe, source, seen, scoring):
         problem = "the bundle was calibrated on it"
     if problem:
-        raise _nothing(asked, problem, "another set, or a longer one")
+        raise _nothing(asked, problem, "give --calibration another set, or a longer one")
     decisions += taken
     return scoring
 
