@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 _SPECIAL = {"pad_token_id": 255, "eos_token_id": 257, "decoder_start_token_id": 256, "vocab_size": 258}
 _BART = {
     **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2},
-    **{"decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64},
+    **{"decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 96},
     "forced_eos_token_id": None,
 }
 _T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 2}
@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bart": ("Bart", "BartForConditionalGeneration", {**_BART, "bos_token_id": 256}),
     "marian": ("Marian", "MarianMTModel", _BART),
 }
-FEW = ["calibration.samples=2", "calibration.tokens=32", "scheme.weights.group=16", "gates={}"]
+FEW = ["calibration.samples=2", "calibration.tokens=96", "scheme.weights.group=16", "gates={}"]
 CHECKPOINT = "export=[{checkpoint: {}}]"
 
 

@@ -137,16 +137,23 @@ def score_exports(
         if whole and (number == 0 or tensors) and is_confirmed(original):
             progress.at("score", (number + _SCORED) / len(exports), CONFIRMING)
             kept = {name: build.temporary(name) for name in (BEFORE, AFTER)}
-            checks += confirm(original, bundle.path / "model" if tensors else None, few_ids(scoring), items, kept)
+            checks += confirm(
+                original, bundle.path / "model" if tensors else None, few_ids(scoring, prepared.source), items, kept
+            )
         if tensors and prepared.request.recipe.scheme.kv_cache is not None:
             rows += _score_long(prepared, bundle, original, progress)
     # of two exports, the original is confirmed with each
     return rows, list({check.name: check for check in checks}.values())
 
 
-def few_ids(scoring: TokenSet) -> Tensor:
+def few_ids(scoring: TokenSet, source: Source) -> Tensor:
     """Return the beginnings of a few sequences, for plain transformers."""
-    return scoring.beginnings(_SEQUENCES, _TOKENS)
+    return scoring.beginnings(_SEQUENCES, _tokens(source) or scoring.ids.shape[1])
+
+
+def _tokens(source: Source) -> int | None:
+    """Count the tokens of a beginning; None is all, where an encoder reads the text: each answer rests on all of it."""
+    return None if source.has_encoder and not source.hears else _TOKENS
 
 
 def _few(scoring: TokenSet) -> TokenSet:
@@ -234,7 +241,7 @@ def answering(like: StreamedModel, ids: Tensor, place: Path | None, folder: Path
 
     cached = folder is not None and bool((_quantization(folder) or {}).get("kv_cache_scheme"))
     changes = like.transforms if folder is None else ()
-    return Answering(like, ids[:_SEQUENCES, :_TOKENS], place, cached, changes)
+    return Answering(like, ids[:_SEQUENCES, : _tokens(like.source)], place, cached, changes)
 
 
 def is_confirmed(original: StreamedModel) -> bool:
@@ -262,7 +269,7 @@ def confirm(
     """
     from quantkit.model.streaming.transforms import DEPARTURES, departure
 
-    few = ids[:_SEQUENCES, :_TOKENS]
+    few = ids[:_SEQUENCES, : _tokens(original.source)]
     machine.let_go()  # embeddings and heads that were scored with
     before = _given(original.source, answering(original, ids, kept.get(BEFORE)))
     after = streamed = rounded = None

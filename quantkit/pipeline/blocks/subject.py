@@ -149,7 +149,9 @@ class TransformerSubject(Subject):
         self.progress.at("prove", 0.0, "the stream against the model's own forward")
         original, scoring = self.prepared.unchanged(), self.prepared.scoring
         runs = original.as_it_runs()
-        beside = answering(runs, few_ids(scoring), self.build.temporary(BEFORE)) if is_confirmed(runs) else None
+        beside = (
+            answering(runs, few_ids(scoring, runs.source), self.build.temporary(BEFORE)) if is_confirmed(runs) else None
+        )
         if beside is None:
             reason = "plain transformers merges its experts, whose inputs the source rounds: no score was confirmed"
             self.decisions.append(decision("check", UNRUN, "score", reason))
@@ -199,7 +201,9 @@ class TransformerSubject(Subject):
             exporter, how = load_exporter(step.name), dict[str, Any](blocks=first)
             if exporter.stores == "tensors" and first is None:
                 folder, place = self.build.bundle / exporter.place, self.build.temporary(AFTER)
-                how["beside"] = answering(prepared.unchanged(), few_ids(prepared.scoring), place, folder)
+                how["beside"] = answering(
+                    prepared.unchanged(), few_ids(prepared.scoring, prepared.source), place, folder
+                )
             checks += exporter.check(self.build.bundle, self._decided, step.settings, **how)
         if self._is_served():
             self.progress.at("check", 0.0, "loading the checkpoint in vLLM")
