@@ -327,7 +327,8 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     """Unpack int32 [N, ceil(K b / 32)] to int8 [N, K]."""
-    packed = words.contiguous().view(torch.uint8)
+    # `contiguous` returns a single column as it is, and a view in bytes wants a last stride of 1
+    packed = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
         return (packed[:, :columns] ^ 0x80).view(torch.int8)
     if bits == 4:

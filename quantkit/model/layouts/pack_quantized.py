@@ -51,7 +51,12 @@ class PackQuantized(CompressedTensors):
 
     def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
         for linear, scheme in schemes.items():
-            bits_of(scheme, linear=linear)
+            bits, (rows, columns) = bits_of(scheme, linear=linear), shapes.get(linear, (0, 0))
+            groups = columns // scheme.group if scheme.group else 1
+            if not scheme.symmetric and bits == 4 and 0 < rows <= 8 and groups > 1:
+                value, rule = f"zero points of {rows} rows", "compressed-tensors reads those of more than 8 rows"
+                remedy = "--set scheme.weights.symmetric=true, or an override that leaves it in floats (weights: null)"
+                raise unsupported(linear, value, rule, remedy)
         super().accepts(schemes, shapes)
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:

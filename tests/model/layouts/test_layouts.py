@@ -379,6 +379,29 @@ def test_what_it_cannot_hold_is_refused(schemes: Any, shapes: Any, reason: str) 
         layouts.load("gptq").accepts(schemes, shapes)
 
 
+def test_zero_points_of_a_few_rows_are_read_from_a_file(tmp_path: Path) -> None:
+    """Packed they are one row. Our reader takes them; compressed-tensors does not, so they are refused before."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from safetensors.torch import load_file, save_file
+
+    how = WeightScheme(format="int4", granularity="group", group=32, symmetric=False, scale="float32")
+    for rows in (1, 4, 8):
+        tensor = quantized(how, (rows, 96))
+        save_file(
+            {"x" + LAYOUT.codes: LAYOUT.packed(tensor), **LAYOUT.companions("x", tensor, torch.float32)},
+            tmp_path / "x.safetensors",
+        )
+        back = LAYOUT.read_back("x", how, load_file(tmp_path / "x.safetensors").__getitem__)
+        assert torch.equal(back.codes, tensor.codes) and torch.equal(back.zero, tensor.zero)
+        with pytest.raises(RuntimeError, match="stride"):
+            unpack_from_int32(
+                load_file(tmp_path / "x.safetensors")["x.weight_zero_point"], 4, torch.Size((rows, 3)), packed_dim=0
+            )
+        with pytest.raises(InputError, match=r"layout-unsupported.*symmetric=true"):
+            LAYOUT.accepts({LAYER: how}, {LAYER: (rows, 96)})
+    LAYOUT.accepts({LAYER: how}, {LAYER: (9, 96)})
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (17, 3), (33, 40), (8, 4095)])
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
