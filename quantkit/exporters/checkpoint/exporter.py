@@ -92,11 +92,6 @@ class Checkpoint(Exporter):
         for_vllm = options.readers == "vllm" and layout is not None
         here = f"{{layout: {options.layout}, readers: vllm}}"
         alone = f"--set 'export=[{{checkpoint: {here}}}]' (for vLLM alone)"
-        for linear in sorted(merged & set(asked.activations))[: not for_vllm]:
-            rule = "transformers merges experts while it loads them, and does not quantize their inputs"
-            remedy = "" if layout is None else f"{alone}, or "
-            remedy += "add an override for the experts with `activations: null`"
-            raise unheld(linear, "belongs to a mixture of experts", rule, remedy)
         if layout is None or not schemes:
             return
         demand_loadable(options.layout, schemes, merged & set(asked.ruled), asked.partly, "" if for_vllm else alone)
@@ -113,8 +108,13 @@ class Checkpoint(Exporter):
                 ways += [alone] if named else []
                 if not (obstacle.always or obstacle.merged):
                     ways.append("an override that leaves it in high precision (weights: null)")
+                ways.append(f"--set scheme.activations=null {_DENSE}" if asked.activations else _DENSE)
                 rule = "transformers alone must load the checkpoint"
-                raise unheld(obstacle.where, obstacle.why, rule, ", or ".join([*ways, _DENSE]))
+                raise unheld(obstacle.where, obstacle.why, rule, ", or ".join(ways))
+        for linear in sorted(merged & set(asked.activations))[: not for_vllm]:
+            rule = "transformers merges experts while it loads them, and does not quantize their inputs"
+            remedy = f"{alone}, or add an override for the experts with `activations: null`"
+            raise unheld(linear, "belongs to a mixture of experts", rule, remedy)
         for linear, scheme in schemes.items():
             if linear in asked.padded:
                 raise padded(linear, scheme, asked.shapes[linear][1] if linear in asked.shapes else None)
@@ -241,7 +241,7 @@ def demand_loadable(
     """
 
     def refusal(where: str, value: str, remedy: str) -> InputError:
-        rule = "transformers loads packed experts only if all are packed, in one scheme, without zero points"
+        rule = "transformers loads packed experts in pack-quantized alone, all in one scheme without zero points"
         return unheld(where, value, rule, remedy)
 
     if not merged:
