@@ -10,7 +10,7 @@
     python benchmarks/whisper.py record MODEL SPEECH       compiles, and writes results/whisper-DATE.json
 
 No code of the packages runs. Transcripts are those of pocketsphinx's test data, and the books' own words: *A Tale of
-Two Cities* (1859), cut at its pauses. Whisper writes numbers in digits, so the set leaves out recordings of digits.
+Two Cities* (1859), cut at its pauses. Whisper writes some numbers in digits, which count as errors.
 """
 
 from __future__ import annotations
