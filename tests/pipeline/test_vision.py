@@ -182,6 +182,15 @@ def test_a_graph_is_left_out_for_blocks_with_a_state(name: str, state: str, tmp_
     assert [step.name for step in prepared.request.recipe.export] == ["checkpoint"]
     (left,) = [taken for taken in prepared.decisions if taken.code == "export-left-out"]
     assert left.where == "onnx" and state in left.reason
+    assert not [taken for taken in prepared.decisions if taken.code == "emulated" and "onnx" in taken.reason]
+
+
+@pytest.mark.usefixtures("few_scored")
+def test_no_next_step_goes_to_an_export_that_was_left_out(tmp_path: Path) -> None:
+    shrink.tiny("Lfm2ForCausalLM", tmp_path / "model")
+    shrink.tokenizer().save_pretrained(tmp_path / "model")
+    made = compiled(tmp_path / "model", tmp_path / "out", "checkpoint", "onnx", passes=[{"rtn": {}}])
+    assert usage.measure(made.manifest) == []
 
 
 def test_attention_alone_keeps_no_other_state() -> None:

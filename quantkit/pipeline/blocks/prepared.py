@@ -196,7 +196,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     request, settled = for_target(request, asked)
     recipe = request.recipe
     _demand_exports(recipe, asked)
-    no_graph = bool(asked.merged or asked.stacked) or source.sees
+    no_graph = bool(asked.merged or asked.stacked or asked.stateful) or source.sees
     support = request.support.decisions(source.kind, no_graph)
     decisions = [*request.taken, *rounded, *left_out, *evened, *support, *taken, *layers.decisions]
     if source.sees:

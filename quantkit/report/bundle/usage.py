@@ -16,7 +16,7 @@ from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.model import layouts
 from quantkit.model.layouts import VLLM_ALONE, Layout
 from quantkit.model.source.files import remembered
-from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT
+from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, LEFT_OUT
 from quantkit.report.kit.tree import Code
 from quantkit.scheme import ActivationScheme, WeightScheme
 
@@ -166,6 +166,8 @@ def _exportable(manifest: Manifest) -> bool:
     graphs, read = map(load_exporter, plugins.exporters_that_store("graph")), (manifest.target or {}).get("runtimes")
     exporter = next(one for one in graphs if "onnxruntime" in one.runtimes)
     if manifest.sees or experts(manifest) or not packed(manifest) or (read and not set(exporter.runtimes) & set(read)):
+        return False
+    if any(taken.code == LEFT_OUT and taken.where == exporter.name for taken in manifest.decisions):
         return False
     schemes = {layer.name: WeightScheme.model_validate(layer.scheme) for layer in manifest.layers}
     inputs = {layer.name: layer.activations for layer in manifest.layers if layer.activations is not None}
