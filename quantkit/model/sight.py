@@ -188,7 +188,7 @@ ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model*"
 _PROMPTS = ("PROMPT", "PREFIX", "P_TUNING", "CPT", "ADAPTION")
 _AUTO = {
     **{"SEQ_CLS": "SequenceClassification", "TOKEN_CLS": "TokenClassification"},
-    **{"QUESTION_ANS": "QuestionAnswering", "FEATURE_EXTRACTION": "FeatureExtraction"},
+    **{"QUESTION_ANS": "QuestionAnswering", "FEATURE_EXTRACTION": "FeatureExtraction", "SEQ_2_SEQ_LM": "Seq2SeqLM"},
 }
 
 
@@ -208,7 +208,9 @@ def by_peft(where: Path | str, config: Mapping[str, Any], tokens: str = "", mode
     kind = _AUTO.get(str(config.get("task_type")), "CausalLM")
     if is_path(model) or model.startswith("hf:"):
         base = model.removeprefix("hf:")
-        whole = f"transformers.AutoModelFor{kind}.from_pretrained({base!r})"
+        stated = _json(Path(base).expanduser() / "config.json") if is_path(model) else {}
+        own = None if "auto_map" in stated else next(iter(stated.get("architectures") or ()), None)
+        whole = f"transformers.{own or f'AutoModelFor{kind}'}.from_pretrained({base!r})"
         model = f"peft.PeftModel.from_pretrained({whole}, {folder!r})"
     else:
         model = f"peft.AutoPeftModelFor{kind}.from_pretrained({folder!r})"

@@ -459,7 +459,7 @@ class _Planning:
             footprint.largest_context(batch, devices=devices),
             devices,
             needed,
-            [f"reckoned for the runtime: {runtime.source}"],
+            [f"counted for the runtime: {runtime.source}"],
         )
 
     def _compiling(self) -> tuple[Compiling | None, list[str]]:

@@ -141,7 +141,7 @@ STEP_TOKENS, BLOCK = 2048, 128
 def taken_by(runtime: str, kind: str) -> RuntimeMemory:
     """Return the memory of a runtime on a `gpu` or `cpu`; nothing is counted on a CPU, and the source says so."""
     if kind == "cpu":
-        return RuntimeMemory(0.0, 0.0, 1.0, "nothing, though the program itself takes a few hundred MB")
+        return RuntimeMemory(0.0, 0.0, 1.0, "nothing; the program itself takes a few hundred MB more")
     return RUNTIMES.get(runtime, _CONTEXT)
 
 

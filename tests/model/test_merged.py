@@ -339,7 +339,9 @@ def test_the_remedy_names_the_model_that_was_given(tmp_path: Path) -> None:
     config(adapter, peft_type="IA3", base_model_name_or_path="org/base")
     with pytest.raises(InputError, match="adapter-kind") as caught:
         open_merged(str(base), [str(adapter)])
-    assert f"from_pretrained({str(base)!r})" in caught.value.remedy and "org/base" not in caught.value.remedy
+    # the class of the base: AutoModelForCausalLM opens no T5
+    assert f"transformers.LlamaForCausalLM.from_pretrained({str(base)!r})" in caught.value.remedy
+    assert "org/base" not in caught.value.remedy
     (adapter / "adapter_model.safetensors").unlink()
     config(adapter, peft_type="LORA")
     with pytest.raises(InputError, match=r"adapter-invalid.*save it again"):

@@ -376,8 +376,8 @@ def test_the_stream_is_the_opened_model(tmp_path: Path) -> None:
         ({"quant_method": "quark"}, "'quark'"),
         ({"quant_method": "torchao"}, "'torchao'"),
         ({}, ""),
-        ({"bits": 4}, "None"),
-        ("gptq", "None"),
+        ({"bits": 4}, "has no quant_method"),
+        ("gptq", "has no quant_method"),
         ({"quant_method": "gptq", "bits": 5}, "5 bits"),
         ({"quant_method": "gptq"}, "not understood"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
@@ -438,3 +438,12 @@ def test_bytes_from_the_config(tmp_path: Path, name: str) -> None:
     expected = open_model(str(folder)).bytes
     assert configs.stored_bytes(architecture, grid) == pytest.approx(expected, rel=0.01)
     assert any(f"the source has {grid.words}, about" in text for text in architecture.assumed)
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"), [({"quant_method": "hqq"}, "'hqq'"), ({"bits": 4}, "has no quant_method")]
+)
+def test_a_plan_refuses_what_a_compile_refuses(stated: dict[str, object], words: str) -> None:
+    config = {"model_type": "llama", "quantization_config": stated, "hidden_size": 64, "num_hidden_layers": 1}
+    with pytest.raises(InputError, match=f"already-quantized.*{words}"):
+        configs.from_config({**config, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100}, "x")

@@ -152,7 +152,7 @@ def test_a_search_an_importance_matrix_and_a_rehearsal_see_the_merged_model(base
     assert rehearse(asked_for).ok
 
 
-def test_a_plan_reads_the_adapter_s_config_alone(tmp_path: Path) -> None:
+def test_a_plan_reads_the_adapter_s_config_and_shapes(tmp_path: Path) -> None:
     place = tmp_path / "french"
     place.mkdir()
 
@@ -164,7 +164,8 @@ def test_a_plan_reads_the_adapter_s_config_alone(tmp_path: Path) -> None:
     plain = quantkit.plan("smollm2-135m", ["float", "awq-int4"])
     merged = planned(target_modules=["q_proj", "v_proj"])
     assert merged.architecture == plain.architecture
-    assert merged.notes[0] == "the adapter french is merged first, into 60 of 210 linears; it changes no size"
+    first = "the adapter french is merged first, into 60 of 210 linears; it changes no size"
+    assert merged.notes[0] == f"{first}; its weights are not here, so nothing tells whether they fit"
     assert "into 210 of 210" in planned(target_modules="all-linear").notes[0]
     assert "into 30 of 210" in planned(target_modules=r".*mlp\.up_proj").notes[0]
     for changes in (
@@ -181,5 +182,7 @@ def test_a_plan_reads_the_adapter_s_config_alone(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=code) as refused:
             planned(**changes)
         assert "\n" not in refused.value.line()
+    with pytest.raises(InputError, match=r"adapter-misfit.*made for .*, and smollm2-135m has \[576, 1536\]"):
+        quantkit.plan("smollm2-135m", ["float"], adapters=adapter(tmp_path / "tiny"))
     with pytest.raises(InputError, match=r"adapter-unmerged.*--adapter"):
         quantkit.plan(place)

@@ -1,6 +1,7 @@
 """What calibrates and what scores: apart, long enough, and said where it is otherwise than asked."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,19 +98,24 @@ def test_ids_are_used_as_given_and_what_calibrated_never_scores(byte_tokenizer: 
     assert not rows(calibration.ids) & rows(scoring.ids)
 
 
-def test_ids_without_a_tokenizer_calibrate_but_cannot_score_elsewhere(ids: Any) -> None:
-    with pytest.raises(InputError) as caught:
-        tokens.load(recipe(ids(20)), source(), calibrate=True, decisions=[])
-    assert caught.value.code == "nothing-to-score-on"
-    assert "did not calibrate" in caught.value.rule
-    # where nothing calibrates on them they may score
-    _, scoring = tokens.load(recipe(ids(20)), source(), calibrate=False, decisions=[])
-    assert scoring.items >= 300
-
-
-def test_text_needs_a_tokenizer() -> None:
-    with pytest.raises(InputError, match="tokenizer-missing"):
+def test_without_a_tokenizer_the_ids_behind_those_that_calibrate_score(ids: Any) -> None:
+    with pytest.raises(InputError) as missing:
         tokens.load(recipe(), source(), calibrate=True, decisions=[])
+    assert missing.value.code == "tokenizer-missing"
+    wanted = int(re.search(r"a \.jsonl of (\d+) rows", missing.value.remedy)[1])  # type: ignore[index]
+    decisions: list[Decision] = []
+    calibration, scoring = tokens.load(recipe(ids(wanted)), source(), calibrate=True, decisions=decisions)
+    assert calibration is not None and scoring.items >= 300
+    assert not rows(calibration.ids) & rows(scoring.ids)
+    assert decisions[-1].reason == "the first 4 sequences calibrate, the next 10 score"
+    with pytest.raises(InputError) as few:
+        tokens.load(recipe(ids(wanted - 1)), source(), calibrate=True, decisions=[])
+    assert few.value.code == "nothing-to-score-on" and f"a .jsonl of {wanted} rows" in few.value.remedy
+    # where nothing calibrates on them they may all score
+    _, scoring = tokens.load(recipe(ids(10)), source(), calibrate=False, decisions=[])
+    assert scoring.items >= 300
+    with pytest.raises(InputError, match=r"a row has 32 ids, and a sequence 64; .*; --set calibration.tokens=32"):
+        tokens.load(recipe(ids(wanted), length=64), source(), calibrate=False, decisions=[])
 
 
 def test_too_little_to_calibrate_on_is_an_error_too_little_to_score_on_is_made_up_for(

@@ -23,6 +23,7 @@ from quantkit.errors import InputError, absent
 
 Samples = NDArray[np.float32]
 CODE = "calibration-audio"
+_CONVERT = "convert it: ffmpeg -i FILE -ac 1 -c:a pcm_s16le FILE.wav"
 RULE = "a folder of WAV files (NAME.txt beside NAME.wav is its transcript), or a .jsonl with `audio` and `text`"
 # pauses are looked for in this last part of a window, in stretches of so many seconds
 _LATE, _STRETCH = 0.5, 0.05
@@ -74,7 +75,7 @@ def _listed(place: Path) -> list[tuple[Path, str | None]]:
     if place.is_dir():
         files = sorted(path for path in place.iterdir() if path.suffix.lower() == ".wav")
         if not files:
-            raise InputError(CODE, str(place), "no .wav file", RULE)
+            raise InputError(CODE, str(place), "no .wav file", RULE, _CONVERT)
         texts = [path.with_suffix(".txt") for path in files]
         return [
             (file, _text(limits.read(text)) if text.is_file() else None)
@@ -118,7 +119,7 @@ def samples_of(path: Path, rate: int) -> Samples:
             limits.DATA.demand(width * channels * file.getnframes(), str(path))
             data = file.readframes(file.getnframes())
     except (wave.Error, EOFError) as problem:
-        rule, remedy = "a WAV file of PCM", "convert it: ffmpeg -i FILE -ac 1 -c:a pcm_s16le FILE.wav"
+        rule, remedy = "a WAV file of PCM", _CONVERT
         raise InputError(CODE, str(path), str(problem) or "it ends too early", rule, remedy) from None
     data = data[: len(data) - len(data) % (width * channels)]
     if not data:

@@ -133,6 +133,7 @@ def load_tokens(
     vocab_size: int,
     special: Special = "before",
     template: Template | None = None,
+    skip: int = 0,
 ) -> TokenSet:
     """Read, sample and check a calibration set.
 
@@ -150,6 +151,7 @@ def load_tokens(
             it, as in an encoder's inputs; or none, as in older bundles.
         template: `chat` for the model's own chat template; `special` is then ignored. None has it write conversations
             alone, where the tokenizer has one.
+        skip: number of given sequences of ids to pass over.
 
     Raises:
         InputError: `unknown-calibration`, `file-missing`, `card-invalid`, and `calibration-` followed by `checksum`,
@@ -168,7 +170,7 @@ def load_tokens(
     if template is not None and not isinstance(part.content, Texts | Conversations):
         notes.append(f"{part.name} holds ids, which no chat template writes")
     if isinstance(part.content, Ids):
-        ids = _as_given(asked, part.content, vocab_size)
+        ids = _as_given(asked, Ids(part.content.rows[skip:], part.content.places[skip:]), vocab_size)
         notes += _not_as_prompts(ids, before, tokenizer, part.name) if special != "none" else []
     elif (template or form == "chat") and part.content is not None:
         ids = _from_chat(asked, part.content, before)

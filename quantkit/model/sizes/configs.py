@@ -76,16 +76,12 @@ def from_config(config: Mapping[str, Any], name: str) -> Architecture:
 
 
 def of_source(architecture: Architecture, config: Mapping[str, Any], name: str) -> Architecture:
-    """Add the assumption of a source that is quantized already."""
-    try:
-        grid = grid_of(config, name)
-    except InputError as problem:
-        stored = f"weights in floats, although they are quantized already, which no compile takes: {problem.value}"
-    else:
-        if grid is None or not grid.format:
-            return architecture
-        size = stored_bytes(architecture, grid) / 1e9
-        stored = f"weights opened to {architecture.dtype}: the source has {grid.words}, about {size:.2f} GB"
+    """Add the assumption of a source that is quantized already. Raises InputError `already-quantized`."""
+    grid = grid_of(config, name)
+    if grid is None or not grid.format:
+        return architecture
+    size = stored_bytes(architecture, grid) / 1e9
+    stored = f"weights opened to {architecture.dtype}: the source has {grid.words}, about {size:.2f} GB"
     return replace(architecture, assumed=[*architecture.assumed, stored])
 
 

@@ -73,7 +73,7 @@ def grid_of(config: Mapping[str, Any], where: str) -> SourceGrid | None:
         return None
     method = stated.get("quant_method") if isinstance(stated, Mapping) else None
     if method not in _METHODS:
-        raise refused(where, f"quant_method {method!r:.60}")
+        raise refused(where, f"quant_method {method!r:.60}" if method else f"{KEY} has no quant_method")
     try:
         return _READERS[method](stated, where)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:

@@ -239,7 +239,7 @@ class Adapter:
 
 
 def planned(architecture: Architecture, refs: Sequence[str]) -> tuple[Architecture, list[str]]:
-    """Return a model's sizes with adapters merged, and a sentence on each; their configs alone are read.
+    """Return a model's sizes with adapters merged, and a sentence on each; of their files the headers alone are read.
 
     Raises InputError: `adapter-misfit` for one that names no part of the model; those of `Adapter.open` on a config.
     """
@@ -250,6 +250,9 @@ def planned(architecture: Architecture, refs: Sequence[str]) -> tuple[Architectu
         folder = cached(ref, ADAPTER).parent if hub else _folder(ref)
         name = ref.partition("@")[0].rpartition("/")[2] if hub else folder.name
         config = _config(folder, ref if hub else f"path:{name}")
+        fits = not hub and (folder / WEIGHTS).is_file()
+        if fits:
+            _demand_fitting(Adapter.at(ref), architecture)
         stated, saved = config.get("target_modules") or [], config.get("modules_to_save") or []
         aimed = [one for one in names if _aims(stated, one)]
         ends = [one for one in (*_TABLES, head.name if head else "") if one and (_aims(stated, one) or one in saved)]
@@ -265,8 +268,28 @@ def planned(architecture: Architecture, refs: Sequence[str]) -> tuple[Architectu
         parted = architecture.tied and bool(ends)
         architecture = replace(architecture, tied=architecture.tied and not parted)
         size = "; head and embedding no longer share a tensor" if parted else "; it changes no size"
+        size += "" if fits else "; its weights are not here, so nothing tells whether they fit"
         notes.append(f"the adapter {name} is merged first, into {len(aimed)} of {len(names)} linears{size}")
     return architecture, notes
+
+
+def _demand_fitting(adapter: Adapter, architecture: Architecture) -> None:
+    """Refuse matrices of another size than a linear of the same name. Raises InputError `adapter-misfit`."""
+    shapes = {matrix.name: [matrix.N, matrix.K] for matrix in architecture.inside() if matrix.count == 1}
+    for module, low in adapter.parts.items():
+        if module not in shapes and re.sub(r"\.\d+\.", ".0.", module) in shapes:
+            raise misfit(adapter, module, f"{architecture.name} has {len(architecture.layers)} blocks")
+        a, b = (adapter.weights.entries[str(name)].shape for name in (low.a, low.b))
+        if module in shapes and len(a) == 2 and sorted((b[0], a[1])) != sorted(shapes[module]):
+            value = f"made for {[b[0], a[1]]}, and {architecture.name} has {shapes[module]}"
+            raise misfit(adapter, module, value)
+
+
+def misfit(adapter: Adapter, where: str, value: str) -> InputError:
+    """Make the error `adapter-misfit`."""
+    named = str(adapter.config.get("base_model_name_or_path") or "")
+    remedy = f"this adapter was trained on {named!r:.120}" if named else "give the model that it was trained on"
+    return InputError("adapter-misfit", f"{adapter.ref}: {where}", value, "an adapter fits its base model", remedy)
 
 
 def _aims(stated: Any, name: str) -> bool:

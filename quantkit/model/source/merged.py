@@ -25,7 +25,7 @@ from quantkit.bundle.manifest import AdapterEntry, SourceEntry
 from quantkit.errors import InputError
 from quantkit.lazy import torch
 from quantkit.model.device import put
-from quantkit.model.source.adapter import Adapter
+from quantkit.model.source.adapter import Adapter, misfit
 from quantkit.model.source.converted import ExpertTensor
 from quantkit.model.source.files import remembered
 from quantkit.model.source.open import Source, open_again, open_model, untied
@@ -240,7 +240,7 @@ def _changes(adapter: Adapter, skeleton: PreTrainedModel) -> dict[str, _Change]:
             changes[bias] = _Change(adapter, before.replaced if before else None, module, low.bias)
     if absent:
         count, whole = len(absent), len(adapter.parts) + len(adapter.replaced)
-        raise _misfit(adapter, absent[0], f"the model has no such weight ({count} of {whole} are missing)")
+        raise misfit(adapter, absent[0], f"the model has no such weight ({count} of {whole} are missing)")
     return changes
 
 
@@ -289,7 +289,7 @@ def _is_transposed(adapter: Adapter, owner: Any, module: str) -> bool:
     if isinstance(owner, nn.Embedding):
         return True
     if getattr(owner, "groups", 1) != 1:
-        raise _misfit(adapter, module, "the model has a convolution in groups there, whose product has no rule")
+        raise misfit(adapter, module, "the model has a convolution in groups there, whose product has no rule")
     return is_linear(owner) and is_transposed(owner)
 
 
@@ -297,12 +297,6 @@ def _demand_shape(adapter: Adapter, tensor: str, shape: tuple[int, ...], where: 
     """Refuse a tensor of another shape than the model's."""
     own = adapter.weights.entries[tensor]
     if own.shape != shape:
-        raise _misfit(adapter, where, f"{tensor.rpartition(f'{where}.')[2]} is {list(own.shape)}, not {list(shape)}")
+        raise misfit(adapter, where, f"{tensor.rpartition(f'{where}.')[2]} is {list(own.shape)}, not {list(shape)}")
     if not own.dtype.startswith(("F", "BF")):
         raise InputError("adapter-invalid", f"{adapter.ref}: {tensor}", f"stored as {own.dtype}", "weights are floats")
-
-
-def _misfit(adapter: Adapter, where: str, value: str) -> InputError:
-    named = str(adapter.config.get("base_model_name_or_path") or "")
-    remedy = f"this adapter was trained on {named!r:.120}" if named else "give the model that it was trained on"
-    return InputError("adapter-misfit", f"{adapter.ref}: {where}", value, "an adapter fits its base model", remedy)

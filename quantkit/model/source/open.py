@@ -193,8 +193,7 @@ class Source:
         """Load the folder's tokenizer. Raises `tokenizer-missing`, `tokenizer-damaged`."""
         if not any((self.path / name).is_file() for name in TOKENIZERS):
             value, rule = "no tokenizer file in the folder", f"one of {', '.join(TOKENIZERS)}"
-            remedy = "copy the original's tokenizer files (of a model in memory, compile(model, tokenizer=...)), or "
-            remedy += "calibrate on token ids (input_ids)"
+            remedy = "copy the original's tokenizer files (of a model in memory, compile(model, tokenizer=...))"
             raise InputError("tokenizer-missing", self.ref, value, rule, remedy)
         try:
             return pretrained.tokenizer(self.path, trust=self.trust_remote_code)

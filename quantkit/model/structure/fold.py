@@ -248,7 +248,7 @@ def find(
                 errors.append(error)
             if group.name in folds:
                 break
-            nearly = nearly or f"outputs differ by {min(errors):.1e} after folding into {name}"
+            nearly = nearly or f"the outputs would differ by {min(errors):.1e} after folding into {name}"
         if group.name not in folds:
             declined[group.name] = nearly or reason
         if (owner := owners[group.name]) is not None:

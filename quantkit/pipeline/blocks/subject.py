@@ -24,6 +24,7 @@ from quantkit.exporters import load_exporter, reader
 from quantkit.formats import stored_bits
 from quantkit.measurement.accuracy.purpose import TextResults
 from quantkit.measurement.rows import Row
+from quantkit.model.layouts import VLLM_ALONE
 from quantkit.passes import NOTE, decision
 from quantkit.pipeline import engines
 from quantkit.pipeline.blocks.layers import account
@@ -214,10 +215,10 @@ class TransformerSubject(Subject):
         demand(checks, "the export is not what was decided on; nothing was delivered. Please report it")
         self.checks += checks
         if any(check.name == APART for check in checks):
-            reason = (
-                "its class makes no model of its first blocks alone, and there is no room for all of it: its tensors "
-                "were compared, and no logits"
-            )
+            reason = "its class makes no model of its first blocks alone, and there is no room for all of it"
+            if any(taken.code == VLLM_ALONE for taken in self.decisions):
+                reason = "transformers has no rule for its packed experts"
+            reason += ": its tensors were compared, and no logits"
             self.decisions.append(decision("check", UNRUN, "model/", reason))
 
     def _is_served(self) -> bool:
@@ -262,8 +263,8 @@ class TransformerSubject(Subject):
         elif any(load_exporter(step.name).stores == "tensors" for step in exports) and not {KL, OUTPUT} & {
             check.name for check in confirmed
         }:
-            why = "as transformers loads the checkpoint, it leaves out some of what is quantized"
-            reason = f"of the original alone confirmed: {why}"
+            why = "transformers leaves out some of what is quantized as it loads the checkpoint"
+            reason = f"only the original's scores were confirmed: {why}"
         self.decisions += [decision("score", NOTE, "score", reason)] if reason else []
         self.decisions += unscored(exports, bundle.path)
         return rows

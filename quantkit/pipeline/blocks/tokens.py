@@ -16,6 +16,7 @@ from quantkit.errors import InputError
 from quantkit.lazy import torch
 from quantkit.model.structure.kinds import positions
 from quantkit.passes import NOTE, decision
+from quantkit.planning.support import with_remedy
 from quantkit.recipe import CalibrationChoice, Recipe
 
 if TYPE_CHECKING:
@@ -133,7 +134,10 @@ def load(
     if source.kind == "encoder" and purpose_of(source).gives == "text":
         common["tokens"] = min(tokens, _TEXT)  # one answer a text: more texts rather than longer ones
     positions = SCORED if whole or source.kind != "decoder" else _fewest()
-    code = "scored-elsewhere"
+    code, remedy = "scored-elsewhere", "give a longer --calibration"
+    if common["tokenizer"] is None:
+        remedy = f"add the tokenizer to the model's folder ({_FALLBACK} then scores), or give "
+        remedy += _ids_wanted(choice, tokens)
     try:
         scoring = _scoring(choice.set, positions, common)
         if calibration is None:  # else it has the same to say
@@ -142,6 +146,13 @@ def load(
         if calibration is None or not _overlap(calibration, scoring):
             return calibration, scoring
         problem = "it has nothing that calibration did not see"
+        if common["tokenizer"] is None:
+            # text would need one, so the ids behind those that calibrate score
+            scoring = _scoring(choice.set, positions, common | {"skip": choice.samples})
+            if not _overlap(calibration, scoring):
+                reason = f"the first {choice.samples} sequences calibrate, the next {len(scoring.ids)} score"
+                decisions.append(decision("score", NOTE, public(choice.set), reason))
+                return calibration, scoring
     except InputError as error:
         if error.code == "calibration-random":
             problem, code = "its tokens are drawn at random", NOTE
@@ -150,11 +161,15 @@ def load(
         elif error.code != "calibration-short":
             raise
         else:
-            held, few = str(error.value).removesuffix(" in it"), -(-_fewest() // max(common["tokens"] - 1, 1))
-            problem = f"too short to score on: its part for scores holds {held}, and {few} are needed; "
+            held = str(error.value).removesuffix(" in it")
+            problem = (
+                f"too short to score on: its part for scores holds {held}, and {_few(common['tokens'])} are needed; "
+            )
             problem += "a longer file is scored itself"
+            if held.endswith(" ids"):
+                problem = f"too short to score on: a row has {held}, and a sequence {common['tokens']}"
+                remedy = error.remedy
     if common["tokenizer"] is None or choice.set == _FALLBACK:
-        remedy = f"add the tokenizer to the model's folder ({_FALLBACK} then scores), or give a longer --calibration"
         raise _nothing(choice.set, problem, remedy)
     decisions.append(decision("score", code, public(choice.set), problem, public(choice.set), _FALLBACK))
     return calibration, _scoring(_FALLBACK, positions, common)
@@ -193,6 +208,16 @@ def _forms(loaded: TokenSet, step: str) -> list[Decision]:
 
 def _fewest() -> int:
     return min(LOOKED, SCORED)
+
+
+def _few(tokens: int) -> int:
+    """Count the fewest sequences for a score."""
+    return -(-_fewest() // max(tokens - 1, 1))
+
+
+def _ids_wanted(choice: CalibrationChoice, tokens: int) -> str:
+    rows = choice.samples + _few(tokens)
+    return f'a .jsonl of {rows} rows {{"input_ids": [...]}} of {tokens} ids or more: {choice.samples} rows calibrate'
 
 
 def _scoring(reference: str, positions: int, common: dict[str, Any]) -> TokenSet:
@@ -379,7 +404,8 @@ def _common(recipe: Recipe, source: Source, tokens: int) -> dict[str, Any]:
         tokenizer = source.tokenizer()
     except InputError as error:
         if error.code != "tokenizer-missing" or not content.column_of(recipe.calibration.set)[0].endswith(_IDS):
-            raise  # else the set holds token ids
+            remedy = f"{error.remedy}, or --calibration FILE: {_ids_wanted(recipe.calibration, tokens)}"
+            raise with_remedy(error, remedy) from None
     return {
         "tokenizer": tokenizer,
         "tokens": tokens,

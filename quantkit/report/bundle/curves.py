@@ -274,7 +274,10 @@ def results(curve: Series) -> list[str]:
     first = curve.cells[0]
     if first.bandwidth is not None and first.bandwidth.value is not None:
         moved = words.rate(first.bandwidth.value, first.bandwidth.unit)
-        ceiling = f", {words.percent(first.share_read, 0)} of what the machine reads" if first.share_read else ""
+        share = first.share_read or 0.0
+        ceiling = f", {words.percent(share, 0)} of what the machine reads" if share else ""
+        if share > 1:
+            ceiling = ", more than the machine reads from memory: a cache holds part of the weights"
         sentences.append(f"The effective bandwidth at {curve.label(str(first.x))} is {moved}{ceiling}.")
     return sentences + skipped(curve)
 
