@@ -216,10 +216,27 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
     return stated
 
 
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+def _classes(model: Any, part: Tensor) -> Tensor:
+    """Logits of what a head decides on: a text's classes, a token's, or the tokens where an answer begins and ends."""
+    if not type(model).__name__.endswith("ForQuestionAnswering"):
+        return shrink.answer(model, part).flatten(0, -2)
+    output = model(input_ids=part)
+    return torch.cat([output.start_logits, output.end_logits])
+
+
 @torch.no_grad()
 def plain_figures(source: Path, made: Path, tokens: Tensor, kind: str) -> dict[str, float]:
     """The same by two forwards of transformers, in float64 from the logits on."""
     models = [shrink.loaded(source), shrink.loaded(made)]
+    if kind != "decoder" and type(models[0]).__name__.endswith(_CLASSIFIERS):
+        before, after = (
+            torch.cat([_classes(model, part) for part in tokens.split(32)]).double().log_softmax(dim=-1)
+            for model in models
+        )
+        return {"kl": float((before.exp() * (before - after)).sum(dim=-1).mean())}
     if kind != "decoder":
         pooled = [
             torch.cat([shrink.states(model, part).double().mean(dim=1) for part in tokens.split(32)])
