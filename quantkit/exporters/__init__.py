@@ -43,6 +43,7 @@ class LayerSpec:
         merged: linears of experts.
         ruled: those of them that transformers merges while it loads them.
         apart: module of experts -> libraries with which transformers loads its linears one by one.
+        class_name: class of the model.
         partly: whether calibration may leave some experts in high precision.
         activations: linear -> scheme of its input.
         obstacles: parts of the model that transformers would not load packed.
@@ -70,6 +71,7 @@ class LayerSpec:
     stateful: str = ""
     ruled: Collection[str] = ()
     apart: Mapping[str, Collection[str]] = field(default_factory=dict)
+    class_name: str = ""
 
     def demand_graph(self, export: str) -> None:
         """Refuse a model beyond a single graph.

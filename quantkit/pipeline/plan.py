@@ -1,13 +1,15 @@
 """Plan each recipe from the model's sizes, the target's figures and earlier measurements.
 
-Only a config is opened and nothing heavy is imported, so the largest models take a second; those of a family that no
-table knows take the seconds in which transformers builds their class without weights.
+Only a config is opened and nothing heavy is imported, so the largest models take a second; mixtures
+of experts, and those of a family that no table knows, take the seconds in which transformers builds their class without
+weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -26,7 +28,7 @@ from quantkit.model.structure import built
 from quantkit.pipeline.estimate import unopened
 from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.planning import efficiency
-from quantkit.planning.assigned import Assigned, assign_sizes
+from quantkit.planning.assigned import LEFT_OUT, SYMMETRIC, Assigned, assign_sizes
 from quantkit.planning.batching import Server
 from quantkit.planning.compiling import Compiling
 from quantkit.planning.cost import Bill, Prices, RequestTime, bill
@@ -146,8 +148,9 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
             demand_kind(recipe, target, (kind,), label)
             judged = question.runtime is None and recipe.passes
             recipe = ask(recipe, target).recipe if judged else fitted(recipe, target)[0]
+            recipe, taken = _as_compiled(recipe, question.model, architecture)
             runtime = _runtime(recipe, kind, target, question.runtime)
-            planning = _Planning(label, recipe, runtime, question, architecture, target, workload, prices)
+            planning = _Planning(label, recipe, runtime, question, architecture, target, workload, prices, taken)
             candidates.append(planning.candidate(samples))
         except InputError as problem:
             candidates.append(PlannedRecipe(label, label, problem=problem))
@@ -218,6 +221,18 @@ def _able(target: Target, architecture: Architecture) -> Target:
         rule = f"only {' and '.join(runtimes)} run {'them' if both else 'it'}"
         raise InputError("target-cannot-run", target.name, value, rule, "take a target with one of these runtimes")
     return target.model_copy(update={"runtimes": able})
+
+
+def _as_compiled(recipe: Recipe, model: str, architecture: Architecture) -> tuple[Recipe, list[str]]:
+    """Return the recipe as a compile settles it for a mixture of experts, with notes. Raises InputError, as it."""
+    mixture = any(matrix.count > 1 for matrix in architecture.inside())
+    if not (mixture and recipe.passes and find_spec("transformers")):
+        return recipe, []
+    from quantkit.pipeline.blocks.prepared import foreseen
+
+    recipe, taken = foreseen(recipe, model, architecture)
+    words = {LEFT_OUT: "leaves {} out", SYMMETRIC: "sets {} to true"}
+    return recipe, [f"compile {words[step.code].format(step.where)}: {step.reason}" for step in taken]
 
 
 def _of_images(architecture: Architecture, target: Target) -> list[str]:
@@ -339,6 +354,7 @@ class _Planning:
     target: Target
     workload: Workload
     prices: Prices
+    taken: Sequence[str] = ()
 
     def candidate(self, samples: Sequence[Sample]) -> PlannedRecipe:
         """Plan the recipe. Raises InputError: `devices-uneven`, and refusals of the compile by sizes."""
@@ -382,6 +398,7 @@ class _Planning:
             notes=[
                 *refused,
                 *unknown,
+                *self.taken,
                 *([reckoned] if other in _UNQUANTIZED and other != floats else []),
                 *caveats(recipe, target, [self.runtime]),
                 *(taken.reason for taken in assigned.decisions if taken.code in _REMARKED),

@@ -50,8 +50,9 @@ def test_a_plan_counts_what_a_compile_opens(name: str, tmp_path: Path) -> None:
     counts = {len(layer) for layer in experts.found_in(stream.skeleton).values()}
     assert {matrix.count for matrix in sizes.inside() if matrix.count > 1} == counts
     assert sizes.active_parameters < sizes.parameters
+    changes = ["export=[{checkpoint: {layout: pack-quantized, readers: vllm}}]"]
     (planned,) = plan(
-        PlanQuestion(str(alone), recipes=("int8-weights",), target="h100", prompt=16, output=8)
+        PlanQuestion(str(alone), recipes=("int8-weights",), target="h100", prompt=16, output=8, changes=changes)
     ).candidates
     assert planned.problem is None and planned.memory is not None
     assert planned.memory.parts["weights"] < 4 * sizes.parameters

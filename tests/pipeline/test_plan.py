@@ -170,15 +170,15 @@ def test_a_wrong_question_to_plan_is_refused(question: PlanQuestion, code: str) 
     assert caught.value.code == code
 
 
-def test_nothing_heavy_is_imported_for_the_largest_model() -> None:
+def test_nothing_heavy_is_imported_for_the_largest_model_without_experts() -> None:
     script = (
         "import json, sys; from quantkit.pipeline.plan import PlanQuestion, plan; "
-        "found = plan(PlanQuestion('deepseek-v3', target='h200', devices=8)); "
+        "found = plan(PlanQuestion('llama-3.1-405b', target='h200', devices=8)); "
         "print(json.dumps([found.architecture.parameters, sorted(sys.modules)]))"
     )
     done = forked.run("-c", script, light=True, check=True)
     parameters, loaded = json.loads(done.stdout)
-    assert parameters > 6e11
+    assert parameters > 4e11
     assert not {"torch", "transformers", "scipy", "plotly", "onnx", "onnxruntime", "pandas"} & set(loaded)
 
 

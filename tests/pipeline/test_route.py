@@ -30,6 +30,7 @@ from quantkit.pipeline.blocks.layers import lay_out
 from quantkit.pipeline.blocks.prepared import prepare
 from quantkit.pipeline.blocks.work import PassRun, Rare, Worked, work
 from quantkit.pipeline.gates import refuse
+from quantkit.pipeline.plan import PlanQuestion, plan
 from quantkit.scheme import WeightScheme
 
 SCHEME = {"format": "int4", "granularity": "group", "group": 32, "symmetric": True, "scale": "float32"}
@@ -259,6 +260,9 @@ def test_the_default_recipe_takes_a_mixture_without_zero_points(tmp_path: Path, 
     assert "smaller, not faster" in emulated
     assert "--recipe" not in emulated
     assert "--set" not in emulated
+    asked = PlanQuestion(model, ("awq-int4",), target="cpu-x86", prompt=16, output=8, changes=changes)
+    notes = [note.partition(":")[0] for note in plan(asked).candidates[0].notes]
+    assert {"compile leaves onnx out", "compile sets scheme.weights.symmetric to true"} <= {*notes}
 
 
 # class -> its sizes
@@ -292,6 +296,9 @@ def test_the_first_remedy_of_a_refused_mixture_is_followed_to_its_end(
     how: dict[str, Any] = {"target": "cpu-x86", "speed": False, "out": tmp_path / "out"}
     with pytest.raises(InputError, match="layout-unsupported") as refused:
         compile_model(Request.of(str(tmp_path / "model"), recipe=typed, changes=small, **how))
+    with pytest.raises(InputError) as foreseen:
+        plan(PlanQuestion(str(tmp_path / "model"), (typed,), target="cpu-x86", prompt=16, output=8, changes=small))
+    assert str(foreseen.value) == str(refused.value)
     first, *others = refused.value.remedy.split(", or ")
     assert "values in floats: no smaller" in " ".join(others) or "--recipe int4-symmetric" in others
     words = shlex.split(re.sub(r" \(.*\)$", "", first))

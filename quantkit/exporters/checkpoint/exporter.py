@@ -225,7 +225,7 @@ class Checkpoint(Exporter):
 def _stacking(asked: LayerSpec) -> list[Layout]:
     """List the layouts of a model's merged experts."""
     known = [layouts.load(name) for name in layouts.names()]
-    return [one for one in known if asked.source is not None and asked.source.architecture in one.classes]
+    return [one for one in known if asked.class_name in one.classes]
 
 
 def demand_loadable(

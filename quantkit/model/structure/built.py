@@ -21,6 +21,7 @@ from quantkit.model.sizes.architecture import Architecture, Attention, BlockShap
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
     from quantkit.kinds import Kind
 
@@ -55,19 +56,43 @@ def read(reference: str) -> Architecture:
 
 def _built(config: Mapping[str, Any], name: str) -> Architecture | None:
     """Build the class of a config on the meta device and count; None for a class that transformers does not have."""
+    from quantkit.model.structure import kinds
+
+    model = _on_meta(config, name)
+    if model is None:
+        return None
+    kind, figures = kinds.kind_of(type(model), dict(config), name), Figures(config, name)
+    sizes = sizes_of(model, kind, name, figures.dtype("bfloat16"))
+    counted = f"the sizes of {type(model).__name__}, as transformers builds it without weights"
+    return configs.of_source(replace(sizes, assumed=(counted, *figures.assumed, *sizes.assumed)), config, name)
+
+
+def skeleton(reference: str, blocks: int | None = None) -> PreTrainedModel | None:
+    """Build the class of a model's config without weights, its experts split; None for a class of another library.
+
+    Args:
+        blocks: number of first blocks to keep; None for all.
+
+    Raises InputError: of `configs.stated`, and of building the class.
+    """
+    config, name, _ = configs.stated(reference)
+    return _on_meta(config, name, blocks)
+
+
+def _on_meta(config: Mapping[str, Any], name: str, blocks: int | None = None) -> PreTrainedModel | None:
     import torch
     from transformers import initialization
 
     from quantkit.model.source import pretrained
     from quantkit.model.structure import experts, kinds
     from quantkit.model.structure.names import merging_rules
+    from quantkit.model.structure.traced import find_stacks
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     pretrained.demand_layers(plain, name)
     model_class = kinds.native_class(kinds.class_name(plain, name))
     if model_class is None:
         return None
-    kind = kinds.kind_of(model_class, plain, name)
     try:
         config_class = model_class.config_class
         # infinity is {"__float__": "Infinity"} in a file
@@ -77,11 +102,10 @@ def _built(config: Mapping[str, Any], name: str) -> Architecture | None:
     except Exception as problem:  # a class may raise anything on an inconsistent config
         reason = " ".join(str(problem).split())[:160]
         raise InputError("config-invalid", name, reason, f"it describes a {model_class.__name__}") from problem
+    for path in find_stacks(model) if blocks is not None else ():
+        model.set_submodule(path, model.get_submodule(path)[:blocks])
     experts.split(model, merging_rules(model))
-    figures = Figures(plain, name)
-    sizes = sizes_of(model, kind, name, figures.dtype("bfloat16"))
-    counted = f"the sizes of {model_class.__name__}, as transformers builds it without weights"
-    return configs.of_source(replace(sizes, assumed=(counted, *figures.assumed, *sizes.assumed)), config, name)
+    return model
 
 
 def sizes_of(model: nn.Module, kind: Kind, name: str, dtype: str) -> Architecture:

@@ -23,19 +23,32 @@ from quantkit.model.source import pretrained
 from quantkit.model.source.files import file_sha256
 from quantkit.model.structure import built
 from quantkit.model.structure.kinds import model_graph
+from quantkit.model.structure.traced import has_interface
 from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
 from quantkit.pipeline import baseline, subject
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.layers import Layers, about, account, lay_out
 from quantkit.pipeline.estimate import PROCESSORS, has_timer, lies
 from quantkit.pipeline.request import Request, default_out, for_target, runs_here, with_own_runtime
-from quantkit.planning.assigned import EXPERTS, EXPERTS_KEPT, LEFT_OUT, SYMMETRIC, TOWER, UNTIED, takes_head
+from quantkit.planning.assigned import (
+    EXPERTS,
+    EXPERTS_KEPT,
+    LEFT_OUT,
+    ROLES,
+    SYMMETRIC,
+    TOWER,
+    UNTIED,
+    assign_sizes,
+    takes_head,
+)
 from quantkit.planning.compiling import CompileSpec, Compiling, fit, predict, timed
 from quantkit.planning.support import caveats, demand_kind, spelt_out, with_remedy
 from quantkit.plugins.outside import demand_returned
 from quantkit.recipe import ExportStep, PassStep, Recipe
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from quantkit.calibrate.tokens.ids import TokenSet
     from quantkit.exporters.values import Values
     from quantkit.model.source.open import Source
@@ -145,7 +158,6 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     from quantkit.model.streaming.calls import Sounds
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.model.structure.names import apart, obstacles
-    from quantkit.model.structure.traced import has_interface, other_state
     from quantkit.pipeline.blocks.work import PassRun, check_order, looks_at_data
 
     recipe = request.recipe
@@ -175,12 +187,9 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
         layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head, largest=largest)
         partly = looks_at_data(steps) and recipe.calibration.experts == "keep"
         asked = replace(
-            layers.asked(partly=partly, cache=recipe.scheme.kv_cache),
+            _asked(layers, stream.skeleton, recipe, partly=partly),
             obstacles=hindering,
             apart=single,
-            stacked=[kept.where for kept in layers.decisions if kept.code in (EXPERTS, EXPERTS_KEPT)],
-            untraced="" if has_interface(stream.skeleton) else type(stream.skeleton).__name__,
-            stateful=other_state(stream.skeleton) if source.kind == "decoder" else "",
             source=source,
             largest=largest,
         )
@@ -189,10 +198,11 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     layers, asked = laid(recipe)
     for step in steps:
         step.run.accepts({name: columns for name, (_, columns) in layers.inside.items()}, step.settings)
-    request, left_out = _without_unable(request, asked)
-    request, evened = _with_symmetric(request, asked)
+    recipe, left_out = _without_unable(recipe, asked)
+    recipe, evened = _with_symmetric(recipe, asked)
+    request = replace(request, recipe=recipe)
     if evened:
-        layers, asked = laid(request.recipe)
+        layers, asked = laid(recipe)
     request, settled = for_target(request, asked)
     recipe = request.recipe
     _demand_exports(recipe, asked)
@@ -316,10 +326,50 @@ def _demand_equal_experts(stream: StreamedModel) -> None:
             return
 
 
-def _without_unable(request: Request, asked: LayerSpec) -> tuple[Request, list[Decision]]:
+def foreseen(recipe: Recipe, reference: str, architecture: Architecture) -> tuple[Recipe, list[Decision]]:
+    """Settle the exports of a mixture of experts as a compile does, from its config alone: its class is built without
+    weights, up to the first block with experts where the recipe names no layers.
+
+    Raises InputError: what the compile would refuse by the linears or the exports.
+    """
+    from quantkit.model.structure.names import apart, obstacles
+    from quantkit.model.structure.traced import find_head, find_stacks, names_of
+    from quantkit.pipeline.blocks.work import PassRun, looks_at_data
+
+    assign_sizes(recipe, architecture)
+    mixed = [any(matrix.count > 1 for matrix in layer.matrices) for layer in architecture.layers]
+    named = bool(recipe.overrides or {*recipe.keep} - {*ROLES})
+    skeleton = built.skeleton(reference, None if named else mixed.index(True) + 1)
+    if skeleton is None:
+        return recipe, []
+    looks = looks_at_data([PassRun(pass_of(step), step.settings) for step in recipe.passes])
+    names, hindering, single = names_of(skeleton, find_stacks(skeleton)), obstacles(skeleton, {}), apart(skeleton)
+
+    def laid(recipe: Recipe) -> LayerSpec:
+        layers = lay_out(recipe, skeleton, names, architecture.dtype, head=find_head(skeleton))
+        asked = _asked(layers, skeleton, recipe, partly=looks and recipe.calibration.experts == "keep")
+        return replace(asked, obstacles=hindering, apart=single)
+
+    recipe, left_out = _without_unable(recipe, laid(recipe))
+    recipe, evened = _with_symmetric(recipe, laid(recipe))
+    _demand_exports(recipe, laid(recipe))
+    return recipe, [*left_out, *evened]
+
+
+def _asked(layers: Layers, skeleton: PreTrainedModel, recipe: Recipe, *, partly: bool) -> LayerSpec:
+    """Return the demands of a compile on an export; the model may lack weights."""
+    return replace(
+        layers.asked(partly=partly, cache=recipe.scheme.kv_cache),
+        stacked=[kept.where for kept in layers.decisions if kept.code in (EXPERTS, EXPERTS_KEPT)],
+        untraced="" if has_interface(skeleton) else type(skeleton).__name__,
+        class_name=type(skeleton).__name__,
+    )
+
+
+def _without_unable(recipe: Recipe, asked: LayerSpec) -> tuple[Recipe, list[Decision]]:
     """Leave out exports of another kind of model, while one is left: recipes name ONNX beside a checkpoint."""
     steps, decisions = list[ExportStep](), list[Decision]()
-    for step in request.recipe.export:
+    for step in recipe.export:
         try:
             load_exporter(step.name).accepts(step.settings, replace(asked, cache=None))
         except InputError as problem:
@@ -328,14 +378,14 @@ def _without_unable(request: Request, asked: LayerSpec) -> tuple[Request, list[D
                 continue
         steps.append(step)
     if not decisions or not steps:
-        return request, []
-    return replace(request, recipe=request.recipe.model_copy(update={"export": steps})), decisions
+        return recipe, []
+    return recipe.model_copy(update={"export": steps}), decisions
 
 
-def _with_symmetric(request: Request, asked: LayerSpec) -> tuple[Request, list[Decision]]:
+def _with_symmetric(recipe: Recipe, asked: LayerSpec) -> tuple[Recipe, list[Decision]]:
     """Drop the zero points of a recipe where an export cannot hold those of experts."""
-    scheme = request.recipe.scheme
-    for step in request.recipe.export:
+    scheme = recipe.scheme
+    for step in recipe.export:
         try:
             load_exporter(step.name).accepts(step.settings, asked)
         except InputError as problem:
@@ -343,8 +393,8 @@ def _with_symmetric(request: Request, asked: LayerSpec) -> tuple[Request, list[D
                 weights = scheme.weights.model_copy(update={"symmetric": True})
                 changed = {"scheme": scheme.model_copy(update={"weights": weights})}
                 taken = decision("recipe", SYMMETRIC, "scheme.weights.symmetric", problem.rule, "false", "true")
-                return replace(request, recipe=request.recipe.model_copy(update=changed)), [taken]
-    return request, []
+                return recipe.model_copy(update=changed), [taken]
+    return recipe, []
 
 
 def _demand_exports(recipe: Recipe, asked: LayerSpec) -> None:
