@@ -146,7 +146,7 @@ def test_the_examples_run(
             continue  # untimed, both of `measure` do the same
         if command[0] in ("device", "runtime") or "--on" in command or "vllm" in command:
             continue  # what needs another machine runs in `devices/test_asked.py`, vLLM in `runtimes/test_vllm.py`
-        if {"--adapter", "--draft", "./granite-4", "./gpt-oss"} & set(command):
+        if {"--adapter", "--audio", "--draft", "./granite-4", "./gpt-oss", "./whisper-tiny.en"} & set(command):
             continue  # what needs a model of another kind runs in `pipeline/test_compile_adapter.py` and its like
         network = command[0] == "compile" and takes_graph(command[1])
         default = command[0] == "compile" and "./my-model" not in command and not network

@@ -144,7 +144,7 @@ def test_a_block_that_is_unlike_the_last_is_searched_anew() -> None:
         assert float((model(input_ids=ids)[0] - before).norm() / before.norm()) < 0.3
     assert "mlp.gate_proj" in done[0].block.folds
     assert "mlp.gate_proj" not in done[1].block.folds
-    assert "outputs differ" in done[1].block.declined["mlp.gate_proj"]
+    assert "outputs would differ" in done[1].block.declined["mlp.gate_proj"]
     assert "mlp.gate_proj" in done[2].block.folds
     assert any(each.where == "model.layers.1.mlp.gate_proj" for each in done[1].decisions)
 

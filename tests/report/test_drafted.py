@@ -26,7 +26,7 @@ def judged(share: float, cost: float) -> Drafted:
 
 @pytest.mark.parametrize(
     ("share", "cost", "answer"),
-    [(0.8, 0.001, "expected "), (0.2, 0.01, "no gain is expected"), (0.5, 0.005, "a gain is not decided")],
+    [(0.8, 0.001, "expected "), (0.2, 0.01, "do not draft here"), (0.5, 0.005, "a gain is not decided")],
 )
 def test_the_verdict_is_on_the_interval_of_the_gain(share: float, cost: float, answer: str) -> None:
     shown = markdown.document(document(judged(share, cost), "1.0"))

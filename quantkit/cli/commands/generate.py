@@ -44,13 +44,16 @@ def generate(
     from quantkit.runtimes.generate import demand_images
 
     demand_device(on, wheelhouse)
+    if prompt is None and audio is None:
+        rule = "a model continues a text, or hears a recording"
+        raise InputError(
+            "usage", "--prompt", "not given", rule, '--prompt "TEXT"; of a model of speech --audio FILE.wav'
+        )
     opened = quantkit.load(bundle)
     runner = load_runtime(runtime or default_runtime(opened), where="--runtime")
     if audio is not None:
         return _transcribed(opened, runner, audio, new_tokens, on, prompt)
-    if prompt is None:
-        remedy = "--audio FILE.wav" if opened.manifest.hears else '--prompt "TEXT"'
-        raise InputError("usage", "--prompt", "not given", "a model continues a text, or hears a recording", remedy)
+    assert prompt is not None
     how: dict[str, Any] = {"new_tokens": new_tokens or 64, "sample": sample, "seed": seed, "chat": chat}
     if image:
         demand_images(opened, runner, image, on)

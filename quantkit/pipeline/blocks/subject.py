@@ -195,12 +195,13 @@ class TransformerSubject(Subject):
         from quantkit.exporters.checkpoint.reload import APART
 
         checks, prepared, blocks = [], self.prepared, self._fitting_blocks()
+        whole, stream = blocks == len(prepared.stream.block_names), prepared.stream
         # a block may be called by several layers (ALBERT): all blocks are not the first few layers
-        first = None if blocks == len(prepared.stream.block_names) else blocks
+        first = None if whole and len(stream.visits) > blocks else blocks
         for step in self.request.recipe.export:
             self.progress.at("check", 0.0, f"reloading the {step.name}")
             exporter, how = load_exporter(step.name), dict[str, Any](blocks=first)
-            if exporter.stores == "tensors" and first is None:
+            if exporter.stores == "tensors" and whole:
                 folder, place = self.build.bundle / exporter.place, self.build.temporary(AFTER)
                 how["beside"] = answering(
                     prepared.unchanged(), few_ids(prepared.scoring, prepared.source), place, folder
