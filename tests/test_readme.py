@@ -47,6 +47,9 @@ COMMANDS = [
     if line.startswith("quantkit ")
 ]
 
+# words of commands for models of another kind, which run in `pipeline/test_compile_adapter.py` and its like
+OTHERS = ("--adapter", "--audio", "--draft", "--image", "./granite-4", "./gpt-oss", "./whisper-tiny.en")
+
 
 # the largest KL of the default recipe in each runtime: of the stand-in, and of the embedded model, which with so few
 # sequences has 0.131 on a processor with AVX-512 VNNI, whose products sum in another order
@@ -146,8 +149,8 @@ def test_the_examples_run(
             continue  # untimed, both of `measure` do the same
         if command[0] in ("device", "runtime") or "--on" in command or "vllm" in command:
             continue  # what needs another machine runs in `devices/test_asked.py`, vLLM in `runtimes/test_vllm.py`
-        if {"--adapter", "--audio", "--draft", "./granite-4", "./gpt-oss", "./whisper-tiny.en"} & set(command):
-            continue  # what needs a model of another kind runs in `pipeline/test_compile_adapter.py` and its like
+        if set(OTHERS) & set(command):
+            continue
         network = command[0] == "compile" and takes_graph(command[1])
         default = command[0] == "compile" and "./my-model" not in command and not network
         if command[0] == "measure" or (command[0] == "compile" and not default):
