@@ -23,7 +23,7 @@ from quantkit.model.source import pretrained
 from quantkit.model.source.files import file_sha256
 from quantkit.model.structure import built
 from quantkit.model.structure.kinds import model_graph
-from quantkit.model.structure.traced import has_interface
+from quantkit.model.structure.traced import has_interface, other_state
 from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
 from quantkit.pipeline import baseline, subject
 from quantkit.pipeline.blocks import tokens
@@ -190,6 +190,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
             _asked(layers, stream.skeleton, recipe, partly=partly),
             obstacles=hindering,
             apart=single,
+            stateful=other_state(stream.skeleton) if source.kind == "decoder" else "",
             source=source,
             largest=largest,
         )
