@@ -245,6 +245,7 @@ def run(arguments: Sequence[str]) -> int:
     except BaseException as problem:  # a panic of a Rust library is not an `Exception`
         if parsed is None and isinstance(problem, SystemExit) and not problem.code:
             return 0  # typer has answered a shell's completion
+        _empty_frames(problem)
         answer.error = _as_error(problem, name)
         if answer.error.code in ("internal-error", "plugin-failed") and os.environ.get("QUANTKIT_TRACEBACK"):
             traceback.print_exc()
@@ -262,6 +263,13 @@ def run(arguments: Sequence[str]) -> int:
         print(f"error: {full.line()}", file=sys.stderr)
         return full.exit
     return code
+
+
+def _empty_frames(problem: BaseException | None) -> None:
+    # what filled the memory is still held by the frames that failed, and to say so takes memory
+    while problem is not None:
+        traceback.clear_frames(problem.__traceback__)
+        problem = problem.__cause__ or problem.__context__
 
 
 def _named(arguments: Sequence[str]) -> str:
