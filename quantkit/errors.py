@@ -179,7 +179,7 @@ def one(kind: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Write the remedy for a misspelt name: the closest known name, then all of them.
+    """Write the remedy for a misspelt name: the closest known name, then all of them, or the 8 nearest of over 40.
 
     >>> did_you_mean("awq-int5", ["awq-int4", "float"])
     "did you mean 'awq-int4'? known: awq-int4, float"
@@ -190,6 +190,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     # one of two letters may be wrong; for longer names, 0.5 would suggest `cpu-arm` for `cuda`
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6 if len(word) > 2 else 0.5)
     guess = f"did you mean {close[0]!r}? " if close else ""
+    if (others := len(names) - 8) > 32:  # a folder's files, a graph's products
+        names = [*difflib.get_close_matches(word, names, n=8, cutoff=0.0), f"and {others} more"]
     return f"{guess}known: {', '.join(names) or 'none'}"
 
 

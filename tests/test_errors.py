@@ -64,6 +64,8 @@ def test_did_you_mean_guesses_only_what_is_near() -> None:
     known = ["awq-int4", "gptq-int4", "float"]
     assert did_you_mean("awq-int5", known) == "did you mean 'awq-int4'? known: awq-int4, float, gptq-int4"
     assert did_you_mean("zzz", known) == "known: awq-int4, float, gptq-int4"
+    many = did_you_mean("file-7.jpeg", [f"file-{number}.jpg" for number in range(60)])
+    assert many.startswith("did you mean 'file-7.jpg'? known: file-7.jpg, ") and many.endswith(", and 52 more")
     assert did_you_mean("x", []) == "known: none"
     error = unknown_name("pass", "rtm", ["rtn", "gptq"], where="passes")
     assert error.line() == "[unknown-pass] passes: no pass is called 'rtm'; did you mean 'rtn'? known: gptq, rtn"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from quantkit.bundle import Bundle
 from quantkit.errors import InputError, MissingDependency
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quantkit.runtimes import Runtime
 
 CODE = "generate-audio"
@@ -28,6 +31,25 @@ def demand_hearing(bundle: Bundle, runtime: str, device: str | None, prompt: str
         value, rule, remedy = f"runtime {runtime}", "no such file holds an encoder of speech", "--runtime torch"
     if value:
         raise InputError(CODE, "--audio", value, rule, remedy)
+
+
+def written(model: Any, tokenizer: Any, folder: Path, features: Sequence[Mapping[str, Tensor]], most: int) -> list[str]:
+    """Return the transcripts of recordings, greedily, by a model of transformers or the graphs of ONNX Runtime.
+
+    Args:
+        folder: of the tokens before a transcript, and of those that are never written.
+        features: the encoder's inputs for each recording, as `heard.features` makes them.
+        most: most tokens of a transcript.
+    """
+    from quantkit.calibrate.tokens import heard
+    from quantkit.runtimes.onnxruntime.encoder_decoder import OnnxPair
+
+    if not isinstance(model, OnnxPair):
+        return heard.transcripts(model, tokenizer, features, most)
+    assert model.heard is not None
+    before, stated = heard.prompt_of(tokenizer, folder), heard.generation_of(folder)
+    rows = [model.written(one[model.heard[0]].float().numpy(), before, stated, most) for one in features]
+    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
 
 def transcribed(bundle: Bundle, runtime: Runtime, audio: Path, new_tokens: int | None) -> dict[str, Any]:
@@ -70,12 +92,7 @@ def transcribed(bundle: Bundle, runtime: Runtime, audio: Path, new_tokens: int |
         assert isinstance(model, OnnxPair) and model.heard is not None
         takes = [model.heard[0]]
     features, started = heard.features(extractor, parts, takes), time.perf_counter()
-    if runtime.name == "torch":
-        texts = heard.transcripts(model, tokenizer, features, most)
-    else:
-        before, stated = heard.prompt_of(tokenizer, folder), heard.generation_of(folder)
-        rows = [model.written(one[takes[0]].float().numpy(), before, stated, most) for one in features]
-        texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+    texts = written(model, tokenizer, folder, features, most)
     text = " ".join(part.strip() for part in texts)
     return {
         "text": text,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantkit.calibrate.tokens.heard import BEFORE, LONGEST, generation_of, prompt_of, transcripts
+from quantkit.calibrate.tokens.heard import BEFORE, LONGEST, transcripts
 from quantkit.measurement.accuracy.labelled import About, Drawn
 from quantkit.measurement.rows import Baseline, Row
 from quantkit.model.structure.kinds import positions
@@ -78,14 +78,12 @@ def _written(
     from quantkit.model.source.places import quiet_loading
     from quantkit.model.streaming.stream import StreamedModel
     from quantkit.runtimes.onnxruntime.encoder_decoder import OnnxPair
+    from quantkit.runtimes.speech import written
     from quantkit.runtimes.torch import RUNTIME as TORCH
 
     tokenizer, path = original.source.tokenizer(), original.source.path
     if isinstance(candidate, OnnxPair):
-        before, stated = prompt_of(tokenizer, path), generation_of(path)
-        name = str(candidate.heard and candidate.heard[0])
-        ids = [candidate.written(one[name].float().numpy(), before, stated, most) for one in features]
-        return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in ids]
+        return written(candidate, tokenizer, path, features, most)
     if not isinstance(candidate, StreamedModel) or not (candidate.source.path / "config.json").is_file():
         return None
     if candidate.source.path == path:

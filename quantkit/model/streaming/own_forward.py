@@ -1,17 +1,15 @@
 """Comparison of a streamed model with the model's own forward, as plain transformers loads it.
 
 Two chunks of sequences of different content go through both, in float32. At each block, the hidden states of every
-token
-are compared before and behind it, and after the last one the model's output:
+token are compared before and behind it, and after the last one the model's output:
 
     |streamed - own| / |own| <= 1e-4      (Euclidean norms over the width; of logits, less their mean)
 
 The reference contains no code of quantkit: transformers loads the weights, builds the masks and calls its blocks. If
-the
-model does not fit the memory that a compile needs anyway, its first blocks are compared, as a model of so many layers.
-If its class cannot build such a model, all blocks are compared, loaded from disk one by one. That is `device_map` of
-`from_pretrained`: accelerate reads each module of a block when its forward begins and drops it at the end, so each
-forward reads all weights once; merged experts are converted first, and written into a folder.
+the model does not fit the memory that a compile needs anyway, its first blocks are compared, as a model of so many
+layers. If its class cannot build such a model, all blocks are compared, loaded from disk one by one. That is
+`device_map` of `from_pretrained`: accelerate reads each module of a block when its forward begins and drops it at the
+end, so each forward reads all weights once; merged experts are converted first, and written into a folder.
 """
 
 from __future__ import annotations
@@ -133,10 +131,8 @@ def demand_equal_in_memory(model: LoadedModel, ids: Tensor) -> None:
     """Check a model in memory likewise, in its own dtype, without changing it.
 
     Each block receives its input in the model's own forward, so that rounding errors do not add up, and both run on
-    chunks
-    of the same size, so that rounding hardly differs. Parts behind the blocks are left out: no pass uses them. A module
-    that
-    is one block is its own forward.
+    chunks of the same size, so that rounding hardly differs. Parts behind the blocks are left out: no pass uses them. A
+    module that is one block is its own forward.
     """
     if not model.paths:
         return
