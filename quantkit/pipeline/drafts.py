@@ -19,7 +19,7 @@ from quantkit.measurement.accuracy.drafts import Acceptance, Drafted, DraftTimes
 from quantkit.measurement.rows import Row
 from quantkit.model.source import pretrained
 from quantkit.model.structure.kinds import positions
-from quantkit.pipeline.plan import step_seconds
+from quantkit.pipeline.plan import planned_steps
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import target_of
 from quantkit.planning.roofline import ModelStep
@@ -111,17 +111,21 @@ def forecast(draft: Bundle, target: Bundle, aimed: Target | None = None) -> tupl
     aimed = aimed or target_of(target.manifest)
     steps = [ModelStep(1, tokens, _CONTEXT) for tokens in range(1, MOST + 2)]
     try:
-        theirs, runtime = step_seconds(target, aimed, steps)
-        ours, _ = step_seconds(draft, aimed, steps[:1])
+        theirs, runtime = planned_steps(target, aimed, steps)
+        ours, _ = planned_steps(draft, aimed, steps[:1])
     except InputError as problem:
         return None, f"no times: {problem.value}"
-    if None in (*theirs, *ours):
+    planned = [one for one in (*ours, *theirs) if one is not None and one.seconds is not None]
+    if len(planned) < 1 + len(steps):
         return None, f"no times: the plan has none for {aimed.name} (`quantkit doctor --write` measures this machine)"
-    seconds = [float(one or 0) for one in theirs]
+    step, *seconds = (float(one.seconds or 0) for one in planned)
     # of a pass the forecast may be that of a prompt, which has another basis than a step's
     passes = {tokens: max(seconds[0], one) for tokens, one in enumerate(seconds, start=1)}
     about = f"the plan for {aimed.name} in {runtime}, context {_CONTEXT}"
-    return DraftTimes(float(ours[0] or 0), seconds[0], passes, "forecast", about), "the plan's times are used"
+    if all(one.forecast is not None for one in planned):
+        return DraftTimes(step, seconds[0], passes, "forecast", about), "the plan's times are used"
+    note = "the plan's times are used: bounds by bytes and operations, which no run has confirmed"
+    return DraftTimes(step, seconds[0], passes, "bound", about), note
 
 
 def _steps(bundle: Bundle) -> dict[tuple[Any, ...], dict[int, float]]:

@@ -248,8 +248,8 @@ def _of_images(architecture: Architecture, target: Target) -> list[str]:
     return notes
 
 
-def step_seconds(bundle: Bundle, target: Target, steps: Sequence[ModelStep]) -> tuple[list[float | None], str]:
-    """Return a bundle's planned seconds of steps on one device of a target, and the runtime they are for.
+def planned_steps(bundle: Bundle, target: Target, steps: Sequence[ModelStep]) -> tuple[list[TimedStep | None], str]:
+    """Return a bundle's planned steps on one device of a target, and the runtime they are for.
 
     Raises InputError: a target that cannot run it.
     """
@@ -260,7 +260,7 @@ def step_seconds(bundle: Bundle, target: Target, steps: Sequence[ModelStep]) -> 
     runtime, workload = _runtime(recipe, architecture.kind, target, None), _workload(question, architecture, target)
     about = (recipe.name, recipe, runtime, question, architecture, target, workload, Prices.load(None))
     served = _Planning(*about).candidate([*efficiency.own(), *efficiency.shipped()]).served
-    return [None if served is None else served.timed(step).seconds for step in steps], runtime
+    return [None if served is None else served.timed(step) for step in steps], runtime
 
 
 def demand_ranked(model: str) -> None:

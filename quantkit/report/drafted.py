@@ -10,13 +10,14 @@ from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, Curve
 from quantkit.report.kit.tree import Conclusion, Document, Exhibit, On, Part, Remark, Section, Sheet, Styled
 
 _NAMES = {"greedy": "greedy decoding", "sampling": "sampling at temperature 1"}
+_SOURCES = {"measured": "measured", "forecast": "forecast", "bound": "no forecast, but bounds that no device reaches"}
 _COLOURS = {"greedy": QUANTIZED, "sampling": ORIGINAL}
 
 
 def document(data: Drafted, version: str = "") -> Document:
     """Build the tree."""
     gained = [gain for way in WAYS if (gain := data.best(way)) is not None]
-    answer, tone = _answer(gained)
+    answer, tone = _answer(gained, data.times is not None and data.times.source == "bound")
     notes = [Remark(f"{words.sentence(note)}.", "note") for note in data.notes]
     chapters = [
         ("acceptance", "Acceptance", _acceptance(data)),
@@ -34,12 +35,14 @@ def document(data: Drafted, version: str = "") -> Document:
     )
 
 
-def _answer(gained: Sequence[Gain]) -> tuple[str, str]:
-    """Give the verdict on the expected gain in greedy decoding, and its tone."""
+def _answer(gained: Sequence[Gain], bounds: bool) -> tuple[str, str]:
+    """Give the verdict on the expected gain in greedy decoding, and its tone; bounds alone decide nothing."""
     if not gained:
         return "the acceptance alone: no times are known", "inconclusive"
     first = gained[0]
     low, high = first.ci95 or (0.0, first.gain)
+    if bounds:
+        return f"a gain is not decided: {words.times(first.gain)} the speed if both ran at their bounds", "inconclusive"
     if low > 1:
         tokens = words.listed([first.k]) + (" drafted token" if first.k == 1 else " drafted tokens")
         return f"expected {words.times(first.gain)} the speed with {tokens}", "good"
@@ -78,7 +81,7 @@ def _gains(gains: Sequence[Gain], times: DraftTimes | None) -> list[Part]:
         rows.append([str(pair[0].k), words.moment(times.passes[pair[0].k + 1]), *cells])
     head = ["drafted", "pass"] + [f"{way}\n{what}" for way in WAYS for what in ("tokens", "speed", "interval")]
     about = f"Step of the target {words.moment(times.step)}, of the draft {words.moment(times.draft)}; "
-    about += f"{'measured' if times.source == 'measured' else 'forecast'}: {times.about}."
+    about += f"{_SOURCES[times.source]}: {times.about}."
     curves = []
     for way, listed in by.items():
         band = [gain.ci95 for gain in listed if gain.ci95 is not None]

@@ -52,9 +52,10 @@ def test_a_class_that_transformers_has_as_a_part_is_not_called_unknown() -> None
     found = unknown_architecture("WhisperEncoder", "x", "whisper")
     assert found.code == "architecture-unsupported" and "is a part of" in found.value
     assert unknown_architecture("WhisperEncodr", "x", "whisper").code == "architecture-unknown"
-    for head in ("LlamaForCausalLMEagle3", "EagleLlamaForCausalLM", "DeepseekV3ForCausalLMNextN", "MedusaModel"):
-        refused = unknown_architecture(head, "x", "llama")
-        assert refused.code == "architecture-unsupported" and "speculative_config" in refused.line()
+    for head in ("LlamaForCausalLMEagle3", "EagleLlamaForCausalLM", "DeepseekV3ForCausalLMNextN", "Eagle3Speculator"):
+        with pytest.raises(InputError, match=r"architecture-unsupported.*is a draft head.*speculative_config"):
+            unknown_architecture(head, "x", "llama")
+    assert unknown_architecture("Eagle2_5_VLForConditionalGeneration", "x", "eagle").code == "architecture-unknown"
     assert unknown_architecture("WhisperEncoder", "x", "os").code == "architecture-unknown"
     for no_text in ({"a": 1}, ["whisper"], None, 3):  # `model_type` is what a stranger's config says
         assert unknown_architecture("WhisperEncoder", "x", no_text).code == "architecture-unknown"

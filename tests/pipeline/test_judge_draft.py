@@ -93,7 +93,7 @@ def test_times_of_one_place_are_taken_and_a_pass_is_a_step_of_as_many_rows(pair:
     assert measured(ours, theirs)[0] is None
     seen = Acceptance(np.repeat(np.arange(16), 10), np.ones(160, dtype=bool), np.ones(160))
     judged = concluded(ours, theirs, seen, "text")
-    assert judged.times is None or judged.times.source == "forecast"
+    assert judged.times is None or judged.times.source in ("forecast", "bound")
     assert any("no decode step of both" in note for note in judged.notes)
 
 
@@ -101,12 +101,12 @@ def test_without_recorded_steps_the_plan_is_asked(pair: tuple[Path, Path], monke
     draft, target = (Bundle.load(path) for path in pair)
     monkeypatch.setattr(drafts, "target_of", lambda _: Target.load("h100"))
     times, why = forecast(draft, target)
-    assert times is not None and times.source == "forecast" and "h100" in times.about and why
+    assert times is not None and times.source == "bound" and "h100" in times.about and "bounds by bytes" in why
     assert times.draft > 0 and times.passes[1] == times.step
     assert all(times.passes[k] >= times.step for k in times.passes)
     other, _ = forecast(draft, target, Target.load("l4"))
     assert other is not None and "l4" in other.about and other.step > times.step
-    monkeypatch.setattr(drafts, "step_seconds", lambda *_: ([None] * 9, "torch"))
+    monkeypatch.setattr(drafts, "planned_steps", lambda *_: ([None] * 9, "torch"))
     times, why = forecast(draft, target)
     assert times is None and why.startswith("no times")
 

@@ -316,6 +316,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("vocab_size.*missing", {"vocab_size": None}),
     ("dtype.*int4", {"dtype": "int4"}),
     ("architectures", {"architectures": "LlamaForCausalLM"}),
+    ("architecture-unsupported.*a draft head", {"architectures": ["LlamaForCausalLMEagle3"]}),
     ("model_type", {"model_type": None}),
     ("model_type", {"model_type": ["llama"]}),
     ("config-unknown.*mamba", {"model_type": "mamba"}),

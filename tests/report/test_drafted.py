@@ -45,3 +45,11 @@ def test_without_times_the_acceptance_stands_alone() -> None:
     shown = markdown.document(document(replace(judged(0.8, 0.001), times=None, gains=[])))
     assert "the acceptance alone: no times are known" in shown
     assert "Expected gain" not in shown
+
+
+def test_bounds_decide_no_gain() -> None:
+    data = judged(0.8, 0.001)
+    assert data.times is not None
+    shown = markdown.document(document(replace(data, times=replace(data.times, source="bound"))))
+    assert "a gain is not decided: " in shown and "if both ran at their bounds" in shown
+    assert "bounds that no device reaches: decode steps" in shown and "expected " not in shown.splitlines()[0]

@@ -109,7 +109,7 @@ class DraftTimes:
         draft: step of the draft.
         step: step of the target.
         passes: number of tokens -> the target's pass over so many.
-        source: `measured` or `forecast`.
+        source: `measured`, `forecast`, or `bound` if a time has no forecast.
         about: runtime, device and shape, for the reader.
     """
 

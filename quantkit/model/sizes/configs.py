@@ -29,6 +29,7 @@ from quantkit.model.sizes.encoder_decoders import PAIRS, encoder_decoder
 from quantkit.model.sizes.encoders import TEXT, VISION, text_encoder, vision_encoder
 from quantkit.model.sizes.families import FAMILIES, assumed_family, decoder
 from quantkit.model.sizes.quantized import KEY, SourceGrid, grid_of
+from quantkit.model.structure.kinds import demand_no_head
 
 CONFIG = "config.json"
 # keys of the text part in a model of several modalities
@@ -69,7 +70,10 @@ def folder_called(name: str) -> str:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Architecture:
-    """Read the sizes from a `config.json`, or from its text part. Raises `config-invalid`, `config-unknown`."""
+    """Read the sizes from a `config.json`, or from its text part.
+
+    Raises InputError: `config-invalid`, `config-unknown`, `architecture-unsupported` for a draft head.
+    """
     if not isinstance(config, Mapping):
         raise InputError("config-invalid", name, one(type(config).__name__), "it is an object")
     return of_source(_of_floats(config, name), config, name)
@@ -95,7 +99,9 @@ def stored_bytes(architecture: Architecture, grid: SourceGrid) -> float:
 
 def _of_floats(config: Mapping[str, Any], name: str) -> Architecture:
     """Read the sizes of a model without its quantization."""
-    sees = isinstance(config.get("vision_config"), dict) and not str(_class_name(config, name)).endswith(_HEADS)
+    stated = _class_name(config, name)
+    demand_no_head(stated, name)
+    sees = isinstance(config.get("vision_config"), dict) and not stated.endswith(_HEADS)
     inner, assumed = _text_part(config, name)
     model_type, class_name = inner.get("model_type"), _class_name(inner, name)
     if not isinstance(model_type, str) or not model_type:

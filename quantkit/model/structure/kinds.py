@@ -30,8 +30,8 @@ _SEEING, _SEEN = ("ForConditionalGeneration", "ForImageTextToText"), {"text", "i
 _NO_TEXT = ("pixel", "image", "video", "audio", "input_features", "input_values", "bbox", "speech", "spectrogram")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_target_positions", "seq_length")
 _KINDS = "a decoder, an encoder or an image model"
-# classes of heads that draft tokens, as SGLang and vLLM name them
-_DRAFTS = re.compile(r"Eagle|Medusa|NextN|MTP", re.IGNORECASE)
+# classes of heads that draft tokens, as SGLang and vLLM name them; Eagle 2.5 is a vision-language model
+_DRAFTS = re.compile(r"(?!.*ForConditionalGeneration$).*(Eagle|Medusa|NextN|MTP|DFlash|Speculator)", re.IGNORECASE)
 
 
 def class_name(config: dict[str, Any], where: str, *, embeds: bool = False) -> str:
@@ -78,12 +78,17 @@ def unknown_architecture(name: str, where: str, model_type: Any = None) -> Input
     if _is_part(name, model_type):
         value = f"{name} is a part of transformers' models, not a model of its own"
         return InputError("architecture-unsupported", where, value, _KINDS, by_python("part"))
-    if _DRAFTS.search(name):
-        rule = "a head that drafts tokens reads the hidden states of its target, and is no model of its own"
-        remedy = "compile the target, and serve the head beside it as it is (in vLLM: speculative_config)"
-        return InputError("architecture-unsupported", where, f"{name} is a draft head", rule, remedy)
+    demand_no_head(name, where)
     known = [*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()]
     return _unknown(name, name, {name: None for name in known if isinstance(name, str)}, where)
+
+
+def demand_no_head(name: str, where: str) -> None:
+    """Refuse a class of heads that draft tokens. Raises InputError `architecture-unsupported`."""
+    if _DRAFTS.match(name):
+        rule = "a head that drafts tokens reads the hidden states of its target, and is no model of its own"
+        remedy = "compile the target, and serve the head beside it as it is (in vLLM: speculative_config)"
+        raise InputError("architecture-unsupported", where, f"{name} is a draft head", rule, remedy)
 
 
 def kind_of(model_class: type[PreTrainedModel], config: dict[str, Any], where: str) -> Kind:
