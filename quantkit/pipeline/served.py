@@ -29,6 +29,7 @@ from quantkit.errors import InputError, QuantkitError
 from quantkit.exporters.check import judged
 from quantkit.exporters.checkpoint.reload import config_json
 from quantkit.model.structure.kinds import positions
+from quantkit.model.structure.names import same
 from quantkit.pipeline.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.runtimes import apart, load_runtime
@@ -72,7 +73,9 @@ def check(folder: Path, progress: Report | None = None) -> tuple[list[Check], st
         model = VllmModel(folder, progress=progress, silence=SILENCE)
         scores, products = model.probed(ids)
     except InputError as problem:
-        return [], f"not run in vLLM: {problem.value}"
+        # its own reason, or a library that it lacks
+        why = f"{problem.rule}; {problem.remedy}" if problem.remedy.startswith("install") else problem.value
+        return [], f"not run in vLLM: {why}"
     stream, half = reloaded(folder), reloaded(folder)
     half.transforms.append(TypedBlocks(model.half))
     before, few = stream.answers(ids), at_a_time(stream)
@@ -81,10 +84,15 @@ def check(folder: Path, progress: Report | None = None) -> tuple[list[Check], st
     floor, departure = (float(np.median(compared(before, after, ids, few).kl)) for after in sides)
     weights = expanded(open_written(folder)).weights
     worst, where = 0.0, ""
+    known = {name.removesuffix(".weight"): name for name in weights.entries}
     for names, inputs, outputs in products:
-        if all(f"{name}.weight" in weights.entries for name in names):
-            own = {name: weights.read(f"{name}.weight").float() for name in names}
+        # vLLM's class for a model with images may have the text stack at another place
+        found = [name if name in known else next((other for other in known if same(name, other)), "") for name in names]
+        if all(found):
+            own = {name: weights.read(known[name]).float() for name in found}
             worst, where = max((worst, where), _worst(own, inputs, outputs))
+    if not where:
+        return [], "not checked in vLLM: none of its linears has a name of the checkpoint"
     linears = judged(LINEARS, worst, _FEATURE, where)
     if (config_json(folder).get("quantization_config") or {}).get("kv_cache_scheme") and not model.about.get("device"):
         return [linears], "logits not compared in vLLM: on a CPU it cuts keys and values to fp8 toward zero"

@@ -71,6 +71,20 @@ def test_every_linear_of_vllm_is_the_checkpoint_s(
     assert linears.where == "model.layers.1.mlp.up_proj"
 
 
+@pytest.mark.parametrize("prefix", ["language_model.", "elsewhere_"])
+def test_a_text_stack_that_vllm_has_elsewhere_is_compared_too(
+    prefix: str, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = standin_vllm.STAND_IN.replace("path = self.core, name.", f"path = self.core, ({prefix!r} + name).")
+    standing_in(tmp_path, monkeypatch, source)
+    monkeypatch.setenv("WRONG", "model.layers.1.mlp.up_proj.weight")
+    checks, note = served.check(bundle.model_folder)
+    if prefix == "language_model.":
+        assert not checks[1].ok and checks[1].where == "model.layers.1.mlp.up_proj"
+    else:  # a check that compares nothing does not pass
+        assert not checks and "none of its linears" in note
+
+
 def test_a_compile_for_vllm_delivers_nothing_that_it_computes_otherwise(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

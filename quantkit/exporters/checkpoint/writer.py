@@ -9,8 +9,9 @@ there whatever the files call them, and a router is a linear where transformers 
     the name in the files and in the class      model.layers.0.mlp.gate
     vLLM's linear, made of several              model.layers.0.self_attn.qkv_proj
     a layer's experts, and everything inside    model.layers.0.mlp.experts, re:(.*\.)?layers\.0\.mlp(\..*)?$
+    a tower of images, and everything inside    model.vision_tower, re:(.*\.)?vision_tower(\..*)?$
 
-compressed-tensors, transformers and vLLM (0.32, `find_matching_patterns`) understand all three.
+compressed-tensors, transformers and vLLM (0.32, `find_matching_patterns`) understand all of them.
 """
 
 from __future__ import annotations
@@ -228,7 +229,25 @@ class Writer:
             # a depthwise convolution over time is neither a matrix nor a group of experts
             if len(entry.shape) > 1 and entry.name != self.files.get(self.table) and prefix not in self.stored:
                 left[prefix] = len(entry.shape) if min(entry.shape[-2:]) > 1 else 2
-        return unpacked_names(left, {*self.finished.schemes, *self.stored})
+        packed = {*self.finished.schemes, *self.stored}
+        towers = self._towers(left, packed) if self.source.sees else {}
+        inside = tuple(f"{tower}." for tower in towers)
+        names = unpacked_names({name: left[name] for name in left if not name.startswith(inside)}, packed)
+        return [*names, *dict.fromkeys(name for one in towers.items() for name in one)]
+
+    def _towers(self, left: Collection[str], packed: Set[str]) -> dict[str, str]:
+        """Map the outermost modules beside the text stack without packed linears to a name of all inside.
+
+        vLLM has further modules inside of a tower, so that names of linears differ.
+        """
+        owners, towers = {path for name in packed for path in _above(name)}, {}
+        for name in left:
+            if not self.outside.isdisjoint((name, f"{name}.weight")):
+                root = next((path for path in reversed([*_above(name)]) if path not in owners), name)
+                pattern = rf"(.*\.)?{re.escape(root.rpartition('.')[2])}(\..*)?$"
+                if root != name and not any(re.match(pattern, linear) for linear in packed):
+                    towers[root] = REGEX + pattern
+        return towers
 
     def headers(self, shard: str) -> list[Header]:
         """List the tensors of a shard, in the source's order."""

@@ -116,7 +116,7 @@ class GptqLayout(Layout):
             "lm_head": False,
             "pack_dtype": "int32",
         }
-        kept = [name for name in ignore if _IN_A_BLOCK.search(name)]
+        kept = [name for name in ignore if name.startswith(REGEX) or _IN_A_BLOCK.search(name)]
         if kept:
             # `modules_in_block_to_quantize` is for transformers (optimum), `dynamic` for GPTQModel and vLLM,
             # `modules_to_not_convert` for vLLM's other kernels of experts, which match parts of a name
