@@ -84,9 +84,9 @@ class LayerSpec:
             value = "its attention does not go through transformers' AttentionInterface"
             rule = "only this interface shows what it computes, so that its cache can be exported"
             raise unattended(self.untraced, value, rule, without(export))
-        if self.stateful and self.source is not None:
+        if self.stateful:
             value, rule = f"keeps a state of its own: {self.stateful}", "a graph holds a cache of keys and values alone"
-            raise unattended(self.source.architecture, value, rule, without(export))
+            raise unattended(self.class_name, value, rule, without(export))
         for linear in sorted({*self.merged, *self.stacked})[:1]:
             rule = "the graph is traced once, and which expert runs depends on the data"
             raise unheld(linear, "belongs to a mixture of experts", rule, without(export))

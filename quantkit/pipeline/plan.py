@@ -1,8 +1,7 @@
 """Plan each recipe from the model's sizes, the target's figures and earlier measurements.
 
-Only a config is opened and nothing heavy is imported, so the largest models take a second; mixtures
-of experts, and those of a family that no table knows, take the seconds in which transformers builds their class without
-weights.
+Only a config is opened and nothing heavy is imported, so the largest models take a second. Mixtures of experts, blocks
+with a state, and models of a family that no table knows take the seconds in which transformers builds their class.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from quantkit.planning.outlook import (
 )
 from quantkit.planning.ranking import rank
 from quantkit.planning.roofline import FLOATS, WIDTH, ModelStep, compute_type, products
-from quantkit.planning.support import ask, caveats, demand_kind, fitted, shipped, stored_formats
+from quantkit.planning.support import ORDER, ask, caveats, demand_kind, fitted, shipped, stored_formats
 from quantkit.planning.traffic import OUTPUT, PROMPT, traffic
 from quantkit.recipe import Recipe
 from quantkit.report.bundle import usage
@@ -129,15 +128,12 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     candidate with its problem, unless all stumble over the same; one that nobody knows is an error.
     """
     architecture, merged = planned(built.read(question.model), question.adapters)
-    aimed = question.target
-    target = _aimed(aimed)
-    target = target.served_by(question.runtime, machine.cores() if runs_here(target) else None)
-    target = _able(target, architecture)
+    target = _aimed(question.target)
+    target = _able(target.served_by(question.runtime, machine.cores() if runs_here(target) else None), architecture)
     workload = _workload(question, architecture, target)
-    if samples is None:
-        samples = [*efficiency.measured(question.measured), *efficiency.own(), *efficiency.shipped()]
+    samples = [*efficiency.measured(question.measured), *_known()] if samples is None else samples
     prices = Prices.load(question.prices)
-    if question.runtime is not None and question.runtime not in target.runtimes:
+    if question.runtime is not None:
         target.check([], question.runtime)  # a slip of the pen is none of the recipes' problem
     kind = architecture.kind
     asked = list(dict.fromkeys(question.recipes)) or ["float", *_usual(kind, target)]
@@ -164,7 +160,8 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     if unmeasured := target.unmeasured():
         missing = f"{target.name} has no figure for {', '.join(unmeasured)}"
         notes.append(f"{missing}: on that machine, quantkit doctor --write --target {target.name} measures them")
-    nothing, named = Recommendation(None, ()), "" if aimed is None or isinstance(aimed, Target) else str(aimed)
+    nothing = Recommendation(None, ())
+    named = "" if isinstance(question.target, Target) else str(question.target or "")
     against = list(_held(question, architecture, target, samples))
     outlook = Outlook(
         architecture, target, workload, candidates, nothing, notes, question.model, named, against, question.adapters
@@ -189,8 +186,7 @@ def _held(
     counts = {row["settings"]["rate"]: row["n"] // 2 for row in rows if row["name"] == "load.requests"}
     space = next((row["settings"]["cache_gib"] for row in rows if row["settings"].get("cache_gib")), 0)
     size = next((row["settings"]["block_size"] for row in rows if "block_size" in row["settings"]), BLOCK)
-    own = fitted(Recipe.from_dict(bundle.manifest.recipe, name=bundle.manifest.recipe["name"]), target)[0]
-    for recipe, original in ((own, False), (shipped("float"), True)):
+    for recipe, original in ((_of_bundle(bundle, target), False), (shipped("float"), True)):
         asked = replace(question, rate=None, mix=None, variation=0.0, context=None, batches=(1,), **shape)
         workload = _workload(asked, architecture, target)
         planning = _Planning(recipe.name, recipe, question.runtime, asked, architecture, target, workload, prices)
@@ -201,6 +197,15 @@ def _held(
         visits = {rate: visit(server, workload.traffic, rate, count) for rate, count in counts.items() if server}
         blocks = kv_blocks(served.architecture, served.cache, space * 2**30, workload.context, size) if space else None
         yield from held(recipe.name, rows, visits, blocks, original=original)
+
+
+def _known() -> list[Sample]:
+    return [*efficiency.own(), *efficiency.shipped()]
+
+
+def _of_bundle(bundle: Bundle, target: Target) -> Recipe:
+    """Return the recipe of a bundle with the exports that the target reads."""
+    return fitted(Recipe.from_dict(bundle.manifest.recipe, name=bundle.manifest.recipe["name"]), target)[0]
 
 
 def _aimed(target: str | Path | Target | None) -> Target:
@@ -214,19 +219,24 @@ def _able(target: Target, architecture: Architecture) -> Target:
     """
     if not architecture.has_encoder and not architecture.sees:
         return target
-    both = architecture.has_encoder
-    value, runtimes = ("an encoder and a decoder", _TWO_STACKS) if both else ("a model that takes images", _SEEING)
+    two = ("an encoder and a decoder", _TWO_STACKS)
+    value, runtimes = two if architecture.has_encoder else ("a model that takes images", _SEEING)
     able = [name for name in target.runtimes if name in runtimes]
     if not able:
-        rule = f"only {' and '.join(runtimes)} run {'them' if both else 'it'}"
+        rule = f"only {' and '.join(runtimes)} run such a model"
         raise InputError("target-cannot-run", target.name, value, rule, "take a target with one of these runtimes")
     return target.model_copy(update={"runtimes": able})
 
 
 def _as_compiled(recipe: Recipe, model: str, architecture: Architecture) -> tuple[Recipe, list[str]]:
-    """Return the recipe as a compile settles it for a mixture of experts, with notes. Raises InputError, as it."""
-    mixture = any(matrix.count > 1 for matrix in architecture.inside())
-    if not (mixture and recipe.passes and find_spec("transformers")):
+    """Return the recipe as a compile settles it for a mixture of experts, or for blocks with a state, with notes.
+
+    Raises InputError, as it.
+    """
+    decodes, attentions = architecture.kind == "decoder", [layer.attention for layer in architecture.layers]
+    special = any(matrix.count > 1 for matrix in architecture.inside())
+    special |= decodes and any(attention is None or attention.kind == "linear" for attention in attentions)
+    if not (special and recipe.passes and find_spec("transformers")):
         return recipe, []
     from quantkit.pipeline.blocks.prepared import foreseen
 
@@ -256,10 +266,10 @@ def planned_steps(bundle: Bundle, target: Target, steps: Sequence[ModelStep]) ->
     question = PlanQuestion(str(bundle.path.resolve()), target=target, batches=(1,), devices=1)
     architecture = built.read(question.model)
     target = _able(target, architecture)
-    recipe = fitted(Recipe.from_dict(bundle.manifest.recipe, name=bundle.manifest.recipe["name"]), target)[0]
+    recipe = _of_bundle(bundle, target)
     runtime, workload = _runtime(recipe, architecture.kind, target, None), _workload(question, architecture, target)
     about = (recipe.name, recipe, runtime, question, architecture, target, workload, Prices.load(None))
-    served = _Planning(*about).candidate([*efficiency.own(), *efficiency.shipped()]).served
+    served = _Planning(*about).candidate(_known()).served
     return [None if served is None else served.timed(step) for step in steps], runtime
 
 
@@ -280,9 +290,10 @@ def every(question: PlanQuestion) -> PlanQuestion:
     """Make the question about the float model and all shipped recipes that the target runs for this kind of model."""
     architecture = built.read(question.model)
     kind, target = architecture.kind, _able(_aimed(question.target), architecture)
-    recipes = {name: shipped(name) for name in content.names("recipes")}
-    quantizing = [name for name, recipe in recipes.items() if kind in recipe.models and recipe.passes]
-    runs = [name for name in quantizing if _runs(name, kind, target)]
+    quantizing = (
+        recipe for recipe in map(shipped, content.names("recipes")) if kind in recipe.models and recipe.passes
+    )
+    runs = [recipe.name for recipe in quantizing if _runs(recipe.name, kind, target)]
     return replace(question, recipes=("float", *runs), batches=question.batches or target.batches[:1])
 
 
@@ -313,10 +324,7 @@ def _workload(question: PlanQuestion, architecture: Architecture, target: Target
     context = question.context if question.context is not None else longest
     for name, value in (("--context", context), ("--prompt and --output", longest)):
         if limit is not None and value > limit:
-            rule, remedy = (
-                f"{architecture.name} was made for {limit:,}",
-                f"--context {limit}, with prompt and output within it",
-            )
+            rule, remedy = f"{architecture.name} was made for {limit:,}", f"--context {limit}, with both within it"
             raise InputError("context-too-long", where=name, value=f"{value:,} tokens", rule=rule, remedy=remedy)
     if longest > context:
         rule = f"it holds prompt and output, {longest:,} tokens"
@@ -377,8 +385,7 @@ class _Planning:
         expected, unknown = self._compiling()
         load, refused = self._load(served, memory)
         # a float may be asked for that the target does not compute in
-        floats = FLOATS[target.baseline]
-        other = _FLOATS.get(self.label, self.label)
+        floats, other = FLOATS[target.baseline], _FLOATS.get(self.label, self.label)
         reckoned = f"reckoned in {floats}, in which {target.name} computes"
         stored = stored_formats(recipe) or [Stored(floats, True)]
         uses = [(form, target.use(form, self.runtime)) for form in stored]
@@ -410,7 +417,7 @@ class _Planning:
     def _demand_experts(self, assigned: Assigned) -> None:
         """Refuse packed experts if its runtime has no kernel for them. Raises InputError `target-cannot-run`."""
         several = [matrix.name for matrix in self.architecture.inside() if matrix.count > 1]
-        schemes = {name: assigned.schemes[name] for name in several if name in assigned.schemes}
+        schemes = {name: scheme for name, scheme in assigned.schemes.items() if name in several}
         alone, asked = self.target.model_copy(update={"runtimes": [self.runtime]}), LayerSpec(schemes, merged=several)
         for step in self.recipe.export if schemes else ():
             if step.name == self._export():
@@ -496,9 +503,11 @@ class _Planning:
         step = served.timed(ModelStep(batch, 1, workload.prompt + workload.output // 2)) if decodes else first
         how = {"prompt": workload.prompt, "devices": served.devices}
         fits = None if footprint.capacity is None else footprint.fits(batch, workload.context, **how)
-        parts = footprint.parts(batch, workload.context, **how)
-        work = self._work(first, step, batch, served)
-        return PlannedBatch(batch, first if decodes else None, step, parts, fits, self._bill(work))
+        parts, cost = (
+            footprint.parts(batch, workload.context, **how),
+            self._bill(self._work(first, step, batch, served)),
+        )
+        return PlannedBatch(batch, first if decodes else None, step, parts, fits, cost)
 
     def _load(self, served: Served, memory: PlannedMemory) -> tuple[Load | None, list[str]]:
         """Simulate the load, or give the reason why not."""
@@ -530,10 +539,8 @@ class _Planning:
         fitting = [row for row in rows if row.fits is not False]
         works = [self._work(row.prefill or row.step, row.step, row.batch, served) for row in fitting]
         best = min((work for work in works if work is not None), key=lambda work: work.request, default=None)
-        rate = self.workload.rate
-        if best is None or rate is None or load is None or not load.stable:
-            return self._bill(best)
-        return self._bill(best, min(rate * best.request, 1.0))
+        rate = self.workload.rate if load is not None and load.stable else None
+        return self._bill(best, 1.0 if best is None or rate is None else min(rate * best.request, 1.0))
 
     def _work(self, first: TimedStep, step: TimedStep, batch: int, served: Served) -> RequestTime | None:
         if first.seconds is None or step.seconds is None:
@@ -554,9 +561,12 @@ class _Planning:
 
 
 def _usual(kind: Kind, target: Target) -> list[str]:
-    """Name the usual recipes for the target."""
-    first = (next((name for name in like if _runs(name, kind, target, native=True)), None) for like in _DEFAULTS[kind])
-    return [name for name in first if name is not None]
+    """Name the usual recipes of the target: native ones, or without any those of any state."""
+    for native in (True, False):
+        able = ([name for name in like if _runs(name, kind, target, native=native)] for like in _DEFAULTS[kind])
+        if usual := [names[0] for names in able if names]:
+            return usual
+    return []
 
 
 def _recipe(label: str, kind: Kind, target: Target, changes: Sequence[str], *, allow_code: bool) -> Recipe:
@@ -583,9 +593,8 @@ def _recipe(label: str, kind: Kind, target: Target, changes: Sequence[str], *, a
             raise unknown_name("recipe", label, known)
         # the default one first
         storing.sort(key=lambda recipe: (recipe.name != "awq-int4", recipe.name))
-        chosen = next((recipe for recipe in storing if _runs(recipe.name, kind, target, native=True)), None)
-        chosen = chosen or next((recipe for recipe in storing if _runs(recipe.name, kind, target)), storing[0])
-        name = name.replace(first, chosen.name, 1)
+        runs = (one for way in (True, False) for one in storing if _runs(one.name, kind, target, native=way))
+        name = name.replace(first, next(runs, storing[0]).name, 1)
     return Recipe.load(name, changes) if changes else shipped(name)
 
 
@@ -604,8 +613,6 @@ def _runtime(recipe: Recipe, kind: Kind, target: Target, asked: str | None) -> s
     readers = {name for step in recipe.export for name in load_exporter(step.name).runtimes}
     stored = stored_formats(recipe)
     if asked is not None:
-        if asked not in target.runtimes:
-            target.check([], asked)
         if recipe.passes and asked not in readers:
             value = f"recipe {recipe.name} exports {', '.join(step.name for step in recipe.export)}"
             rule = f"which {', '.join(sorted(readers & set(target.runtimes)))} of {target.name} read"
@@ -616,7 +623,4 @@ def _runtime(recipe: Recipe, kind: Kind, target: Target, asked: str | None) -> s
     reading = [name for name in target.runtimes if name in readers] or list(target.runtimes)
     if kind == "network":
         reading = [name for name in reading if name not in _TEXT_ALONE] or reading
-    states = {name: [target.use(form, name).state for form in stored] for name in reading}
-    native = [name for name in reading if all(state == "native" for state in states[name])]
-    able = [name for name in reading if "absent" not in states[name]]
-    return (native or able or reading)[0]
+    return min(reading, key=lambda name: max((ORDER.index(target.use(form, name).state) for form in stored), default=0))

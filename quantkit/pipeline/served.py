@@ -87,9 +87,9 @@ def check(folder: Path, progress: Report | None = None) -> tuple[list[Check], st
     known = {name.removesuffix(".weight"): name for name in weights.entries}
     for names, inputs, outputs in products:
         # vLLM's class for a model with images may have the text stack at another place
-        found = [name if name in known else next((other for other in known if same(name, other)), "") for name in names]
-        if all(found):
-            own = {name: weights.read(known[name]).float() for name in found}
+        there = [name if name in known else next((other for other in known if same(name, other)), "") for name in names]
+        if all(there):
+            own = {name: weights.read(known[name]).float() for name in there}
             worst, where = max((worst, where), _worst(own, inputs, outputs))
     if not where:
         return [], "not checked in vLLM: none of its linears has a name of the checkpoint"

@@ -20,10 +20,12 @@ from quantkit import cli
 from quantkit.calibrate.tokens.processed import ImageProcessor
 from quantkit.errors import InputError, MissingDependency
 from quantkit.model.streaming.own_forward import SEEING
+from quantkit.model.structure import built
 from quantkit.model.structure.traced import other_state
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.blocks.prepared import prepare
 from quantkit.pipeline.export import export_bundle
+from quantkit.pipeline.plan import PlanQuestion, _as_compiled, plan
 from quantkit.recipe import Recipe
 from quantkit.report.bundle import figures, usage
 from quantkit.runtimes import load_runtime
@@ -189,6 +191,15 @@ def test_a_graph_is_left_out_for_blocks_with_a_state(name: str, state: str, tmp_
     (left,) = [taken for taken in prepared.decisions if taken.code == "export-left-out"]
     assert left.where == "onnx" and state in left.reason
     assert not [taken for taken in prepared.decisions if taken.code == "emulated" and "onnx" in taken.reason]
+    foreseen, notes = _as_compiled(asked, str(tmp_path / "model"), built.read(str(tmp_path / "model")))
+    assert [step.name for step in foreseen.export] == ["checkpoint"] and state in notes[0]
+
+
+def test_the_plan_of_a_model_with_images_has_the_usual_recipes_though_none_is_native(llava: Path) -> None:
+    planned = plan(PlanQuestion(str(llava), target="cpu-x86-vnni", prompt=8, output=8))
+    labels = [candidate.label for candidate in planned.candidates]
+    assert labels == ["float", "fp8", "int8-dynamic", "awq-int4"]
+    assert all(cell.state == "emulated" for one in planned.candidates[1:] for cell in one.cells)
 
 
 @pytest.mark.usefixtures("few_scored")

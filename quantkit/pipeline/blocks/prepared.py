@@ -187,10 +187,9 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
         layers = lay_out(recipe, stream.skeleton, stream.block_names, source.dtype, head=stream.head, largest=largest)
         partly = looks_at_data(steps) and recipe.calibration.experts == "keep"
         asked = replace(
-            _asked(layers, stream.skeleton, recipe, partly=partly),
+            _asked(layers, stream.skeleton, recipe, partly=partly, decodes=source.kind == "decoder"),
             obstacles=hindering,
             apart=single,
-            stateful=other_state(stream.skeleton) if source.kind == "decoder" else "",
             source=source,
             largest=largest,
         )
@@ -328,8 +327,8 @@ def _demand_equal_experts(stream: StreamedModel) -> None:
 
 
 def foreseen(recipe: Recipe, reference: str, architecture: Architecture) -> tuple[Recipe, list[Decision]]:
-    """Settle the exports of a mixture of experts as a compile does, from its config alone: its class is built without
-    weights, up to the first block with experts where the recipe names no layers.
+    """Settle the exports of a model as a compile does, from its config alone: its class is built without weights, up to
+    the first block with experts where the recipe names no layers.
 
     Raises InputError: what the compile would refuse by the linears or the exports.
     """
@@ -340,7 +339,7 @@ def foreseen(recipe: Recipe, reference: str, architecture: Architecture) -> tupl
     assign_sizes(recipe, architecture)
     mixed = [any(matrix.count > 1 for matrix in layer.matrices) for layer in architecture.layers]
     named = bool(recipe.overrides or {*recipe.keep} - {*ROLES})
-    skeleton = built.skeleton(reference, None if named else mixed.index(True) + 1)
+    skeleton = built.skeleton(reference, None if named else (mixed.index(True) if any(mixed) else 0) + 1)
     if skeleton is None:
         return recipe, []
     looks = looks_at_data([PassRun(pass_of(step), step.settings) for step in recipe.passes])
@@ -348,7 +347,8 @@ def foreseen(recipe: Recipe, reference: str, architecture: Architecture) -> tupl
 
     def laid(recipe: Recipe) -> LayerSpec:
         layers = lay_out(recipe, skeleton, names, architecture.dtype, head=find_head(skeleton))
-        asked = _asked(layers, skeleton, recipe, partly=looks and recipe.calibration.experts == "keep")
+        how = {"partly": looks and recipe.calibration.experts == "keep", "decodes": architecture.kind == "decoder"}
+        asked = _asked(layers, skeleton, recipe, **how)
         return replace(asked, obstacles=hindering, apart=single)
 
     recipe, left_out = _without_unable(recipe, laid(recipe))
@@ -357,12 +357,13 @@ def foreseen(recipe: Recipe, reference: str, architecture: Architecture) -> tupl
     return recipe, [*left_out, *evened]
 
 
-def _asked(layers: Layers, skeleton: PreTrainedModel, recipe: Recipe, *, partly: bool) -> LayerSpec:
+def _asked(layers: Layers, skeleton: PreTrainedModel, recipe: Recipe, *, partly: bool, decodes: bool) -> LayerSpec:
     """Return the demands of a compile on an export; the model may lack weights."""
     return replace(
         layers.asked(partly=partly, cache=recipe.scheme.kv_cache),
         stacked=[kept.where for kept in layers.decisions if kept.code in (EXPERTS, EXPERTS_KEPT)],
         untraced="" if has_interface(skeleton) else type(skeleton).__name__,
+        stateful=other_state(skeleton) if decodes else "",
         class_name=type(skeleton).__name__,
     )
 
