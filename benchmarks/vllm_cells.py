@@ -3,6 +3,7 @@
     quantkit runtime add vllm --install
     python benchmarks/vllm_cells.py [--only llama/int4-g32 ...] [--place FOLDER, which a later run goes on from]
     python benchmarks/vllm_cells.py --mixtures      the mixtures of experts alone, with a record of their own
+    python benchmarks/vllm_cells.py --vision        models with images alone, too: text in, under the names of the hub
 
 Tiny random models are compiled, and a checkpoint's logits in vLLM are compared with the stream of the same checkpoint
 in torch, in float32: the mean KL divergence over all positions. vLLM computes in bfloat16, which alone makes a
@@ -68,7 +69,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite4": ("GraniteMoeHybridForCausalLM", {}),
     "llama4": ("Llama4ForCausalLM", {"attention_chunk_size": 128}),
     "deepseek-v3": ("DeepseekV3ForCausalLM", _EXPERTS),
+    "llava": ("LlavaForConditionalGeneration", {}),
+    "gemma3-vl": ("Gemma3ForConditionalGeneration", {"query_pre_attn_scalar": 64}),
+    "qwen2.5-vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e6}},
+    ),
+    "mistral3": ("Mistral3ForConditionalGeneration", {}),
 }
+_VISION = ("llava", "gemma3-vl", "qwen2.5-vl", "mistral3")
 
 
 def _int4(group: int, symmetric: bool = True) -> dict[str, Any]:
@@ -168,10 +177,19 @@ def source(model: str, place: Path) -> Path:
     if not (folder := place / model / "float" / "model").exists():
         cls, changes = MODELS[model]
         dtype = torch.float32 if model == "llama-float32" else torch.bfloat16
-        known = shrink.config_of(shrink.named(cls)).to_dict()
+        whole = shrink.config_of(shrink.named(cls)).to_dict()
+        known = whole["text_config"] if model in _VISION else whole
         layers = {} if known.get("layer_types") else {"num_hidden_layers": 2}
-        sizes = {key: value for key, value in _SIZES.items() if key in known}
-        shrink.tiny(cls, folder, dtype=dtype, **{**sizes, **layers, **changes})
+        settings = {**{key: value for key, value in _SIZES.items() if key in known}, **layers, **changes}
+        if model in _VISION:
+            settings = {"text_config": {**known, **settings}}
+            if "out_hidden_size" in whole["vision_config"]:
+                settings["vision_config"] = {**whole["vision_config"], "out_hidden_size": _SIZES["hidden_size"]}
+        shrink.tiny(cls, folder, dtype=dtype, **settings)
+        if model in ("llava", "gemma3-vl"):  # as the hub's files have it, and vLLM reads it
+            stored = load_file(folder / "model.safetensors")
+            named = {name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in stored.items()}
+            save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
         shrink.tokenizer_of_bytes("<s> $A", (("t", "h"), ("th", "e"))).save_pretrained(folder)
     return folder
 
@@ -222,10 +240,12 @@ def is_for_vllm(folder: Path) -> bool:
 @torch.no_grad()
 def in_transformers(folder: Path, ids: torch.Tensor) -> torch.Tensor | None:
     """Logits in bfloat16 as plain transformers computes them; None where a library is missing."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    sees = "vision_config" in json.loads((folder / "config.json").read_text())
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = auto.from_pretrained(folder, dtype=torch.bfloat16)
     except ImportError:
         return None
     return model.eval()(input_ids=ids, use_cache=False).logits[:, :-1].float()
@@ -268,8 +288,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="MODEL/LAYOUT or MODEL")
     parser.add_argument("--place", type=Path, help="folder that keeps models and logits")
     parser.add_argument("--mixtures", action="store_true", help="mixtures alone, with a record of their own")
+    parser.add_argument("--vision", action="store_true", help="models with images alone, with a record of their own")
     options = parser.parse_args()
-    alone = [*_MIXTURES, "gpt-oss"] if options.mixtures else []
+    alone = [*_MIXTURES, "gpt-oss"] if options.mixtures else [*_VISION] if options.vision else []
     with tempfile.TemporaryDirectory(prefix="vllm-cells-") as temporary:
         rows = run(options.place or Path(temporary), [*options.only, *alone])
     columns = {"cell": "cell", "result": "result", "ours": "a target says", "kl": "KL:.2g", "floor": "floor:.2g"}
@@ -282,7 +303,8 @@ def main() -> int:
     wrong = [name for name, result in results.items() if result == "wrong" and not name.startswith("planted/")]
     settings = {"vllm": dict(apart.demand("vllm").versions), "floors": FLOORS, "samples": SAMPLES, "tokens": TOKENS}
     claim = "vLLM computes what a checkpoint says, or a target whose runtime is vLLM refuses it before work"
-    record("vllm-cells_mixtures" if alone else "vllm-cells", claim, rows, settings, write=not options.only)
+    part = "_mixtures" if options.mixtures else "_vision" if options.vision else ""
+    record(f"vllm-cells{part}", claim, rows, settings, write=not options.only)
     return verdicts(
         {
             f"no cell is wrong: {' '.join(wrong)}": not wrong,
@@ -315,7 +337,11 @@ def run(place: Path, only: list[str]) -> list[dict[str, Any]]:
     opened = [row for row in rows if "result" not in row]
     settings = {"dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
     jobs = [
-        {"model": row["folder"], "ids": ids.tolist(), "settings": settings, "folder": f"{place}/logits/{row['cell']}"}
+        {
+            **{"model": row["folder"], "ids": ids.tolist(), "folder": f"{place}/logits/{row['cell']}"},
+            # a tower would want a processor
+            "settings": settings | ({"language_model_only": True} if row["cell"].partition("/")[0] in _VISION else {}),
+        }
         for row in opened
     ]
     request = {"program": str(OWN.program), "environment": environment(), "jobs": jobs}

@@ -298,7 +298,7 @@ FINE = np.random.default_rng(3).normal(size=(20, 1, 8, 8)).astype(np.float32)
         ("nonfinite", {"images": FINE.astype(np.float64) * 1e300}, "infinity"),
         ("constant", {"images": np.ones((20, 1, 8, 8)) * np.arange(20).reshape(-1, 1, 1, 1)}, "all 17 images"),
         ("range", {"images": grey(20)[:, None].astype(np.float32)}, "look like bytes"),
-        ("labels", {"images": FINE, "labels": np.zeros(19, np.int64)}, r"labels \[19\] for 20 samples"),
+        ("labels", {"images": FINE, "labels": np.zeros(19, np.int64)}, r"labels \[19\] of int64 for 20 samples"),
         ("labels", {"images": FINE, "labels": np.zeros(20)}, "float64"),
         ("labels", {"images": FINE, "labels": np.arange(20) - 1}, "label -1"),
         ("labels", {"images": FINE, "labels": np.eye(20, dtype=np.int64)}, r"\[20, 20\]"),

@@ -5,11 +5,9 @@
     .npy                                         an array of images
     .jpg .png …, a folder or a .zip of them      bytes
 
-An array is [n, height, width] or [n, height, width, channels] of uint8, or preprocessed floats of the model's own
-shape.
-Images with the same number in `clusters` are alike, such as crops of one photograph: they go to one split, and
-intervals
-count them once. Bytes x are preprocessed in this order:
+An array is [n, height, width] or [n, height, width, channels] of uint8, or preprocessed floats of the model's shape.
+Images with the same number in `clusters` are alike, such as crops of one photograph: they go to one split, and count
+once in intervals. Bytes x are preprocessed in this order:
 
     resize      the shorter side becomes `resize` pixels (bilinear, antialiased)
     crop        `crop` x `crop` from the middle
@@ -312,14 +310,10 @@ def _read(
     images: Images, chosen: NDArray[np.int64], how: Preprocess | None, shape: tuple[int | None, ...], where: str
 ) -> NDArray[np.float32]:
     if images.bytes_ and how is None:
-        raise InputError(
-            "calibration-preprocess",
-            where=images.where,
-            value="images of bytes",
-            rule="a model needs images preprocessed as in its training: normalised, and maybe resized and cropped",
-            remedy=f"write {PREPROCESS} beside them: {{mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225]}}, with "
-            "`resize: 256`, `crop: 224`, `layout: NHWC` as needed, or give floats",
-        )
+        rule = "a model needs images preprocessed as in its training: normalised, and maybe resized and cropped"
+        remedy = f"write {PREPROCESS} beside them: {{mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225]}}, with "
+        remedy += "`resize: 256`, `crop: 224`, `layout: NHWC` as needed, or give floats"
+        raise InputError("calibration-preprocess", images.where, "images of bytes", rule, remedy)
     taken: NDArray[np.float32] | None = None
     for place, number in enumerate(chosen):
         image = images.read(int(number))
@@ -330,16 +324,14 @@ def _read(
             taken = np.empty((len(chosen), *image.shape), dtype=np.float32)
         if image.shape != taken.shape[1:]:
             value = f"images of {list(taken.shape[1:])} and of {list(image.shape)}"
-            raise InputError("calibration-shape", where=images.where, value=value, rule="all images have one shape")
+            raise InputError("calibration-shape", images.where, value, "all images have one shape")
         taken[place] = image
     assert taken is not None  # a part without images was refused
     return taken
 
 
 def _check_shape(actual: tuple[int, ...], shape: tuple[int | None, ...], images: str, where: str) -> None:
-    if len(actual) == len(shape) - 1 and all(
-        want in (None, have) for have, want in zip(actual, shape[1:], strict=True)
-    ):
+    if len(actual) == len(shape) - 1 and all(map(lambda have, want: want in (None, have), actual, shape[1:])):
         return
     wanted = ", ".join("any" if size is None else str(size) for size in shape[1:])
     turned = sorted(actual) == sorted(size for size in shape[1:] if size is not None)
@@ -375,14 +367,10 @@ def check_range(images: NDArray[Any], where: str) -> None:
     """Refuse floats with the values of bytes. Raises InputError `calibration-range`."""
     low, high = float(images.min()), float(images.max())
     if high > 1 and low >= 0 and high <= 255 and bool((images == np.rint(images)).all()):
-        raise InputError(
-            "calibration-range",
-            where=where,
-            value=f"floats that are whole numbers from {low:g} to {high:g}",
-            rule="floats must be preprocessed, and these look like bytes",
-            remedy=f"normalise them, or store uint8 with a {PREPROCESS}; if the model takes bytes, with "
-            "mean 0 and std 1/255",
-        )
+        value = f"floats that are whole numbers from {low:g} to {high:g}"
+        rule = "floats must be preprocessed, and these look like bytes"
+        remedy = f"normalise them, or store uint8 with a {PREPROCESS}; if the model takes bytes, with mean 0, std 1/255"
+        raise InputError("calibration-range", where, value, rule, remedy)
 
 
 def parse(file: Path | bytes, *, suffix: str, where: str) -> Images:
@@ -500,17 +488,13 @@ def cluster_numbers(clusters: NDArray[Any], count: int, where: str) -> NDArray[n
 
 def class_numbers(labels: NDArray[Any], count: int, where: str) -> NDArray[np.int64]:
     """Check an array `labels`, and return it. Raises InputError (`calibration-labels`)."""
-    wrong = ""
-    if labels.dtype.kind not in "iu":
-        wrong = f"labels of {labels.dtype}"
-    elif labels.shape != (count,):
-        wrong = f"labels {list(labels.shape)} for {count} samples"
-    elif int(labels.min()) < 0:
-        wrong = f"a label {int(labels.min())}"
-    if wrong:
-        rule = "one whole number a sample, the index of its class in the model's output, from 0"
-        raise InputError("calibration-labels", where, wrong, rule, "correct `labels`, or leave them out")
-    return labels.astype(np.int64)
+    if labels.dtype.kind in "iu" and labels.shape == (count,) and int(labels.min()) >= 0:
+        return labels.astype(np.int64)
+    value = f"labels {list(labels.shape)} of {labels.dtype} for {count} samples"
+    if labels.dtype.kind == "i" and labels.size and int(labels.min()) < 0:
+        value = f"a label {int(labels.min())}"
+    rule = "one whole number a sample, the index of its class in the model's output, from 0"
+    raise InputError("calibration-labels", where, value, rule, "correct `labels`, or leave them out")
 
 
 def _archive(file: Path | bytes, where: str) -> Images:
