@@ -18,9 +18,11 @@ from quantkit.formats import load_format
 from quantkit.model import run_time
 from quantkit.model.sizes import configs
 from quantkit.model.sizes.quantized import grid_of
-from quantkit.model.source.open import Source, open_model
+from quantkit.model.source.open import Source, open_model, open_written
 from quantkit.model.streaming.own_forward import demand_equal, on_disk
 from quantkit.model.streaming.stream import StreamedModel
+from quantkit.runtimes.torch import RUNTIME as TORCH
+from quantkit.runtimes.torch.reloaded import expanded
 from quantkit.scheme import WeightScheme
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -213,6 +215,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "mxfp4": ("mxfp4-pack-quantized", {"form": "mxfp4", "granularity": "group"}),
     "nf4": ("bitsandbytes", {"form": "nf4", "granularity": "group"}),
 }
+WIDENED = ("int4", "int8", "fp8", "nvfp4", "mxfp4")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -231,6 +234,23 @@ def test_what_quantkit_writes_is_a_source(tmp_path: Path, name: str, dtype: torc
     else:
         held_against(source, plain(written), dtype)
     assert source.notes and source.was
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(("layout", "form"), [("pack-quantized", "int8"), *((WRITTEN[one][0], one) for one in WIDENED)])
+def test_a_model_in_float32_has_the_stream_s_weights(
+    tmp_path: Path, layout: str, form: str, dtype: torch.dtype
+) -> None:
+    """Asked for float32, transformers would widen the scales: inputs that are rounded then get other codes."""
+    scale = {} if "fp4" in form else {"scale": str(dtype).removeprefix("torch.")}
+    fields = {**scale, **WRITTEN[form][1]}
+    folder = export(llama(tmp_path / "floats", dtype), tmp_path / "bundle", scheme(**fields), layout=layout).model
+    written = open_written(folder)
+    streamed, parameters = expanded(written).weights, dict(written.load().named_parameters())
+    names = [name for name in parameters if name.endswith("_proj.weight")]
+    assert names and all(torch.equal(parameters[name], streamed.read(name).float()) for name in names)
+    again = dict(TORCH.network(folder).named_parameters())
+    assert all(torch.equal(parameters[name], again[name]) for name in names)
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -233,7 +233,7 @@ class Source:
             else:
                 folder = _written(weights, Path(str(placed["offload_folder"])) / "opened")
         model: PreTrainedModel = pretrained.network(model_class, folder, trust=self.trust_remote_code, **options)
-        return in_float32(model).eval().requires_grad_(False)
+        return in_float32(model, getattr(torch, self.dtype)).eval().requires_grad_(False)
 
     def _loadable(self) -> Weights | None:
         """Return tensors for transformers to load in place of its files; None for the files themselves."""
@@ -422,13 +422,17 @@ def _open_folder(
     return source
 
 
-def in_float32(model: PreTrainedModel) -> PreTrainedModel:
-    """Widen a model's 16-bit floats to float32.
+def in_float32(model: PreTrainedModel, stored: torch.dtype | None = None) -> PreTrainedModel:
+    """Widen a model's 16-bit floats to float32; packed weights are expanded before.
 
-    For a packed checkpoint, transformers leaves some parameters in the stored dtype, whatever dtype is requested.
+    `stored` is the checkpoint's dtype, if the model was loaded in float32: transformers then has widened the scales of
+    some layouts, and the products have more bits than `from_pretrained(dtype="auto")` gives them.
     """
     if hasattr(model, "ct_decompress_hook"):  # expand now, before the scales change, not at the first forward
+        packed = [module for module in model.modules() if hasattr(module, "weight_scale")]
         model.hf_quantizer.compressor.decompress_model(model)
+        for module in packed:
+            module.weight.data = module.weight.data.to(stored or module.weight.dtype)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dtype in (torch.float16, torch.bfloat16):
             tensor.data = tensor.data.float()

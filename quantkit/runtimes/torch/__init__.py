@@ -81,7 +81,7 @@ class TorchRuntime(Runtime):
 
         from quantkit.model.source.open import in_float32
 
-        return in_float32(self._whole(folder, dtype=torch.float32))
+        return in_float32(self._whole(folder, dtype=torch.float32), pretrained.config(folder).dtype)
 
     def _whole(self, folder: Path, **settings: Any) -> Any:
         """Load the model and expand every weight, now or at the first forward."""
