@@ -57,13 +57,14 @@ class RunTime:
     cache: CacheScheme | None = None
     cache_scales: Mapping[int, tuple[InputScale, InputScale]] = field(default_factory=dict)
 
-    def transforms(self, block_names: Sequence[str], dtype: torch.dtype) -> list[Transform]:
-        """Return the transforms of blocks for a model with this stored dtype."""
+    def transforms(self, block_names: Sequence[str], dtype: torch.dtype, *, library: bool = False) -> list[Transform]:
+        """Return the transforms of blocks for a model with this stored dtype; `library` as in `QuantizedInput`."""
         from quantkit.model.streaming.transforms import QuantizedCaches, QuantizedInputs
 
         transforms: list[Transform] = []
         if self.activations:
-            transforms.append(QuantizedInputs(list(block_names), self.activations, self.scales, dtype))
+            how = QuantizedInputs(list(block_names), self.activations, self.scales, dtype, library=library)
+            transforms.append(how)
         if self.cache is not None:
             transforms.append(QuantizedCaches(self.cache, self.cache_scales, dtype))
         return transforms

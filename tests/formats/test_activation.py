@@ -10,6 +10,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize as t
 
 from quantkit.calibrate.statistics.observed import Observed
 from quantkit.formats.base.activation import InputScale, fake_quantize, parameters
+from quantkit.model.streaming.transforms import QuantizedInput
 from quantkit.scheme import ActivationScheme
 
 
@@ -54,6 +55,21 @@ def test_dynamic_is_what_compressed_tensors_computes(
     assert torch.equal(found, theirs(x, scale, zero, how)) and found.dtype == dtype
     assert torch.equal(x, kept)
     assert not torch.equal(found, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("form", "symmetric"), FORMATS)
+def test_tokens_without_a_batch_share_a_scale_in_compressed_tensors_alone(
+    form: str, symmetric: bool, dtype: torch.dtype
+) -> None:
+    scheme = ActivationScheme.model_validate({"format": form, "granularity": "token", "symmetric": symmetric})
+    how, batch = arguments(scheme), values(dtype)
+    for x in (batch, batch[1], batch[:, None], batch.unflatten(1, (5, 1))):
+        scale, zero = compute_dynamic_scales_and_zp(x, how, torch.nn.Module())
+        assert torch.equal(QuantizedInput(scheme, library=True).quantize(x), theirs(x, scale, zero, how))
+    own = QuantizedInput(scheme).quantize(batch[1])
+    assert torch.equal(own, QuantizedInput(scheme, library=True).quantize(batch[1:])[0])
+    assert not torch.equal(own, QuantizedInput(scheme, library=True).quantize(batch[1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,6 +1,7 @@
 """Recipes with quantized activations or a quantized cache, from a model to a bundle that plain transformers loads."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 import zoo
 from conftest import recipe  # type: ignore[import-not-found]
+from zoo import shrink
 
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError
 from quantkit.exporters.checkpoint.exporter import EXPORT
 from quantkit.exporters.values import Values
+from quantkit.model.source.open import in_float32
 from quantkit.model.streaming.answers import Head
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.compile import Compiled
@@ -38,10 +41,11 @@ def compiled(model: Path, out: Path, layout: str, scheme: dict[str, Any], **chan
     return compile_model(Request.of(str(model), recipe=made, out=out, speed=False))
 
 
-def of_transformers(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+def of_transformers(folder: Path, ids: torch.Tensor, *, wide: bool = False) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    loaded = in_float32(loaded) if wide else loaded
     with torch.no_grad():
         return loaded(input_ids=ids).logits  # type: ignore[no-any-return]
 
@@ -93,6 +97,42 @@ def test_w8a8_is_what_transformers_computes(
     # a finished bundle is checked by its own files alone
     assert all(check.ok for check in EXPORT.check(result.bundle.path))
     assert not any(decision.code == "saturated" for decision in result.decisions if activations.get("range") is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "dtype"),
+    [
+        ("OPTForCausalLM", "int8", torch.float32),
+        ("Llama4ForCausalLM", "int8", torch.bfloat16),
+        ("DeepseekV3ForCausalLM", "int8", torch.bfloat16),
+        pytest.param("OPTForCausalLM", "fp8_e4m3", torch.bfloat16, marks=pytest.mark.thorough),
+        pytest.param("Llama4ForCausalLM", "fp8_e4m3", torch.float32, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_scale_that_plain_transformers_shares_is_told(
+    name: str, form: str, dtype: torch.dtype, tmp_path: Path, byte_tokenizer: Any
+) -> None:
+    """Their classes pass [tokens, K] or [batch, 1, tokens, K]: compressed-tensors computes one scale, we many."""
+    changes = {"first_k_dense_replace": 2, "num_hidden_layers": 2} if name.startswith("Deepseek") else {}
+    shrink.tiny(name, tmp_path / "m", dtype=dtype, vocab_size=258, max_position_embeddings=640, **changes)
+    byte_tokenizer.save_pretrained(tmp_path / "m")
+    scheme = {"weights": {**INT8, "format": form}, "activations": {"format": form}}
+    layout = "int-quantized" if form == "int8" else "float-quantized"
+    result = compiled(tmp_path / "m", tmp_path / "out", layout, scheme, passes=["rtn"])
+    folder, ids = result.bundle.model_folder, zoo.ids(2, 16)
+    told = [decision for decision in result.decisions if decision.code == "one-scale"]
+    assert len(told) == len(
+        {layer.name.split(".layers.")[1].partition(".")[0] for layer in result.bundle.manifest.layers}
+    )
+    assert all(re.search("fc1|feed_forward|kv_b_proj", decision.where) for decision in told)
+    checks = {check.name: check.ok for check in EXPORT.check(result.bundle.path)}
+    assert checks["reload.transformers"] and "score.kl" in {check.name for check in result.bundle.manifest.checks}
+    theirs = of_transformers(folder, ids, wide=True)
+    size = float(theirs.abs().max())
+    assert torch.allclose(streamed(folder, ids, library=True), theirs, atol=1e-4 * size)
+    assert not torch.allclose(streamed(folder, ids), theirs, atol=1e-3 * size)
+    batch = torch.cat([streamed(folder, row[None]) for row in ids])
+    assert torch.allclose(streamed(folder, ids), batch, atol=2e-3 * size), "a token's scale is its own"
 
 
 def test_an_override_leaves_some_inputs_alone(model: Path, tmp_path: Path) -> None:

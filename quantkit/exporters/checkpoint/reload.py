@@ -39,7 +39,7 @@ from quantkit.model.source.open import in_float32, model_class_of, open_written
 from quantkit.model.source.places import quiet_loading
 from quantkit.model.source.weights import Weights, strict_json
 from quantkit.model.structure.kinds import cut_config, positions
-from quantkit.model.structure.names import match_names, named, same, unread_experts
+from quantkit.model.structure.names import match_names, merging_rules, named, same, unread_experts
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def reload(
     Args:
         inputs: keyword arguments of the forward; a fixed batch of ids by default.
         blocks: number of first layers to compare, to bound the memory; None is all.
-        beside: answers to keep of the loaded model, if the checkpoint is in float32.
+        beside: answers to keep of the loaded model.
     """
     from quantkit.model.streaming import transforms
 
@@ -244,7 +244,7 @@ def reload(
             inputs = inputs or batch(in_float32(model))
             values = logits(in_float32(model), inputs, cached=cached)
             classes = {path: type(module) for path, module in model.named_modules()}
-            if beside is not None and dtype.itemsize == 4:  # else it expands to other values than in float32
+            if beside is not None:
                 beside.keep(model)
             del model
         except QuantkitError:
@@ -275,11 +275,14 @@ def reload(
 
 
 def _quantize_at_run_time(model: Any, how: RunTime) -> None:
-    """Quantize a model's inputs and cache at run time."""
+    """Quantize a model's inputs and cache at run time, as compressed-tensors does."""
+    from quantkit.model.structure.experts import split_loaded
     from quantkit.model.structure.traced import blocks_of, find_stacks, names_of
 
+    if how.activations:  # those of merged experts belong to linears
+        split_loaded(model, merging_rules(model))
     paths = find_stacks(model)
-    for transform in how.transforms(names_of(model, paths), model.dtype):
+    for transform in how.transforms(names_of(model, paths), model.dtype, library=True):
         for index, block in enumerate(blocks_of(model, paths)):
             transform.block(index, block)
 

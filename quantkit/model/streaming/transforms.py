@@ -66,12 +66,15 @@ class QuantizedInput:
         static: fixed scale from calibration.
         on: True to quantize; False while its weight has no codes yet.
         moved: transform of the channels before; the linear's weight and bias already include its inverse.
+        library: True to scale as compressed-tensors does: by token in [batch, tokens, K] alone; else by the first two
+            dimensions, and [tokens, K] as a whole.
     """
 
     scheme: ActivationScheme
     static: InputScale | None = None
     on: bool = False
     moved: Moved | None = None
+    library: bool = False
 
     @property
     def waits(self) -> bool:
@@ -80,7 +83,10 @@ class QuantizedInput:
 
     def quantize(self, x: Tensor) -> Tensor:
         """Return `x` as the kernel multiplies it."""
-        return activation.fake_quantize(self.move(x), self.scheme, self.static)
+        moved = rows = self.move(x)
+        if self.library and self.scheme.granularity == "token":
+            rows = moved.flatten(2) if moved.dim() > 2 else moved.reshape(1, -1)
+        return activation.fake_quantize(rows, self.scheme, self.static).reshape(moved.shape)
 
     def move(self, x: Tensor) -> Tensor:
         """Apply the transform of channels to `x`."""
@@ -115,6 +121,7 @@ class QuantizedInputs(Transform):
         scales: linear -> fixed scale, for schemes that are not dynamic.
         dtype: dtype of the loaded model; scales are cast to it.
         on: False only to move channels, because weights already include that.
+        library: as in `QuantizedInput`.
     """
 
     block_names: list[str]
@@ -122,6 +129,7 @@ class QuantizedInputs(Transform):
     scales: Mapping[str, InputScale]
     dtype: torch.dtype
     on: bool = True
+    library: bool = False
 
     def block(self, index: int, block: nn.Module) -> None:
         """Attach the hooks."""
@@ -132,7 +140,7 @@ class QuantizedInputs(Transform):
                 device = next(block.get_submodule(name).parameters()).device
                 static = replace(static, scale=static.scale.to(self.dtype)).on(device)
                 hook.moved = static.moved
-            hook.static, hook.on = static, self.on
+            hook.static, hook.on, hook.library = static, self.on, self.library
 
 
 @dataclass

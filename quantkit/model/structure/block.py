@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class Block:
     def groups(self) -> list[SharedInput]:
         """List the shared inputs with at least one linear to quantize, with only those members."""
         kept = [
-            SharedInput(tuple(name for name in group.members if self.schemes.get(name) is not None), group.features)
+            replace(group, members=tuple(name for name in group.members if self.schemes.get(name) is not None))
             for group in self.structure.groups
         ]
         return [group for group in kept if group.members]

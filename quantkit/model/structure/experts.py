@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import InputError
 from quantkit.model.structure.stacked import CALLS, Cut, Form, Stack, own_forward, trace_form
-from quantkit.model.structure.traced import InDouble
+from quantkit.model.structure.traced import InDouble, set_parameter
 
 TOLERANCE = 1e-10
 # a rule's pattern: place of the expert's number, suffix of a linear's weight
@@ -222,6 +222,17 @@ def split(model: nn.Module, rules: Sequence[Any]) -> None:
             if form is not None:
                 _replace(module, form, _names(path, module, form, rules))
                 break
+
+
+def split_loaded(model: nn.Module, rules: Sequence[Any]) -> None:
+    """Split the merged experts of a model with values in place; each linear receives its part."""
+    held = {name: value for name, value in model.named_parameters() if value.dim() > 1}
+    split(model, rules)
+    for whole, (experts, _, name) in wholes(model).items():
+        cut = experts.cuts[name]
+        for number, matrix in enumerate(held.pop(whole).detach().reshape(cut.shape)):
+            for leaf in cut.names:
+                set_parameter(experts.get_submodule(f"{number}.{leaf}"), "weight", cut.part(matrix, leaf))
 
 
 def _candidates(module: nn.Module, counts: Collection[int]) -> Iterator[dict[str, tuple[int, int, int]]]:

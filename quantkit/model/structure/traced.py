@@ -74,10 +74,11 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SharedInput:
-    """Linears with the same input tensor, in order, by names in the block; `features` is K."""
+    """Linears with the same input tensor, in order, by names in the block; `features` is K, `dims` its dimensions."""
 
     members: tuple[str, ...]
     features: int
+    dims: int = 3
 
     @property
     def name(self) -> str:
@@ -126,7 +127,7 @@ def trace(block: nn.Module, run: Callable[[], object]) -> Structure:
 
     with hooked(module.register_forward_pre_hook(note(name)) for name, module in leaves.items()):
         run()
-    groups = tuple(SharedInput(tuple(members), tensor.shape[-1]) for tensor, members in inputs.values())
+    groups = tuple(SharedInput(tuple(members), tensor.shape[-1], tensor.dim()) for tensor, members in inputs.values())
     idle = tuple(name for name, module in leaves.items() if is_linear(module) and name not in order)
     return Structure(groups, idle, tuple(order))
 

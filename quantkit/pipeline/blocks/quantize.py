@@ -153,6 +153,10 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
             activations=layers.activations,
             cache=recipe.scheme.kv_cache,
             fuses=any(load_exporter(step.name).fuses for step in recipe.export),
+            tensors=any(
+                load_exporter(step.name).stores == "tensors" and step.options.get("readers") != "vllm"
+                for step in recipe.export
+            ),
             chunk=device.chunk,
             start=start,
             begun=0 if kept is None else kept + 1,

@@ -393,12 +393,12 @@ def _streamed(folder: Path, ids: Tensor, pictures: Pictures, *, rounded: bool = 
     from quantkit.model.streaming.transforms import RoundedProducts
     from quantkit.runtimes.torch.reloaded import reloaded
 
-    stream = reloaded(folder)
+    stream = reloaded(folder, library=True)
     stream.pictures = pictures
     if rounded and isinstance(weights := stream.source.weights, DenseWeights):
         packed = {name.removesuffix(".weight") for name, file in stream.files.items() if file in weights.packed}
         stream.transforms.append(RoundedProducts(stream.block_names, packed))
-    return stream.answers(ids).all()
+    return stream.answers(ids, chunk=len(ids)).all()  # tokens of one call may share a scale
 
 
 def _quantization(folder: Path) -> dict[str, Any] | None:

@@ -241,6 +241,7 @@ def work(
     dtype: torch.dtype,
     seed: int = 0,
     fuses: bool = False,
+    tensors: bool = False,
     activations: Mapping[str, ActivationScheme] | None = None,
     cache: CacheScheme | None = None,
     chunk: int | None = None,
@@ -261,6 +262,7 @@ def work(
         widest: the largest number of features of any activation.
         dtype: what unquantized tensors will be stored in.
         fuses: whether any destination gains from linears that are stored as one.
+        tensors: whether any destination is a checkpoint for plain transformers.
         activations: linear's full name -> how its input is quantized, for those where it is.
         chunk: sequences of one forward; None: as many as a processor's memory should hold.
         start: the first block to work on; earlier ones are done.
@@ -288,7 +290,7 @@ def work(
             before = _Running(others, visits, calls.hidden if original is None or calls.live else original)
     del hidden, original, calls
     block_steps = [step for step in steps if step.run.scope == "block"]
-    more = (schemes, activations or {}, cache, dtype, seed, fuses, rare or Rare())
+    more = (schemes, activations or {}, cache, dtype, seed, fuses, tensors, rare or Rare())
     few: Callable[[int], Calls] | None = None
     if ids is not None and seen is not None and not seen.calls.live:
         chunk = seen.calls.chunk
@@ -340,6 +342,7 @@ class _Loop:
     dtype: torch.dtype
     seed: int
     fuses: bool
+    tensors: bool
     rare: Rare
     known: Known
     few: Callable[[int], Calls] | None = None
@@ -402,6 +405,7 @@ class _Loop:
         )
         worked = Worked(block)
         worked.routed, worked.decisions = settle(block, counts, self.rare)
+        worked.decisions += _one_scale(block) if self.tensors else []
         stats = Stats(module, traced.groups, run.calls, stage, run.hidden, few=self.few, raised=raised)
         stats.scales = Scales(block.inputs, block.cache, self.dtype)
         if block.original is not None and self.before is not None:
@@ -424,6 +428,19 @@ class _Loop:
             worked.decisions += _rounded(block, [*dead, *unseen])
         collected.force(module, [])
         return worked, stats, folds.known(known)
+
+
+def _one_scale(block: Block) -> list[Decision]:
+    """Record inputs with one scale for all tokens in plain transformers."""
+    odd = [name for group in block.structure.groups if group.dims != 3 for name in group.members]
+    linears = [name for name in odd if name in block.inputs and block.inputs[name].scheme.granularity == "token"]
+    if not linears:
+        return []
+    where = f"{block.full_name(linears[0])}{f' and {len(linears) - 1} more' if len(linears) > 1 else ''}"
+    reason = (
+        "its input is not [batch, tokens, K]: compressed-tensors gives tokens of a call one scale there, vLLM and the "
+    )
+    return [decision("calibrate", "one-scale", where, f"{reason}scores here one to each", "token", "call")]
 
 
 def _never_ran(linear: str, why: str) -> Decision:

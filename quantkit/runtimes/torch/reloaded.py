@@ -24,11 +24,12 @@ from quantkit.model.structure.experts import has_experts
 from quantkit.model.structure.names import match_names, named, unread_experts
 
 
-def reloaded(folder: Path, *, cache: bool = True) -> StreamedModel:
+def reloaded(folder: Path, *, cache: bool = True, library: bool = False) -> StreamedModel:
     """Stream a checkpoint, packed or dense, in blocks that round inputs and cache as the checkpoint states.
 
     Args:
         cache: whether to quantize the cache, if the checkpoint states so.
+        library: whether tokens share the scale of an input where compressed-tensors lets them: `QuantizedInput`.
     """
     source = open_written(folder)
     config, stored = source.config.get("quantization_config"), source.weights
@@ -36,7 +37,7 @@ def reloaded(folder: Path, *, cache: bool = True) -> StreamedModel:
     how = run_time.read(config, model.linears(), stored.entries, stored.read)
     how = how if cache else replace(how, cache=None)
     # blocks are computed in float32, but fixed scales are rounded to the model's dtype
-    model.transforms += how.transforms(model.block_names, getattr(torch, source.dtype))
+    model.transforms += how.transforms(model.block_names, getattr(torch, source.dtype), library=library)
     return model
 
 
