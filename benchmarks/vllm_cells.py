@@ -41,7 +41,7 @@ from quantkit.recipe import Recipe
 from quantkit.runtimes import apart
 from quantkit.runtimes.torch import RUNTIME as TORCH
 from quantkit.runtimes.torch.reloaded import unread
-from quantkit.runtimes.vllm import OWN, environment
+from quantkit.runtimes.vllm import EAGER, OWN, environment
 from quantkit.target import Target
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -50,6 +50,9 @@ FLOORS, TARGET, SAMPLES, TOKENS = 3.0, "cpu-x86-vnni", 6, 48
 _SIZES = {"vocab_size": 260, "bos_token_id": 256, "eos_token_id": 257, "hidden_size": 256, "intermediate_size": 256}
 _SIZES |= {"head_dim": 64, "max_position_embeddings": 128, "pad_token_id": 0}
 _EXPERTS = {"moe_intermediate_size": 128}
+# vLLM has kernels for these sizes; without the last two it expects DeepSeek-V2's router
+_DEEPSEEK: dict[str, Any] = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "kv_lora_rank": 512}
+_DEEPSEEK |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 # name -> class and its changes
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
@@ -66,9 +69,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", _EXPERTS),
     "gpt-oss": ("GptOssForCausalLM", {}),
-    "granite4": ("GraniteMoeHybridForCausalLM", {}),
-    "llama4": ("Llama4ForCausalLM", {"attention_chunk_size": 128}),
-    "deepseek-v3": ("DeepseekV3ForCausalLM", _EXPERTS),
+    "granite4": ("GraniteMoeHybridForCausalLM", {"mamba_n_heads": 32, "mamba_d_head": 16}),  # rows in thirty-twos
+    "llama4": ("Llama4ForCausalLM", {"attention_chunk_size": 128, "num_experts_per_tok": 1}),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", _EXPERTS | _DEEPSEEK),
     "llava": ("LlavaForConditionalGeneration", {}),
     "gemma3-vl": ("Gemma3ForConditionalGeneration", {"query_pre_attn_scalar": 64}),
     "qwen2.5-vl": (
@@ -335,7 +338,7 @@ def run(place: Path, only: list[str]) -> list[dict[str, Any]]:
     if any(row["cell"] == _PLANTED for row in rows):
         rows += [{"cell": f"planted/{name}", "ours": "", "folder": str(folder)} for name, folder in planted(place)]
     opened = [row for row in rows if "result" not in row]
-    settings = {"dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
+    settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, "seed": 0, **EAGER}
     jobs = [
         {
             **{"model": row["folder"], "ids": ids.tolist(), "folder": f"{place}/logits/{row['cell']}"},

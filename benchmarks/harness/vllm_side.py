@@ -20,12 +20,12 @@ from typing import Any
 SECONDS = 400
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _EXPERTS = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
-# module -> its class for experts, the function that chooses a kernel, and what is answered: enumeration and member
+# module -> the function that chooses a kernel for experts, and what is answered: enumeration and member
 _CHOICES = {
-    f"{_EXPERTS}_wna16": ("CompressedTensorsWNA16MoEMethod", "select_wna16_moe_backend", "WNA16MoEBackend", "MARLIN"),
-    f"{_EXPERTS}_w8a8_fp8": ("CompressedTensorsW8A8Fp8MoEMethod", "select_fp8_moe_backend", "Fp8MoeBackend", "CPU"),
-    f"{_EXPERTS}_w8a8_int8": ("CompressedTensorsW8A8Int8MoEMethod", "select_int8_moe_backend", "Int8MoeBackend", "CPU"),
-    f"{_QUANTIZATION}.mxfp4": ("GptOssMxfp4MoEMethod", "select_mxfp4_moe_backend", "Mxfp4MoeBackend", "MARLIN"),
+    f"{_EXPERTS}_wna16": ("select_wna16_moe_backend", "WNA16MoEBackend", "MARLIN"),
+    f"{_EXPERTS}_w8a8_fp8": ("select_fp8_moe_backend", "Fp8MoeBackend", "CPU"),
+    f"{_EXPERTS}_w8a8_int8": ("select_int8_moe_backend", "Int8MoeBackend", "CPU"),
+    f"{_QUANTIZATION}.mxfp4": ("select_mxfp4_moe_backend", "Mxfp4MoeBackend", "MARLIN"),
 }
 
 
@@ -79,14 +79,14 @@ def experts(job: dict[str, Any]) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.model_loader import base_loader, get_model
 
-    for name, (method, select, kinds, kind) in _CHOICES.items():
+    base_loader.process_weights_after_loading = lambda *_: None
+    for name, (select, kinds, kind) in _CHOICES.items():
         module = import_module(name)
         oracle = import_module(getattr(module, select).__module__)
         member = getattr(getattr(oracle, kinds), kind)
         setattr(module, select, lambda *_, answer=member, **__: (answer, None))
-        getattr(module, method).process_weights_after_loading = lambda *_: None
         for check, answer in (("check_moe_marlin_supports_config", True), ("get_marlin_input_dtype", None)):
             if hasattr(module, check):
                 setattr(module, check, lambda *_, answer=answer, **__: answer)

@@ -203,8 +203,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"moe_intermediate_size": 128},
     "GraniteMoeHybridForCausalLM": {},
     "GptOssForCausalLM": {},
-    "Llama4ForCausalLM": {"attention_chunk_size": 128},
-    "DeepseekV3ForCausalLM": {"moe_intermediate_size": 128, "num_hidden_layers": 2},
+    "Llama4ForCausalLM": {"attention_chunk_size": 128, "num_experts_per_tok": 1},
+    # without the last two vLLM expects DeepSeek-V2's router
+    "DeepseekV3ForCausalLM": {"moe_intermediate_size": 128, "num_hidden_layers": 2}
+    | {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "kv_lora_rank": 512}
+    | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 SIZES = {"vocab_size": 260, "bos_token_id": 256, "eos_token_id": 257, "hidden_size": 256, "intermediate_size": 256} | {
     "head_dim": 64,

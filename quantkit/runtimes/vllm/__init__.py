@@ -43,6 +43,11 @@ def environment() -> dict[str, str]:
     }
 
 
+# without compilation. Its rotary kernel for processors (0.32) turns queries [tokens, heads, features], such as those of
+# DeepSeek-V3, by wrong angles; torch's operations, which it compiles otherwise, are right
+EAGER: Mapping[str, Any] = {"enforce_eager": True, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+
+
 def dtype_of(folder: Path) -> str:
     """Return the dtype of the activations of a checkpoint: its own, bfloat16 for float32."""
     config = _config(folder)
@@ -176,7 +181,7 @@ class VllmModel:
         return dict(answer)
 
     def _asked(self, job: Mapping[str, Any]) -> list[Any]:
-        settings = {"dtype": self.dtype, "enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
+        settings: dict[str, Any] = {"dtype": self.dtype, "skip_tokenizer_init": True, "seed": 0, **EAGER}
         sees = "vision_config" in _config(self.folder)
         # without a tower vLLM needs no processor of images
         settings |= {"language_model_only": True} if sees else {}
