@@ -21,6 +21,7 @@ from quantkit.recipe import Recipe
 # options of other programs
 OTHERS = {
     "--no-deps": "pip",
+    "--index-url": "pip",
     "--quiet": "pip",
     "--only-binary": "pip",
     "--disable-pip-version-check": "pip",

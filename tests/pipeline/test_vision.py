@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,7 @@ from zoo import shrink
 import quantkit
 from quantkit import cli
 from quantkit.calibrate.tokens.processed import ImageProcessor
-from quantkit.errors import InputError, MissingDependency
+from quantkit.errors import InputError, QuantkitError
 from quantkit.model.streaming.own_forward import SEEING
 from quantkit.model.structure import built
 from quantkit.model.structure.traced import other_state
@@ -322,10 +323,31 @@ def test_a_missing_package_of_a_processor_names_the_extra(llava: Path, tmp_path:
     )
     load = functools.partial(ImageProcessor.load, model, "generate-images", "leave it out", where="x")
     if importlib.util.find_spec("torchvision") is None:
-        with pytest.raises(MissingDependency, match=r"torchvision is not installed.*pip install -e '.\[vision\]'"):
+        with pytest.raises(
+            QuantkitError, match=r"missing-dependency.*torchvision is not installed.*pip install"
+        ) as caught:
             load()
+        assert ("download.pytorch.org/whl/cpu" in caught.value.remedy) == (torch.version.cuda is None)
     else:
         assert type(load().processor).__name__ == "Qwen2_5_VLProcessor"
+
+
+def test_a_torchvision_for_another_torch_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    """As the package index's beside a torch for processors: a model with images cannot even be opened."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms is missing')")
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from quantkit.errors import InputError
+from quantkit.model.structure.kinds import demand_torchvision
+try:
+    demand_torchvision("architecture-unsupported")
+except InputError as problem:
+    print(problem.line())
+"""
+    said = forked.run("-c", program).stdout
+    assert "nms is missing; torchvision is built for torch" in said and "whl/cpu" in said and said.count("\n") == 1
 
 
 def test_a_graph_has_its_set_of_images_elsewhere() -> None:

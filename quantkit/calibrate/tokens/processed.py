@@ -22,13 +22,13 @@ from quantkit.calibrate.tokens.pack import stopped_clock
 from quantkit.errors import InputError, MissingDependency
 from quantkit.lazy import torch
 from quantkit.model.source import pretrained
+from quantkit.model.structure.kinds import TORCHVISION, demand_torchvision
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 # packages that some processors need; the extra `vision` installs them
 _PACKAGES = ("torchvision", "num2words")
-_CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,12 @@ def _demand_packages(problem: str, code: str) -> None:
     """Refuse a missing package by the library's message, and a torchvision for another torch."""
     for package in _PACKAGES:
         if package in problem.lower() and importlib.util.find_spec(package) is None:
-            raise MissingDependency(package, extra="vision", purpose="the model's processor of images")
-    if importlib.util.find_spec("torchvision") is not None:
-        try:
-            importlib.import_module("torchvision")
-        except Exception as unfit:
-            rule = f"torchvision is built for torch {torch.__version__}"
-            remedy = f"take torchvision from where torch came from; without CUDA that is {_CPU_WHEELS}"
-            raise InputError(code, "torchvision", _reason(unfit), rule, remedy) from None
+            purpose = "the model's processor of images"
+            if package == "torchvision" and torch.version.cuda is None:
+                value = f"{package} is not installed"
+                raise InputError("missing-dependency", package, value, f"{purpose} needs it", TORCHVISION)
+            raise MissingDependency(package, extra="vision", purpose=purpose)
+    demand_torchvision(code)
 
 
 def _reason(problem: Exception) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Collection, Mapping
@@ -20,6 +21,8 @@ from quantkit.lazy import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# the package index's is built for CUDA, and does not load beside a torch for processors alone
+TORCHVISION = "pip install torchvision --index-url https://download.pytorch.org/whl/cpu"
 # arguments of a forward: text, text for a decoder beside an encoder; words in the names of other inputs
 _IDS, _DECODER_IDS = "input_ids", "decoder_input_ids"
 # arguments of a forward for features of a recording, or its samples
@@ -64,11 +67,27 @@ def class_name(config: dict[str, Any], where: str, *, embeds: bool = False) -> s
 
 
 def native_class(name: str) -> type[PreTrainedModel] | None:
-    """Return transformers' own class of that name, or None."""
+    """Return transformers' own class of that name, or None. Raises as `demand_torchvision`."""
     import transformers
 
-    member = getattr(transformers, name, None) if name.isidentifier() else None
+    try:
+        member = getattr(transformers, name, None) if name.isidentifier() else None
+    except ModuleNotFoundError:
+        demand_torchvision("architecture-unsupported")
+        raise
     return member if isinstance(member, type) and issubclass(member, transformers.PreTrainedModel) else None
+
+
+def demand_torchvision(code: str) -> None:
+    """Refuse a torchvision for another torch: classes and processors import it. Raises InputError."""
+    if importlib.util.find_spec("torchvision") is not None:
+        try:
+            importlib.import_module("torchvision")
+        except Exception as unfit:
+            reason, rule = " ".join(str(unfit).split())[:200], f"torchvision is built for torch {torch.__version__}"
+            raise InputError(
+                code, "torchvision", reason, rule, f"pip uninstall torchvision, then {TORCHVISION}"
+            ) from None
 
 
 def unknown_architecture(name: str, where: str, model_type: Any = None) -> InputError:
