@@ -50,11 +50,20 @@ def parts(source: Source) -> dict[str, ExpertTensor]:
     return {name: entry for name, entry in source.weights.entries.items() if isinstance(entry, ExpertTensor)}
 
 
+def in_float64(folder: Path, ids: Tensor, kind: str) -> Tensor:
+    """What plain transformers makes of ids, one expert after the other: its grouped product takes no float64."""
+    model: Any = shrink.loaded(folder).double()
+    model.set_experts_implementation("eager")
+    return (shrink.answer if kind == "decoder" else shrink.states)(model, ids)
+
+
 @pytest.mark.parametrize("name", beside(KEPT, list(FORMS)))
 def test_the_model_computes_what_it_did(name: str, tmp_path: Path) -> None:
     source = opened(name, tmp_path)
     stream, ids = StreamedModel(source), shrink.ids()
-    assert judge.apart(stream.answers(ids, chunk=2).all(), shrink.truth(tmp_path, ids, source.kind)) < 1e-5
+    plain, exact = shrink.truth(tmp_path, ids, source.kind), in_float64(tmp_path, ids, source.kind)
+    # two runs in float32 are at most twice as far apart as one is from float64
+    assert judge.apart(stream.answers(ids, chunk=2).all(), plain) < 2 * judge.apart(plain.double(), exact) < 1e-3
     path, layer = next(iter(experts.found_in(stream.skeleton).items()))
     call, leaves, transposed = FORMS[name]
     assert layer.form == call
