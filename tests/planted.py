@@ -44,7 +44,14 @@ def manifest(**changes: Any) -> Manifest:
                 "sha256": "d" * 64,
                 "role": "weights",
                 "deterministic": True,
-            }
+            },
+            {
+                "path": "model/tokenizer.json",
+                "bytes": 1_000,
+                "sha256": "e" * 64,
+                "role": "tokenizer",
+                "deterministic": True,
+            },
         ],
         "decisions": [
             {

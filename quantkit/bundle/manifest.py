@@ -349,6 +349,12 @@ class Manifest(_Closed):
         """True if the model writes down recordings."""
         return any(taken.where == HEARS for taken in self.decisions)
 
+    @property
+    def writes(self) -> bool:
+        """True if the model continues text: a decoder with its tokenizer, which a GGUF file holds within."""
+        files = (entry.role in ("tokenizer", "gguf") or entry.path.endswith("/tokenizer.json") for entry in self.files)
+        return self.model.kind == "decoder" and any(files)
+
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """Parse a `manifest.json`.

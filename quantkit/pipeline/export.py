@@ -160,8 +160,8 @@ def _held(bundle: Bundle, to: str, layers: LayerSpec) -> str:
             with suppress(InputError, MissingDependency):
                 other.accepts(other.Options(**options_of(other, (), bundle)), layers)
                 others.append(f"--to {name}")
-    runs = usage.generate(str(bundle.path), hears=bundle.manifest.hears)
-    return f"what can hold it: {', '.join(others)}" if others else f"its checkpoint runs as it is: {runs}"
+    runs = ["its checkpoint runs as it is", *usage.generate(bundle.manifest, str(bundle.path))]
+    return f"what can hold it: {', '.join(others)}" if others else ": ".join(runs)
 
 
 def _demand_possible(bundle: Bundle, exporter: Any, calibration: str | None) -> None:

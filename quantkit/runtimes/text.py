@@ -28,7 +28,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             rule = "text needs the model's tokenizer"
-            remedy = "put the model's tokenizer.json there, or use the torch runtime"
+            remedy = "compile the model with its tokenizer's files, or use the torch runtime where model/ holds others"
             raise InputError("no-tokenizer", str(path), "no such file", rule, remedy)
         self._where = str(path)
         with reading(self._damaged):

@@ -56,6 +56,14 @@ def test_it_says_size_accuracy_speed_verdict_and_what_to_type_next(monkeypatch: 
     ]
 
 
+def test_no_command_for_text_where_there_is_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [each.model_dump() for each in planted.manifest().files if each.role == "weights"]
+    said = "\n".join(lines(monkeypatch, planted.rows(), files=weights))
+    assert "quantkit generate" not in said and "quantkit measure" in said
+    code = [str(each.text) for each in usage.commands(planted.manifest(files=weights))]
+    assert not any("okenizer" in each or "generate" in each for each in code)
+
+
 def test_a_busy_machine_leaves_a_small_gain_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
     said = lines(monkeypatch, [*planted.rows(), step(0.0110, 0.0126, spread=0.3)])
     assert "speed     batch 1: 12.6 → 11.0 ms a token, not decided: the machine was busy" in said

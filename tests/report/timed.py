@@ -85,7 +85,7 @@ def judged(**changes: Any) -> Manifest:
         for i, kind in enumerate(kinds)
     ]
     file = usual.files[0].model_dump(by_alias=True)
-    names = (("onnx/model.onnx", "onnx"), ("onnx/genai_config.json", "config"))
+    names = (("onnx/model.onnx", "onnx"), ("onnx/genai_config.json", "config"), ("onnx/tokenizer.json", "tokenizer"))
     files = [file, *({**file, "path": path, "role": role} for path, role in names)]
     because = ["2.40× the speed of float32 at batch 1 (2.33 to 2.47)"]
     because += ["1.12× at batch 8 (1.09 to 1.15)", "0.81× at batch 16 (0.79 to 0.83)"]
@@ -101,7 +101,7 @@ def everything() -> list[Row]:
 def onnx_only(**changes: Any) -> Manifest:
     """A bundle whose recipe exports ONNX alone: there is no checkpoint."""
     file = planted.manifest().files[0].model_dump(by_alias=True)
-    paths = ("onnx/model.onnx", "onnx/model.onnx.data")
+    paths = (("onnx/model.onnx", "onnx"), ("onnx/model.onnx.data", "onnx"), ("onnx/tokenizer.json", "tokenizer"))
     recipe = {**planted.manifest().recipe, "export": [{"onnx": {"accuracy_level": 4}}]}
-    files = [{**file, "path": path, "role": "onnx"} for path in paths]
+    files = [{**file, "path": path, "role": role} for path, role in paths]
     return judged(**{"files": files, "recipe": recipe, "verdict": None, **changes})

@@ -112,7 +112,7 @@ def _next(manifest: Manifest, rows: Sequence[Row], place: str, files: usage.File
         alone = usage.file_runtime(manifest) or usage.engine_runtime(manifest)
         runtime = "onnxruntime" if usage.has(manifest, "onnx/") else alone
         runs = None if usage.has(manifest, "model/") else runtime
-        lines.append(usage.generate(typed, runs, hears=manifest.hears))
+        lines += usage.generate(manifest, typed, runs)
     if manifest.layers and (figures.untimed(manifest, rows) or not figures.timed(rows)):
         lines += usage.measure(manifest, typed, files) or usage.on_target(manifest, typed)
     else:

@@ -94,23 +94,24 @@ def commands(manifest: Manifest) -> list[Code]:
     listed = [Code("Check all files, and load the model again", "quantkit verify .")]
     if has(manifest, "model/"):
         auto, needs = auto_class(manifest), " ".join(["transformers", *libraries(manifest)])
-        lines = [f"# pip install {needs}", f"from transformers import {auto}, AutoTokenizer", ""]
+        text = any(entry.role == "tokenizer" for entry in manifest.files)
+        lines = [f"# pip install {needs}", f"from transformers import {auto}{', AutoTokenizer' if text else ''}", ""]
         lines.append(f'model = {auto}.from_pretrained("./model")')
-        lines.append('tokenizer = AutoTokenizer.from_pretrained("./model")')
+        lines += ['tokenizer = AutoTokenizer.from_pretrained("./model")'] if text else []
         if not any(decision.code == VLLM_ALONE for decision in manifest.decisions):
             listed.append(Code("transformers", "\n".join(lines), "python"))
     if has(manifest, "onnx/"):
-        lines = [f"# {install('onnx')}", *([generate(".", "onnxruntime", hears=manifest.hears)] if decodes else [])]
+        lines = [f"# {install('onnx')}", *generate(manifest, ".", "onnxruntime")]
         listed.append(Code("ONNX Runtime", "\n".join([*lines, *measure(manifest)])))
     if (runtime := file_runtime(manifest)) is not None:
-        lines = [f"# {install('gguf')}", generate(".", runtime), _measured(manifest, ".", runtime)]
+        lines = [f"# {install('gguf')}", *generate(manifest, ".", runtime), _measured(manifest, ".", runtime)]
         lines += ["llama-cli -m gguf/model.gguf", "llama-server -m gguf/model.gguf"]
         listed.append(Code("llama.cpp", "\n".join(lines)))
     if has(manifest, "engine/"):
         lines = [f"# {install('tensorrt')}; on the GPU that it was built for"]
-        lines += [generate(".", engine_runtime(manifest))] if decodes else _measure_engine(manifest, ".")
+        lines += generate(manifest, ".", engine_runtime(manifest)) if decodes else _measure_engine(manifest, ".")
         listed.append(Code("TensorRT", "\n".join(lines)))
-    if has(manifest, "onnx/genai_config.json"):
+    if has(manifest, "onnx/genai_config.json") and manifest.writes:
         listed.append(Code("onnxruntime-genai", _GENAI, "python"))
     if lines := serve(manifest):
         listed.append(Code("vLLM", "\n".join(lines)))
@@ -229,10 +230,11 @@ def file_runtime(manifest: Manifest) -> str | None:
     return next((exporter.runtimes[0] for exporter in exporters if has(manifest, f"{exporter.place}/")), None)
 
 
-def generate(place: str, runtime: str | None = None, *, hears: bool = False) -> str:
-    """Return the command to continue a prompt, or to write down a recording."""
-    asked = "--audio recording.wav" if hears else f'--prompt "{PROMPT}"'
-    return f"quantkit generate {place}{f' --runtime {runtime}' if runtime else ''} {asked}"
+def generate(manifest: Manifest, place: str, runtime: str | None = None) -> list[str]:
+    """Return the command to continue a prompt, or to write down a recording; nothing without a tokenizer."""
+    asked = "--audio recording.wav" if manifest.hears else f'--prompt "{PROMPT}"'
+    command = f"quantkit generate {place}{f' --runtime {runtime}' if runtime else ''} {asked}"
+    return [command] if manifest.writes else []
 
 
 def auto_class(manifest: Manifest) -> str:
