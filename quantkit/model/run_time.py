@@ -89,13 +89,16 @@ def refuse(
     packed = layout.endswith("quantized")
     zeros = "transformers expands packed weights with zero points on loading, and drops the activations"
     for linear, scheme in activations.items():
-        problem = "" if scheme.format in _KINDS else f"compressed-tensors has no {scheme.format} activations"
-        if not packed:
+        problem, remedy = "", "--set scheme.activations=null"
+        if scheme.format not in _KINDS:
+            problem = f"compressed-tensors has no {scheme.format} activations"
+        elif not packed:
             problem = f"layout {layout} does not store activations, so a reader would not quantize them"
+            other = "int-quantized" if scheme.format.startswith("int") else "float-quantized"
+            remedy = f"--set 'export=[{{checkpoint: {{layout: {other}}}}}]', or {remedy}"
         elif layout == "pack-quantized" and not symmetric:
-            problem = zeros
+            problem, remedy = zeros, f"--set scheme.weights.symmetric=true, or {remedy}"
         if problem:
-            remedy = "export: checkpoint: {layout: int-quantized} or {layout: float-quantized}"
             raise unsupported(linear, f"activations in {scheme.format}", problem, remedy)
     if cache is None:
         return

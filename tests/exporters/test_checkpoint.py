@@ -224,6 +224,10 @@ def test_what_the_layout_cannot_hold_is_refused_before_any_work() -> None:
     with pytest.raises(InputError, match=r"layout-unsupported.*strange name"):
         EXPORT.accepts(EXPORT.Options(), hindered)
     EXPORT.accepts(EXPORT.Options(layout="dense"), hindered)
+    nf4, libraries = scheme("nf4", granularity="group", group=64), frozenset(["bitsandbytes"])
+    apart = LayerSpec({"e.0.up": nf4}, {"e.0.up"}, [], merged=["e.0.up"], apart={"e": libraries})
+    with pytest.raises(InputError, match=r"layout-unsupported.*e\.0\.up: an expert in layout bitsandbytes"):
+        EXPORT.accepts(EXPORT.Options(layout="bitsandbytes"), apart)
     with pytest.raises(ValueError, match="layout"):
         EXPORT.Options(layout="packed")
     with pytest.raises(ValueError, match="Extra inputs"):

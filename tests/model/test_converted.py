@@ -203,6 +203,12 @@ def test_nothing_is_in_the_way_of_what_loads(name: str, tmp_path: Path) -> None:
     assert not [each for each in found if each.hinders([each.where], ["compressed_tensors"])]
 
 
+def test_bitsandbytes_packs_nothing_that_transformers_keeps_in_floats(tmp_path: Path) -> None:
+    held = {each.where for each in obstacles_of("T5ForConditionalGeneration", tmp_path) if "bitsandbytes" in each.why}
+    named = {name for name, _ in shrink.loaded(tmp_path).named_modules() if name.endswith(".wo")}
+    assert held == named and named
+
+
 def test_only_what_is_packed_and_loaded_so_is_hindered() -> None:
     linear = Obstacle("a", "", frozenset(["compressed_tensors"]))
     assert not linear.hinders(["b"], ["compressed_tensors"])

@@ -185,7 +185,11 @@ def test_a_cache_alone_leaves_the_weights_dense(model: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("layout", "scheme", "said"),
     [
-        ("dense", {"weights": INT8, "activations": {"format": "int8"}}, "does not store activations"),
+        (
+            "dense",
+            {"weights": INT8, "activations": {"format": "int8"}},
+            "--set 'export=[{checkpoint: {layout: int-quantized}}]'",
+        ),
         ("pack-quantized", {"weights": {**INT8, "symmetric": False}, "activations": {"format": "int8"}}, "zero points"),
         (
             "int-quantized",

@@ -70,7 +70,8 @@ _SHORT = 9
 def check(folder: Path, values: Values | None) -> list[Check]:
     """Check `onnx/` of a bundle; outputs only if the file is sound and expected values are available."""
     both = (folder / ENCODER).is_file()
-    checks = [*sound(folder), *(sound(folder, ENCODER) if both else [])]
+    encoder = sound(folder, ENCODER) if both else []
+    checks = [*sound(folder), *(one.model_copy(update={"name": f"{one.name}.encoder"}) for one in encoder)]
     if values is None or not all(check.ok for check in checks):
         return checks
     if both:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _FLOATS = ("F32", "F16", "BF16")
 _CALLED_WEIGHT = re.compile(r"weight(?!\w)")
-_COMPRESSED = frozenset(["compressed_tensors"])
+_COMPRESSED, _BITSANDBYTES = frozenset(["compressed_tensors"]), frozenset(["bitsandbytes"])
 _WEIGHT, _PART = ".weight", ".weight_packed"
 
 
@@ -235,6 +235,7 @@ def obstacles(skeleton: PreTrainedModel, files: Mapping[str, str]) -> list[Obsta
     """List all obstacles of a model; `files` maps its parameters to tensors of the files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
+    from transformers.quantizers.quantizers_utils import should_convert_module
 
     from quantkit.model.structure.experts import found_in, parts_of
     from quantkit.model.structure.traced import is_linear
@@ -261,6 +262,9 @@ def obstacles(skeleton: PreTrainedModel, files: Mapping[str, str]) -> list[Obsta
     linears = [name for name, module in skeleton.named_modules() if is_linear(module)]
     why = "transformers cannot load a packed linear whose name ends in `weight`"
     listed += [Obstacle(linear, why, _COMPRESSED) for linear in linears if _CALLED_WEIGHT.search(linear)]
+    why, kept = "transformers keeps it in floats with bitsandbytes", skeleton._keep_in_fp32_modules or ()
+    floats = [linear for linear in linears if not should_convert_module(linear, list(kept))]
+    listed += [Obstacle(linear, why, _BITSANDBYTES) for linear in floats]
     return listed + _misnamed(skeleton, files, linears, mapping)
 
 

@@ -92,7 +92,11 @@ class TorchRuntime(Runtime):
         packed = quantization and not run_time.weights_are_dense(quantization)
         if packed and (layouts.missing(layouts.of(quantization)) or unread(folder)):
             return self._expanded(model_class, config, folder)
-        return pretrained.network(model_class, folder, **{"dtype": "auto", **settings}).eval()
+        model = pretrained.network(model_class, folder, **{"dtype": "auto", **settings}).eval()
+        if config.is_encoder_decoder and hasattr(model, "ct_decompress_hook"):
+            # it expands at the model's first forward, and `generate` asks the encoder alone before
+            model.hf_quantizer.compressor.decompress_model(model)
+        return model
 
     def _on_kernels(
         self, bundle: Bundle, folder: Path, device: str, table: Table | None, dtype: torch.dtype | None = None
