@@ -352,7 +352,7 @@ class Manifest(_Closed):
     @property
     def writes(self) -> bool:
         """True if the model continues text: a decoder with its tokenizer, which a GGUF file holds within."""
-        files = (entry.role in ("tokenizer", "gguf") or entry.path.endswith("/tokenizer.json") for entry in self.files)
+        files = (entry.role == "tokenizer" or entry.path.endswith((".gguf", "/tokenizer.json")) for entry in self.files)
         return self.model.kind == "decoder" and any(files)
 
     @classmethod
