@@ -94,9 +94,8 @@ class Checkpoint(Exporter):
         alone = f"--set 'export=[{{checkpoint: {here}}}]' (for vLLM alone)"
         if layout is None or not schemes:
             return
-        rounded = schemes if layout.kernels else asked.activations
-        for linear in sorted(name for name in rounded if name.startswith(tuple(single)) and name in asked.merged):
-            rule = "the check of experts that a reader puts in linears' places takes products in floats"
+        for linear in sorted({*asked.merged} - merged if layout.kernels else ()):
+            rule = "experts that transformers loads as linears are checked where their products are torch's own"
             remedy = "--recipe awq-int4, or an override that leaves the experts in high precision (weights: null)"
             raise unheld(linear, f"an expert in layout {options.layout}", rule, remedy)
         demand_loadable(options.layout, schemes, merged & set(asked.ruled), asked.partly, "" if for_vllm else alone)
