@@ -34,13 +34,15 @@ TOKENS = 512
 CLAIM = "KL of quantkit and of each peer at the same scheme, on the same token ids"
 # at the same bits the checkpoint alone is compared: what else a recipe exports takes time and is not scored here
 ALONE = "export=[{checkpoint: {layout: pack-quantized}}]"
+GRADED = "gptq.gradients=4"
 CLOSE = ("gptq.shrink=auto", "gptq.ridge=1", "gptq.sweeps=2")
 # scheme -> recipes of ours, each with the changes that make it this scheme
 OURS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
-    "int4-g64": {"int4-best": ("int4-best", (ALONE,)), "int4-best, closer": ("int4-best", (ALONE, *CLOSE))}
+    "int4-g64": {"int4-best": ("int4-best", (ALONE,)), "int4-best, gradients": ("int4-best", (ALONE, GRADED))}
+    | {"int4-best, closer": ("int4-best", (ALONE, *CLOSE))}
     | {"gptq-int4": ("gptq-int4", ()), "awq-int4": ("awq-int4", (ALONE,)), "int4-fast": ("int4-fast", ())},
     "int4-g64-symmetric": {"int4-symmetric": ("int4-symmetric", (ALONE,))},
-    "int3-g64": {"int3": ("int3", (ALONE,))},
+    "int3-g64": {"int3": ("int3", (ALONE,)), "int3, gradients": ("int3", (ALONE, GRADED))},
     "int4-channel": {
         "int4-symmetric": ("int4-symmetric", (ALONE, "scheme.weights.granularity=channel", "scheme.weights.group=null"))
     },

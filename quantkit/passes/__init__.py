@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # types in the signatures of passes, which import them from h
     from quantkit.model.structure.traced import SharedInput as SharedInput
     from quantkit.passes.solvers.moments import Moments as Moments
 
+# need of a pass whose settings have `gradients`, a number of sequences: `Stats.gradients`
+GRADIENTS = "output_gradients"
 # a decision with this code reports how an input was read; it is no fallback
 NOTE = "note"
 

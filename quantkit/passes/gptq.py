@@ -13,11 +13,15 @@ from pydantic import Field, model_validator
 
 from quantkit.content import Closed
 from quantkit.lazy import torch
-from quantkit.passes import Outcome, Pass, decision
+from quantkit.passes import GRADIENTS, Outcome, Pass, decision
 
 if TYPE_CHECKING:
     from quantkit.passes import Block, InputStats, Moments, QuantTensor, SharedInput, Stats, Tensor, WeightScheme
     from quantkit.passes.solvers.factor import Factor
+
+
+# of the curvature by outputs
+_DAMPING = 0.01
 
 
 class Gptq(Pass):
@@ -45,6 +49,8 @@ class Gptq(Pass):
             range: choice of a group's range: `minmax`, `mse`, or `hessian` (error weighted by the Hessian's diagonal).
             sweeps: rounds of coordinate descent on the codes afterwards.
             refit: whether to fit the scales to the codes between sweeps; for groups up to 64.
+            gradients: number of calibration sequences whose gradients weigh the errors of outputs, so that later rows
+                compensate those of earlier ones. For decoders; costs three forwards of each sequence.
             unsaturated: whether to bound int8 codes, with one scale a channel, by their neighbours, so that two
                 products with unsigned bytes fit 16 bits, as x86 processors without VNNI add them. Signed codes are then
                 exact in the fastest kernels everywhere, for 1.5 times the squared error (`int7`: 4 times).
@@ -58,17 +64,21 @@ class Gptq(Pass):
         range: Literal["minmax", "mse", "hessian"] = "hessian"
         sweeps: int = Field(default=0, ge=0)
         refit: bool = True
+        gradients: int = Field(default=0, ge=0)
         unsaturated: bool = False
 
         @model_validator(mode="after")
-        def _sweeps_keep_no_bounds(self) -> Self:
+        def _each_alone(self) -> Self:
             if self.unsaturated and self.sweeps:
                 raise ValueError("`unsaturated` needs `sweeps: 0`: sweeps ignore its bounds")
+            if self.gradients and (self.sweeps or self.unsaturated):
+                raise ValueError("`gradients` needs `sweeps: 0` and `unsaturated: false`: these see one row alone")
             return self
 
     def needs_with(self, settings: Settings) -> frozenset[str]:
-        """Add the original stream if anything is corrected."""
-        return self.needs | {"original_inputs"} if settings.correction else self.needs
+        """Add the original stream if anything is corrected, and gradients if they are asked for."""
+        corrected = {"original_inputs"} if settings.correction else set[str]()
+        return self.needs | corrected | ({GRADIENTS} if settings.gradients else set())
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
@@ -114,7 +124,10 @@ class Gptq(Pass):
                         damping=raised_damping(settings.damping, raised),
                     )
                 bounds = neighbours(width).to(hessian.device) if settings.unsaturated and bounded(scheme) else None
-                results = gptq_shared(weights, factors[width], scheme, neighbours=bounds, **_chosen(settings))
+                # one at a time: each is as large as a Hessian
+                outputs = (_outputs(stats.gradients[name], block.full_name(name)) for name in names)
+                how = {**_chosen(settings), "neighbours": bounds, "outputs": outputs if settings.gradients else None}
+                results = gptq_shared(weights, factors[width], scheme, **how)
                 for name, result in zip(names, results, strict=True):
                     if drift is not None:  # the cost of the codes shows whether there was a second factor
                         stats.doubt(result.costs, whole.name, again=True)
@@ -176,6 +189,15 @@ class Gptq(Pass):
             factor = moments.once((number, *how.values(), settings.act_order), solved)
             tensors.append(gptq(part, factor, scheme, neighbours=bounds, **_chosen(settings)).tensor)
         return joined(tensors)
+
+
+def _outputs(gradients: Tensor, name: str) -> Factor:
+    """Factor the curvature of the loss by a linear's outputs, shrunk by what two halves of the tokens agree on."""
+    from quantkit.calibrate.statistics.gradients import curvature
+    from quantkit.passes.solvers.factor import factor
+
+    seen = curvature(gradients, name)
+    return factor(seen.hessian, damping=_DAMPING, shrink=seen.noise, where=name)
 
 
 def _chosen(settings: Gptq.Settings) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from quantkit.model.layouts import load_layout
 from quantkit.model.layouts import names as layout_names
 from quantkit.model.sizes.architecture import EXPERTS_IN_MEMORY, Architecture, BlockShapes, Matrix
 from quantkit.model.sizes.storage import table_bytes
-from quantkit.passes import pass_of
+from quantkit.passes import GRADIENTS, pass_of
 from quantkit.planning.assigned import assign_sizes
 from quantkit.plugins import Stores
 from quantkit.recipe import ExportStep, PassStep, Recipe
@@ -190,6 +190,11 @@ class CompileSpec:
     def solving(self) -> bool:
         """True if any pass factors Hessians."""
         return any("hessian" in _needs(step) for step in self.recipe.passes)
+
+    @property
+    def gradients(self) -> int:
+        """Number of sequences with gradients for a pass."""
+        return max((step.settings.gradients for step in self.recipe.passes if GRADIENTS in _needs(step)), default=0)
 
     @property
     def exports(self) -> list[str]:
@@ -502,7 +507,10 @@ def disk(spec: CompileSpec) -> Disk:
     cache = 9.0 * max(beside, default=0.0)
     if spec.timed and spec.baseline:  # a single file has 16-bit floats
         cache += (2.0 if _timed_as(spec) == "file" else 4.0) * model.parameters
-    return Disk(bundle, _packed_bytes(spec, work=True) + 2 * hidden, cache)
+    # of the rows that see every token: experts share those of their layer
+    rows = sum(matrix.active * matrix.N for layer in model.layers for matrix in layer.matrices)
+    gradients = 2.0 * spec.gradients * spec.length * rows
+    return Disk(bundle, _packed_bytes(spec, work=True) + 2 * hidden + gradients, cache)
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -13,12 +13,18 @@ import transformers
 import zoo
 from safetensors.torch import load_file, save_file
 from thorough import beside
+from zoo import shrink
 
 from quantkit.bundle import Bundle
 from quantkit.errors import GateError, InputError, QuantkitError
 from quantkit.model.source import pretrained
+from quantkit.model.source.open import open_model
+from quantkit.model.streaming.stream import StreamedModel
+from quantkit.passes import pass_of
 from quantkit.pipeline import Request, compile_model, prepare
+from quantkit.pipeline.blocks.prepared import _without_gradients
 from quantkit.pipeline.blocks.score import AFTER, BEFORE
+from quantkit.pipeline.blocks.work import PassRun
 from quantkit.pipeline.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.target import Target
@@ -529,3 +535,42 @@ def test_a_checkpoint_that_there_is_no_room_to_run_is_said_and_refused_by_strict
     held = {check.name for check in bundle.manifest.checks}
     assert {"stream.own_forward", "reload.tensors"} <= held
     assert "reload.transformers" not in held
+
+
+def test_gradients_change_codes_and_end_in_the_same_bundle_when_resumed(
+    llama: Path, by_gptq: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = recipe({"gptq": {"gradients": 2}})
+    whole = run(llama, asked, tmp_path / "whole")
+    assert whole.manifest.content_sha256 != by_gptq.manifest.content_sha256
+    assert not whole.manifest.decisions
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:  # in the first block, when the gradients are there
+        patch.setattr("quantkit.passes.solvers.gptq.gptq_shared", stopped)
+        with pytest.raises(QuantkitError, match=r"\[interrupted\].*1 step kept"):
+            run(llama, asked, tmp_path / "out")
+    monkeypatch.setattr("quantkit.pipeline.blocks.quantize.collect", stopped)
+    assert run(llama, asked, tmp_path / "out", resume=True).manifest.content_sha256 == whole.manifest.content_sha256
+
+
+@pytest.mark.parametrize(
+    ("name", "passes", "reason"),
+    [
+        ("BertForMaskedLM", ["gptq"], "only a decoder"),
+        ("Gemma3nForCausalLM", ["gptq"], "read more than the output"),
+        ("LlamaForCausalLM", ["smoothquant", "gptq"], "smoothquant before it"),
+    ],
+)
+def test_where_there_are_no_gradients_a_decision_says_so(
+    name: str, passes: list[str], reason: str, tmp_path: Path
+) -> None:
+    shrink.tiny(name, tmp_path)
+    asked = [{one: {"gradients": 2} if one == "gptq" else {}} for one in passes]
+    steps = [PassRun(pass_of(step), step.settings) for step in recipe(*asked).passes]
+    steps, (taken,) = _without_gradients(StreamedModel(open_model(str(tmp_path))), steps)
+    assert (taken.code, taken.to) == ("gradients-unavailable", 0)
+    assert reason in taken.reason
+    assert steps[-1].settings.gradients == 0

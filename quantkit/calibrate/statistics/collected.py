@@ -97,6 +97,7 @@ class Stats:
         original: the block in the original stream, if a pass needs it.
         scales: its fixed scales.
         raised: name of a shared input -> times that its damping was raised, when the block is redone.
+        gradients: linear -> gradients of its output [tokens, N], if a pass needs them (`gradients.py`).
         doubts: checks to read when the block is done; empty on a CPU.
     """
 
@@ -110,6 +111,7 @@ class Stats:
     few: Callable[[int], Calls] | None = None
     scales: Scales = field(default_factory=Scales)
     raised: Mapping[str, int] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
     doubts: list[Doubt] = field(default_factory=list)
     _unchecked: dict[str, Tensor] = field(default_factory=dict)
 

@@ -15,6 +15,8 @@ from quantkit.model.structure.traced import blocks_of
 
 # bytes from which on a live model's answers for one sequence are kept in a file: 256 tokens of 262,144 logits
 ANSWERS_ON_DISK = 1 << 28
+# positions of which the head's gradient is taken at a time: three times 134 MB for 262,144 logits
+PULLED = 128
 
 
 class Ended(Exception):
@@ -43,10 +45,9 @@ class Head:
 
         stand_in(model, paths, takes)
 
-    @torch.no_grad()
     def __call__(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """Return logits [samples, tokens, vocabulary], or an encoder's last hidden states, from the last block's
-        output.
+        output; with gradients if they are enabled.
         """
         self._plays = hidden
         with uncached(self.model):
@@ -93,6 +94,23 @@ class Answers:
             large = not whole.is_cuda and whole.nbytes >= ANSWERS_ON_DISK
             self._held = index, Shelf().copy(whole[0]) if large else whole[0]
         return self._held[1][part]
+
+    @torch.enable_grad()
+    def pull(self, index: int, generator: torch.Generator) -> Tensor:
+        """Return the gradient of -log p(y) by a sequence's last hidden states, [1, tokens, width]; y is drawn from the
+        logits.
+        """
+        assert isinstance(self._of, Head) and self._hidden is not None
+        whole, ids = self._hidden[index : index + 1], self._ids[index : index + 1]
+        apart = whole.shape[1] == ids.shape[1]
+        parts = []
+        for row, part in zip(*(one.split(PULLED if apart else one.shape[1], 1) for one in (whole, ids)), strict=True):
+            hidden = row.to(ids.device).detach().requires_grad_(True)
+            logits = self._of(hidden, part)[0].float()
+            drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(ids.device)
+            loss = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
+            parts.append(torch.autograd.grad(loss, hidden)[0])
+        return torch.cat(parts, dim=1)
 
     @torch.no_grad()
     def given(self, linear: str, index: int) -> Tensor:

@@ -26,12 +26,13 @@ regression is a ridge, `(H + λ D)⁻¹` with D the diagonal of H: a drift in ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor, apart
@@ -48,6 +49,8 @@ Range = Literal["minmax", "mse", "hessian"]
 
 # columns chosen one by one before the others are updated; small enough that a block stays in the cache
 _BLOCK = 32
+# bands of rows that compensate one another, and columns that a band is ahead of the next
+_BANDS, _STEP = 32, 16
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -89,6 +92,7 @@ def gptq_shared(
     sweeps: int = 0,
     refit: bool = True,
     neighbours: Tensor | None = None,
+    outputs: Iterable[Factor] | None = None,
 ) -> list[GptqResult]:
     """Choose the codes of weights with one input, by one factor of their Hessian.
 
@@ -102,6 +106,8 @@ def gptq_shared(
             whose columns are visited together.
         neighbours: [K], column that each is added to in 16 bits (`unsaturated`). For int8, a scale a channel, no zero
             points or sweeps.
+        outputs: factors of `E[g gᵀ]` [N_i, N_i] of the weights, one at a time, g the gradient of its output; without
+            sweeps.
 
     Raises:
         InputError: `hessian-nonfinite`, `hessian-not-positive`, `group-indivisible`, `format-without-scale`.
@@ -134,7 +140,14 @@ def gptq_shared(
         else:
             scale = unsaturated.scales(target, neighbours, solved.hessian.diagonal())[None]
         grid = _Grid(form, scheme, group, scale, zero, block)
-        codes, errors, delta = _choose(target, solved, grid, neighbours)
+        if outputs is not None:
+            ends = torch.tensor(rows).cumsum(0).tolist()
+            own = [slice(end - count, end) for end, count in zip(ends, rows, strict=True)]
+            pairs = zip(own, outputs, strict=True)
+            apiece = [_choose_by_rows(target[:, one], solved, grid.of(one), by) for one, by in pairs]
+            codes, errors, delta = (torch.cat(parts, dim=-1) for parts in zip(*apiece, strict=True))
+        else:
+            codes, errors, delta = _choose(target, solved, grid, neighbours)
         if sweeps:
             refit = refit and isinstance(form, IntegerFormat | BlockFormat) and group <= 64
             refit = refit and scheme.granularity in ("group", "channel")
@@ -168,21 +181,37 @@ class _Grid:
         zero = None if self.zero is None else self.zero.contiguous()
         return self.scale, zero, *device.table(self.form, target.device), self.form.low, self.form.high
 
-    def snap(self) -> Callable[[Tensor, int, Tensor], object]:
-        """Return a function for writing the nearest values of a group's grid for a column [N] into a third tensor.
+    def snap(self) -> Callable[..., object]:
+        """Return a function of units [N], a tensor for the nearest values of the grid, and their `ends`.
 
-        `form.snap` in units of the scale, without temporaries, with ends and middles looked up beforehand.
+        `form.snap` in units of the scale, without temporaries, with middles looked up beforehand.
         """
-        form, zero = self.form, self.zero
+        form = self.form
         values = form.element.codebook() if isinstance(form, ScaledFormat) else None
         if values is not None and bool((values.diff() > 0).all()):
             middles = (values[1:] + values[:-1]) / 2
-            return lambda units, _, out: torch.index_select(values, 0, torch.bucketize(units, middles), out=out)
-        if not (isinstance(form, IntegerFormat) or (isinstance(form, BlockFormat) and form.codebook() is None)):
-            return lambda units, place, out: out.copy_(form.snap(units, None if zero is None else zero[place]))
-        lowest: Sequence[Any] = [float(form.low)] * len(self.scale) if zero is None else (form.low - zero).unbind(0)
-        highest: Sequence[Any] = [float(form.high)] * len(self.scale) if zero is None else (form.high - zero).unbind(0)
-        return lambda units, place, out: torch.clamp(units.round_(), lowest[place], highest[place], out=out)
+            return lambda units, out, *_: torch.index_select(values, 0, torch.bucketize(units, middles), out=out)
+        if self._clamps:
+            return lambda units, out, low, high: torch.clamp(units.round_(), low, high, out=out)
+        return lambda units, out, zero=None: out.copy_(form.snap(units, zero))
+
+    @property
+    def _clamps(self) -> bool:
+        form = self.form
+        return isinstance(form, IntegerFormat) or (isinstance(form, BlockFormat) and form.codebook() is None)
+
+    def ends(self) -> list[Tensor]:
+        """Return the last arguments of `snap`, each [G, N]: both ends of the grid; else the zero points, if any."""
+        zero = [] if self.zero is None else [self.zero]
+        if not self._clamps:
+            return zero
+        low, high = (torch.full_like(self.scale, end) for end in (self.form.low, self.form.high))
+        return [low - zero[0], high - zero[0]] if zero else [low, high]
+
+    def of(self, rows: slice) -> _Grid:
+        """Return the grid of some rows."""
+        zero = None if self.zero is None else self.zero[:, rows]
+        return replace(self, scale=self.scale[:, rows], zero=zero)
 
 
 def _tensor(units: Tensor, grid: _Grid, whole: Tensor | None) -> QuantTensor:
@@ -237,7 +266,7 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
     beside = None if neighbours is None else back[neighbours[solved.order]].tolist()
     groups = (solved.order // grid.group).tolist()
     inverse, steps = _inverse(grid.scale).unbind(0), grid.scale.unbind(0)
-    snap = grid.snap()
+    snap, ends = grid.snap(), [*zip(*grid.ends(), strict=True)] or [()] * len(steps)
     codes, delta = torch.empty_like(ordered), torch.empty_like(ordered)
     code_rows, delta_rows, wanted = codes.unbind(0), delta.unbind(0), ordered.unbind(0)
     cost = target.new_zeros(rows)
@@ -249,7 +278,7 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
             column = start + offset
             place = groups[column]
             code, error = code_rows[column], delta_rows[column]
-            snap(torch.mul(aim, inverse[place], out=code), place, code)
+            snap(torch.mul(aim, inverse[place], out=code), code, *ends[place])
             if beside is not None and beside[column] < column:
                 unsaturated.hold(code, code_rows[beside[column]])
             torch.mul(code, steps[place], out=error).sub_(wanted[column])
@@ -258,6 +287,48 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
         missed = ordered[start:stop].add(delta[start:stop]).sub_(pending).square_()
         cost += solved.pivots[start:stop] @ missed
     return codes[back], cost, delta[back]
+
+
+def _choose_by_rows(target: Tensor, solved: Factor, grid: _Grid, outputs: Factor) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose as `_choose`, for one weight; a band of rows also compensates the errors of the bands before it.
+
+    Band b is b steps of columns behind the first, so that all bands choose at once, each in columns of its own.
+    """
+    columns, rows = target.shape
+    size = -(-rows // _BANDS)
+    bands, strides = -(-rows // size), -(-columns // _STEP)
+    # the last band is filled up with the last row; the last step with columns of no cost
+    position = torch.arange(bands * size).clamp(max=rows - 1)
+    row, fed = outputs.order[position].view(bands, size), outputs.unit[:, position]
+    more = strides * _STEP - columns
+    unit = pad(solved.unit, (0, more, 0, more))
+    order = torch.cat((solved.order, solved.order[-1:].expand(more)))
+    group, wanted = order // grid.group, target[order][:, row]
+    codes, delta, missed = (torch.empty_like(wanted) for _ in range(3))  # `missed`: of what is asked of a column
+    tables, snap = (grid.scale, _inverse(grid.scale), *grid.ends()), grid.snap()
+    for step in range(strides + bands - 1):
+        active = torch.arange(max(0, step - strides + 1), min(bands, step + 1))
+        column = (step - active) * _STEP + torch.arange(_STEP)[:, None]
+        asked = wanted[column, active]
+        own = [(band, slice((step - band) * _STEP, (step - band + 1) * _STEP)) for band in active.tolist()]
+        for aim, (band, part) in zip(asked.unbind(1), own, strict=True):
+            aim.addmm_(delta[part, :band].flatten(1), fed[: band * size, band * size : (band + 1) * size], alpha=-1)
+        aims = asked.clone()
+        for aim, (band, part) in zip(aims.unbind(1), own, strict=True):
+            aim.addmm_(unit[: part.start, part].T, missed[: part.start, band], alpha=-1)
+        within = unit[column.T[:, :, None], column.T[:, None]].permute(1, 2, 0)[..., None]
+        steps, inverse, *ends = (table[group[column][..., None], row[active]].flatten(1) for table in tables)
+        chosen, errors = torch.empty_like(steps), torch.empty_like(asked)
+        for offset, (aim, code, error) in enumerate(zip(aims, chosen, errors, strict=True)):
+            snap(torch.mul(aim.view(-1), inverse[offset], out=code), code, *(end[offset] for end in ends))
+            torch.mul(code, steps[offset], out=error.view(-1)).sub_(asked[offset].view(-1))
+            if offset + 1 < _STEP:
+                aims[offset + 1 :].addcmul_(within[offset, offset + 1 :], error, value=-1)
+        codes[column, active], missed[column, active] = chosen.view_as(asked), errors
+        delta[column, active] = errors + asked - wanted[column, active]
+    back = solved.order.argsort()[:, None], outputs.order.argsort()
+    codes, delta = codes.flatten(1)[back], delta.flatten(1)[back]
+    return codes, (solved.hessian @ delta).mul_(delta).sum(dim=0), delta
 
 
 def _inverse(scale: Tensor) -> Tensor:
@@ -279,7 +350,7 @@ def _descend(
     scale, form, columns = grid.scale, grid.form, target.shape[0]
     gradient = hessian @ delta
     pull = (hessian / hessian.diagonal()).contiguous()  # pull[i, j] = H_ij / H_jj
-    snap = grid.snap()
+    snap, ends = grid.snap(), [*zip(*grid.ends(), strict=True)] or [()] * len(scale)
     free = target.new_empty(target.shape[1])
     # a block has one scale, so it ends at the end of a group
     length = max(size for size in range(1, 65) if grid.group % size == 0)
@@ -310,7 +381,7 @@ def _descend(
             for offset, slope in enumerate(wish.unbind(0)):
                 column = start + offset
                 code, error = codes[column], delta[column]
-                snap(torch.add(target[column], error, out=free).sub_(slope).mul_(inverse), place, code)
+                snap(torch.add(target[column], error, out=free).sub_(slope).mul_(inverse), code, *ends[place])
                 torch.mul(code, scale[place], out=free).sub_(target[column])
                 moved = free - error
                 error.copy_(free)

@@ -24,7 +24,7 @@ from quantkit.model.source.files import file_sha256
 from quantkit.model.structure import built
 from quantkit.model.structure.kinds import model_graph
 from quantkit.model.structure.traced import has_interface, other_state
-from quantkit.passes import NOTE, ModelOutcome, decision, pass_of
+from quantkit.passes import GRADIENTS, NOTE, ModelOutcome, decision, pass_of
 from quantkit.pipeline import baseline, subject
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.layers import Layers, about, account, lay_out
@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 Sets = tuple["TokenSet | None", "TokenSet"]
 # weights of a model of speech are rounded to nearest, without recordings
 ROUNDED = "rounded-without-audio"
+# a pass weighs no outputs by gradients
+UNGRADED = "gradients-unavailable"
 # packages that a bundle's content depends on
 _PACKAGES = ("python", "torch", "transformers", "compressed-tensors", "safetensors", "numpy")
 _GRAPH = ("onnx", "onnx-ir", "onnxscript")
@@ -180,6 +182,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     begun = time.process_time()
     stream, taken = _transformed(stream, steps, recipe.seed)
     cpu_seconds = time.process_time() - begun
+    steps, ungraded = _without_gradients(stream, steps)
     original, source = source, stream.source
     hindering, single = obstacles(stream.skeleton, stream.files), apart(stream.skeleton)
 
@@ -208,7 +211,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     _demand_exports(recipe, asked)
     no_graph = bool(asked.merged or asked.stacked or asked.stateful) or source.sees
     support = request.support.decisions(source.kind, no_graph)
-    decisions = [*request.taken, *rounded, *left_out, *evened, *support, *taken, *layers.decisions]
+    decisions = [*request.taken, *rounded, *left_out, *evened, *support, *taken, *ungraded, *layers.decisions]
     if source.sees:
         own = len(layers.tower & layers.schemes.keys())
         reason = f"{own} of its linears are rounded to nearest, as an override says" if own else TOWER
@@ -286,6 +289,26 @@ def _without_data(request: Request, source: Source) -> tuple[Request, list[Decis
     taken = decision("calibrate", ROUNDED, "passes", reason, ", ".join(names), Rtn.name)
     nearest = PassStep(name=Rtn.name, settings=Rtn.Settings(range="mse"))
     return replace(request, recipe=recipe.model_copy(update={"passes": [nearest]})), [taken]
+
+
+def _without_gradients(stream: StreamedModel, steps: list[PassRun]) -> tuple[list[PassRun], list[Decision]]:
+    """Let passes do without gradients where the model has none, or an earlier pass changes what they are taken of."""
+    asking = next((number for number, step in enumerate(steps) if GRADIENTS in step.needs), None)
+    if asking is None:
+        return steps, []
+    before = next((step.run.name for step in steps[:asking] if step.run.scope == "block"), "")
+    if stream.source.kind != "decoder" or stream.source.has_encoder:
+        reason = "only a decoder alone answers with one distribution a token"
+    elif stream.flow.live:
+        reason = "its blocks read more than the output of the one before, so gradients cannot pass block by block"
+    elif before:
+        reason = f"{before} before it changes what linears put out"
+    else:
+        return steps, []
+    step = steps[asking]
+    taken = decision(step.run.name, UNGRADED, stream.source.architecture, reason, step.settings.gradients, 0)
+    without = replace(step, settings=step.settings.model_copy(update={"gradients": 0}))
+    return [*steps[:asking], without, *steps[asking + 1 :]], [taken]
 
 
 def _transformed(stream: StreamedModel, steps: list[PassRun], seed: int) -> tuple[StreamedModel, list[Decision]]:

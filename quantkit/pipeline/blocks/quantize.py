@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from quantkit.bundle import Build, LayerEntry
+from quantkit.calibrate.statistics.gradients import collect
 from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
@@ -26,6 +27,7 @@ from quantkit.formats import QuantTensor
 from quantkit.model import finished
 from quantkit.model.source.weights import write_tensors
 from quantkit.model.structure.traced import weight_of
+from quantkit.passes import GRADIENTS
 from quantkit.passes.assign import assigner, in_pieces
 from quantkit.passes.solvers.moments import Moments
 from quantkit.pipeline.blocks import tokens
@@ -130,6 +132,9 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
         _finish_tower(prepared, build)
         _finish_rest(prepared, build)
         return
+    sequences = max((step.settings.gradients for step in prepared.steps if GRADIENTS in step.needs), default=0)
+    if sequences:
+        _collect_gradients(prepared, build, sequences, progress)
     begun = time.process_time()
     kept = next((index for index in range(start - 1, -1, -1) if _hidden_file(build, index).exists()), None)
     states: dict[str, Tensor] = {}
@@ -164,6 +169,7 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
             original=states.pop("original", None),
             rare=Rare(recipe.calibration.expert_tokens, recipe.calibration.experts),
             finished=_finished(prepared, build),
+            gradients=functools.partial(_gradients, build) if sequences else None,
         ):
             index = worked.block.index
             now = time.process_time()
@@ -185,6 +191,34 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
     build.sync()
     _finish_tower(prepared, build)
     _finish_rest(prepared, build)
+
+
+def _gradients_file(build: Build, index: int) -> Path:
+    return build.steps / f"gradients-{index:04}.safetensors"
+
+
+def _gradients(build: Build, index: int) -> dict[str, Tensor]:
+    gradients: dict[str, Tensor] = load_file(_gradients_file(build, index))
+    return gradients
+
+
+def _collect_gradients(prepared: Prepared, build: Build, sequences: int, progress: Progress) -> None:
+    """Commit the gradients of the original model on the first sequences of the calibration set, a file a block."""
+    assert prepared.calibration is not None
+    if "gradients" in build.done():
+        return
+    progress.at("quantize", 0.0, "gradients")
+    begun, files, hashes = time.process_time(), dict[Path, Path](), dict[Path, str]()
+
+    def write(index: int, gradients: Mapping[str, Tensor]) -> None:
+        final, place = _gradients_file(build, index), build.temporary(f"gradients-{index:04}.safetensors")
+        if place in files:  # a block that runs again
+            before = load_file(place)
+            gradients = {name: torch.cat((before[name], value)) for name, value in gradients.items()}
+        hashes[place], files[place] = write_tensors(place, gradients), final
+
+    collect(prepared.stream, prepared.calibration.ids[:sequences], prepared.request.recipe.seed, write)
+    build.commit("gradients", {"cpu_seconds": time.process_time() - begun}, files, hashes=hashes)
 
 
 class _Keeping:

@@ -252,6 +252,7 @@ def work(
     rare: Rare | None = None,
     finished: Callable[[int], nn.Module] | None = None,
     known: Known | None = None,
+    gradients: Callable[[int], Mapping[str, Tensor]] | None = None,
 ) -> Iterator[Worked]:
     """Run every pass on every block, one block at a time.
 
@@ -270,6 +271,7 @@ def work(
         original: the same in the original stream, where a pass looks at that.
         begun: at most `start`, which it is if nothing is said; blocks between the two run as they were decided on.
         finished: the blocks before `start` as they were decided on; a live model's forward goes through all of them.
+        gradients: function of a block's number that gives the gradients of its linears' outputs, if a pass needs them.
 
     Yields:
         each block when it is finished; the caller commits it before asking for the next.
@@ -295,7 +297,7 @@ def work(
     if ids is not None and seen is not None and not seen.calls.live:
         chunk = seen.calls.chunk
         few = functools.cache(lambda sequences: stream.begin(ids[:sequences], min(chunk, sequences)))
-    loop = _Loop(stream, block_steps, probe, seen, before, *more, known or Known(), few)
+    loop = _Loop(stream, block_steps, probe, seen, before, *more, known or Known(), few, gradients)
     for stage, index in enumerate(visits):
         if index in visits[:stage]:
             continue
@@ -346,6 +348,7 @@ class _Loop:
     rare: Rare
     known: Known
     few: Callable[[int], Calls] | None = None
+    gradients: Callable[[int], Mapping[str, Tensor]] | None = None
 
     def settled(self, index: int, stage: int) -> tuple[Worked, Stats]:
         """Put a block through its passes; again, where the device says that a Hessian had no factor.
@@ -408,6 +411,7 @@ class _Loop:
         worked.decisions += _one_scale(block) if self.tensors else []
         stats = Stats(module, traced.groups, run.calls, stage, run.hidden, few=self.few, raised=raised)
         stats.scales = Scales(block.inputs, block.cache, self.dtype)
+        stats.gradients = {} if self.gradients is None else self.gradients(index)
         if block.original is not None and self.before is not None:
             if not (stats.calls.device.type != "cpu" and known.structure == traced):
                 known = replace(known, skips=skips(module, call), structure=traced)

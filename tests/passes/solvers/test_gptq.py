@@ -4,7 +4,7 @@ from reference.gptq_oracle import aimed, cost, wanted
 
 from quantkit.errors import InputError
 from quantkit.formats import load_format
-from quantkit.formats.base.grid import GridFormat
+from quantkit.formats.base.grid import GridFormat, load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.passes.solvers import gptq as solver
 from quantkit.passes.solvers import one_thread
@@ -446,3 +446,38 @@ def test_a_drift_that_is_not_finite_is_an_error(bad):
     drift[1, 2] = bad
     with pytest.raises(InputError, match=r"\[drift-nonfinite\]"):
         corrected([torch.ones(2, 8)], torch.eye(8), drift)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [scheme(), scheme("channel", symmetric=True), scheme(group=32, symmetric=True, name="nf4", scale="float32")],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(1, 32), (3, 64), (17, 96)])
+def test_each_row_makes_up_for_those_before_it_as_each_column_does(choice, shape, monkeypatch):
+    monkeypatch.setattr(solver, "_BANDS", 1000)
+    weight, hessian = problem(*shape)
+    solved, outputs = factor(hessian, damping=0.02), factor(problem(4, shape[0], seed=1, outlier=False)[1])
+    result = gptq_shared([weight], solved, choice, outputs=[outputs])[0]
+    given = read(result)
+    rows = wanted(weight.T, given.T, outputs.hessian, outputs.order).T  # the paper's update, of rows
+    asked = wanted(rows, given, solved.hessian, solved.order)
+    form = load_grid(choice.format)
+    step = result.tensor.scale.double().repeat_interleave(shape[1] // result.tensor.scale.shape[1], dim=1)
+    zero = None if result.tensor.zero is None else result.tensor.zero.repeat_interleave(choice.group, dim=1).float()
+    nearest = form.snap((asked / step).float(), zero).double()
+    assert float(((given.double() - asked) / step).abs().sub((nearest - asked / step).abs()).max()) <= 1e-3
+    assert float(result.error) == pytest.approx(cost(weight, given, solved.hessian), rel=1e-3)
+
+
+@pytest.mark.parametrize("rows", [5, 33, 64])
+def test_rows_that_make_up_for_each_other_cost_the_loss_less(rows):
+    weights, hessian = [problem(rows, 96)[0], problem(7, 96, seed=3)[0]], problem(4, 96)[1]
+    curved = [problem(4, len(weight), seed=5, outlier=False)[1] for weight in weights]
+    solved, outputs = factor(hessian), [factor(one) for one in curved]
+    plain, fed = (gptq_shared(weights, solved, scheme(), outputs=given) for given in (None, outputs))
+    for weight, curve, before, after in zip(weights, outputs, plain, fed, strict=True):
+        errors = [(read(one) - weight).double() for one in (before, after)]
+        costs = [float(((curve.hessian.double() @ e) * (e @ solved.hessian.double())).sum()) for e in errors]
+        assert costs[1] < 0.9 * costs[0]
+        assert torch.equal(before.tensor.scale, after.tensor.scale)
