@@ -33,6 +33,7 @@ from quantkit.model.layouts import (
     check_format,
     missing,
     stored_with,
+    unsupported,
 )
 from quantkit.scheme import WeightScheme
 
@@ -40,6 +41,8 @@ WEIGHT, ABSMAX, MAP = ".weight", ".weight.absmax", ".weight.quant_map"
 NESTED_ABSMAX, NESTED_MAP = ".weight.nested_absmax", ".weight.nested_quant_map"
 STATE = ".weight.quant_state.bitsandbytes__nf4"
 _NESTED = 256
+# of a product on processors with AVX512-BF16 (`functional._convert_weight_packed_for_cpu`)
+_ROWS = 32
 # JSON padded with spaces, so that its length does not depend on the mean of the scales
 _STATE_BYTES = 256
 
@@ -56,6 +59,15 @@ class BitsAndBytes(Layout):
 
     def accepts(self, schemes: Schemes, shapes: Shapes) -> None:
         check_format(self.name, "nf4", schemes)
+        odd = sorted(linear for linear in schemes if shapes.get(linear, (0, 0))[0] % _ROWS)
+        if odd:
+            kept = dict.fromkeys(f"*.{linear.rpartition('.')[2]}" for linear in odd)
+            value, rule = (
+                f"{shapes[odd[0]][0]} rows",
+                f"on many processors bitsandbytes takes rows in multiples of {_ROWS}",
+            )
+            listed = ", ".join(f'{{match: "{one}", weights: null}}' for one in kept)
+            raise unsupported(odd[0], value, rule, f"--set 'overrides=[{listed}]'")
 
     def headers(self, prefix: str, shape: tuple[int, int], scheme: WeightScheme) -> list[Header]:
         size = shape[0] * shape[1]

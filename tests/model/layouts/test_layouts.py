@@ -429,3 +429,17 @@ def test_packing_agrees_with_the_library_and_is_its_own_inverse(
     # the same bytes as the format's own packing, rows filled up to whole words
     reference = load_format(f"int{bits}").pack(tensor.codes)
     assert torch.equal(stored["x.weight_packed"].view(torch.uint8)[:, : reference.shape[1]], reference)
+
+
+@pytest.mark.parametrize("rows", [4, 32, 48, 96])
+def test_rows_that_bitsandbytes_does_not_multiply_are_refused(rows: int) -> None:
+    library = pytest.importorskip("bitsandbytes.functional")
+    layout, scheme = layouts.load("bitsandbytes"), WeightScheme.model_validate({"format": "nf4"})
+    codes, state = library.quantize_4bit(torch.randn(rows, 64), quant_type="nf4")
+    try:
+        library._convert_weight_packed_for_cpu(codes, state)
+    except AssertionError:
+        with pytest.raises(InputError, match=r"layout-unsupported.*\{match: \"\*\.up_proj\", weights: null\}"):
+            layout.accepts({PREFIX: scheme}, {PREFIX: (rows, 64)})
+    else:
+        layout.accepts({PREFIX: scheme}, {PREFIX: (rows, 64)})
