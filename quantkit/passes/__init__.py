@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # types in the signatures of passes, which import them from h
 
 # need of a pass whose settings have `gradients`, a number of sequences: `Stats.gradients`
 GRADIENTS = "output_gradients"
+# decision: a pass weighs no outputs by gradients
+UNGRADED = "gradients-unavailable"
 # a decision with this code reports how an input was read; it is no fallback
 NOTE = "note"
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from quantkit.content import Closed
 from quantkit.lazy import torch
-from quantkit.passes import GRADIENTS, Outcome, Pass, decision
+from quantkit.passes import GRADIENTS, UNGRADED, Outcome, Pass, decision
 
 if TYPE_CHECKING:
     from quantkit.passes import Block, InputStats, Moments, QuantTensor, SharedInput, Stats, Tensor, WeightScheme
@@ -151,6 +151,10 @@ class Gptq(Pass):
 
         if moments is None or (len(moments.hessian) > 1 and not scheme.rows_apart):
             return nearest(weight, scheme)
+        if settings.gradients:
+            reason = "only linears of a decoder's blocks have gradients"
+            taken = decision(self.name, UNGRADED, moments.name, reason, settings.gradients, 0)
+            moments.once("gradients", lambda: moments.decisions.append(taken))
         groups, width = moments.hessian.shape[:2]
         parts = weight.reshape(groups, -1, width)
         if settings.correction and (cross := moments.cross) is not None:

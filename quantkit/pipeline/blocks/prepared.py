@@ -24,7 +24,7 @@ from quantkit.model.source.files import file_sha256
 from quantkit.model.structure import built
 from quantkit.model.structure.kinds import model_graph
 from quantkit.model.structure.traced import has_interface, other_state
-from quantkit.passes import GRADIENTS, NOTE, ModelOutcome, decision, pass_of
+from quantkit.passes import GRADIENTS, NOTE, UNGRADED, ModelOutcome, decision, pass_of
 from quantkit.pipeline import baseline, subject
 from quantkit.pipeline.blocks import tokens
 from quantkit.pipeline.blocks.layers import Layers, about, account, lay_out
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 Sets = tuple["TokenSet | None", "TokenSet"]
 # weights of a model of speech are rounded to nearest, without recordings
 ROUNDED = "rounded-without-audio"
-# a pass weighs no outputs by gradients
-UNGRADED = "gradients-unavailable"
 # packages that a bundle's content depends on
 _PACKAGES = ("python", "torch", "transformers", "compressed-tensors", "safetensors", "numpy")
 _GRAPH = ("onnx", "onnx-ir", "onnxscript")
