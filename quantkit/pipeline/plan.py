@@ -6,11 +6,12 @@ with a state, and models of a family that no table knows take the seconds in whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from quantkit import content, machine, plugins
 from quantkit.bundle import Bundle
@@ -137,14 +138,14 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
         target.check([], question.runtime)  # a slip of the pen is none of the recipes' problem
     kind = architecture.kind
     asked = list(dict.fromkeys(question.recipes)) or ["float", *_usual(kind, target)]
-    candidates = []
+    candidates, build = [], cache(partial(built.skeleton, question.model))
     for label in asked:
         try:
             recipe = _recipe(label, kind, target, question.changes, allow_code=question.allow_code)
             demand_kind(recipe, target, (kind,), label)
             judged = question.runtime is None and recipe.passes
             recipe = ask(recipe, target).recipe if judged else fitted(recipe, target)[0]
-            recipe, taken = _as_compiled(recipe, question.model, architecture)
+            recipe, taken = _as_compiled(recipe, architecture, build)
             runtime = _runtime(recipe, kind, target, question.runtime)
             planning = _Planning(label, recipe, runtime, question, architecture, target, workload, prices, taken)
             candidates.append(planning.candidate(samples))
@@ -228,7 +229,7 @@ def _able(target: Target, architecture: Architecture) -> Target:
     return target.model_copy(update={"runtimes": able})
 
 
-def _as_compiled(recipe: Recipe, model: str, architecture: Architecture) -> tuple[Recipe, list[str]]:
+def _as_compiled(recipe: Recipe, architecture: Architecture, build: Callable[..., Any]) -> tuple[Recipe, list[str]]:
     """Return the recipe as a compile settles it for a mixture of experts, or for blocks with a state, with notes.
 
     Raises InputError, as it.
@@ -240,7 +241,7 @@ def _as_compiled(recipe: Recipe, model: str, architecture: Architecture) -> tupl
         return recipe, []
     from quantkit.pipeline.blocks.prepared import foreseen
 
-    recipe, taken = foreseen(recipe, model, architecture)
+    recipe, taken = foreseen(recipe, architecture, build)
     words = {LEFT_OUT: "leaves {} out", SYMMETRIC: "sets {} to true"}
     return recipe, [f"compile {words[step.code].format(step.where)}: {step.reason}" for step in taken]
 

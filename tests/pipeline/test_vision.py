@@ -192,7 +192,8 @@ def test_a_graph_is_left_out_for_blocks_with_a_state(name: str, state: str, tmp_
     (left,) = [taken for taken in prepared.decisions if taken.code == "export-left-out"]
     assert left.where == "onnx" and state in left.reason
     assert not [taken for taken in prepared.decisions if taken.code == "emulated" and "onnx" in taken.reason]
-    foreseen, notes = _as_compiled(asked, str(tmp_path / "model"), built.read(str(tmp_path / "model")))
+    model = str(tmp_path / "model")
+    foreseen, notes = _as_compiled(asked, built.read(model), functools.partial(built.skeleton, model))
     assert [step.name for step in foreseen.export] == ["checkpoint"] and state in notes[0]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -347,9 +348,9 @@ def _demand_equal_experts(stream: StreamedModel) -> None:
             return
 
 
-def foreseen(recipe: Recipe, reference: str, architecture: Architecture) -> tuple[Recipe, list[Decision]]:
-    """Settle the exports of a model as a compile does, from its config alone: its class is built without weights, up to
-    the first block with experts where the recipe names no layers.
+def foreseen(recipe: Recipe, architecture: Architecture, build: Callable[..., Any]) -> tuple[Recipe, list[Decision]]:
+    """Settle the exports of a model as a compile does, from its config alone. `build`, its `built.skeleton`, is asked
+    for the blocks up to the first with experts where the recipe names no layers inside.
 
     Raises InputError: what the compile would refuse by the linears or the exports.
     """
@@ -359,8 +360,8 @@ def foreseen(recipe: Recipe, reference: str, architecture: Architecture) -> tupl
 
     assign_sizes(recipe, architecture)
     mixed = [any(matrix.count > 1 for matrix in layer.matrices) for layer in architecture.layers]
-    named = bool(recipe.overrides or {*recipe.keep} - {*ROLES})
-    skeleton = built.skeleton(reference, None if named else (mixed.index(True) if any(mixed) else 0) + 1)
+    named = {*recipe.keep, *(override.match for override in recipe.overrides)} - {*ROLES}
+    skeleton = build(None if named else (mixed.index(True) if any(mixed) else 0) + 1)
     if skeleton is None:
         return recipe, []
     looks = looks_at_data([PassRun(pass_of(step), step.settings) for step in recipe.passes])
@@ -372,9 +373,9 @@ def foreseen(recipe: Recipe, reference: str, architecture: Architecture) -> tupl
         asked = _asked(layers, skeleton, recipe, **how)
         return replace(asked, obstacles=hindering, apart=single)
 
-    recipe, left_out = _without_unable(recipe, laid(recipe))
-    recipe, evened = _with_symmetric(recipe, laid(recipe))
-    _demand_exports(recipe, laid(recipe))
+    recipe, left_out = _without_unable(recipe, asked := laid(recipe))
+    recipe, evened = _with_symmetric(recipe, asked := laid(recipe) if left_out else asked)
+    _demand_exports(recipe, laid(recipe) if evened else asked)
     return recipe, [*left_out, *evened]
 
 
@@ -421,9 +422,7 @@ def _with_symmetric(recipe: Recipe, asked: LayerSpec) -> tuple[Recipe, list[Deci
 
 
 def _demand_exports(recipe: Recipe, asked: LayerSpec) -> None:
-    """Refuse a compile with values outside an export's range; the remedy is for all at once. Raises InputError, as
-    `accepts`.
-    """
+    """Refuse what an export cannot hold, with one remedy for all. Raises InputError, as `accepts`."""
     problems: list[InputError] = []
     for step in recipe.export:
         try:
