@@ -78,6 +78,7 @@ def test_blocks_are_those_of_vllm(
     assert kv_blocks(model(layers), cache_of(scheme, "bfloat16"), gib * GIB, 8192) == (blocks, requests)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(REAL is None, reason="vLLM is not installed: quantkit runtime add vllm --install")
 def test_the_cases_are_what_vllm_answers() -> None:
     assert REAL is not None

@@ -422,7 +422,7 @@ def _with_symmetric(recipe: Recipe, asked: LayerSpec) -> tuple[Recipe, list[Deci
 
 
 def _demand_exports(recipe: Recipe, asked: LayerSpec) -> None:
-    """Refuse what an export cannot hold, with one remedy for all. Raises InputError, as `accepts`."""
+    """Refuse values outside an export's range, with one remedy for all. Raises InputError, as `accepts`."""
     problems: list[InputError] = []
     for step in recipe.export:
         try:
