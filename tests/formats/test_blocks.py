@@ -14,7 +14,7 @@ from quantkit.formats.base.blocks import BlockFormat
 from quantkit.scheme import WeightScheme
 
 BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl")
-SUPER_BLOCKS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+SUPER_BLOCKS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
 QUANTIZED_BY_GGUF = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 
 
@@ -90,7 +90,8 @@ def test_super_blocks_stand_for_what_ggml_computes(name: str) -> None:
     assert stored.d.shape == (5, 3)
     for row, column in [(0, 5), (1, 300), (3, 511), (4, 767)]:
         step = np.float32(stored.d[row, column // 256]) * np.float32(stored.sc[row, column // group])
-        expected = step * np.float32(tensor.codes[row, column])
+        code = tensor.codes[row, column]
+        expected = step * np.float32(code if tensor.codebook is None else tensor.codebook[code.int()])
         if stored.dmin is not None and stored.mn is not None:
             expected -= np.float32(stored.dmin[row, column // 256]) * np.float32(stored.mn[row, column // group])
         assert values[row, column].item() == expected

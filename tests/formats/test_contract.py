@@ -208,8 +208,8 @@ def test_zeros_and_extremes_stay_finite(how: WeightScheme) -> None:
         assert effective(tensor).isfinite().all()
         # half a step more than the largest float32 there is
         assert form.dequantize(tensor).isfinite().all() or (how.format.startswith("int") and how.scale != "float16")
-    # int2 reaches 1 of 1.5 steps
-    assert form.dequantize(form.quantize(weight[17:18], how)).mean() == pytest.approx(7.0, rel=0.34)
+    # int2 reaches 1 of 1.5 steps; no point of iq3_xxs is long in all its weights
+    assert form.dequantize(form.quantize(weight[17:18], how)).mean() == pytest.approx(7.0, rel=0.36)
 
 
 @pytest.mark.parametrize("how", [how for how in EVERY if how.format.startswith("int")], ids=name_of)

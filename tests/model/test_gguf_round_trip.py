@@ -103,7 +103,7 @@ def test_what_we_export_opens(tmp_path: Path, merging_tokenizer: Any, name: str,
 @pytest.mark.parametrize("floats", ["float16", "bfloat16"])
 def test_every_type_opens(tmp_path: Path, merging_tokenizer: Any, floats: str) -> None:
     """All types in one file, and a table of floats; `test_gguf_file.py` holds our codes against the package's."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 64}
     model = zoo.tiny("qwen3", vocab_size=len(merging_tokenizer), **sizes)
     folder = saved(tmp_path / "model", model, merging_tokenizer)
     inside = [name for name, module in model.model.layers.named_modules() if isinstance(module, torch.nn.Linear)]

@@ -311,7 +311,10 @@ BLOCK = 32
 # types of floats in files
 FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # formats with the names of ggml's types
-TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+TYPES = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S"),
+)
 # other formats that a type holds without loss, in groups of 32: (format, symmetric) -> type
 _OWN = {("int4", True): "Q4_0", ("int4", False): "Q4_1", ("int8", True): "Q8_0"}
 

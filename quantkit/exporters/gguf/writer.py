@@ -5,7 +5,8 @@ The `gguf` package writes everything before the first tensor; then come the tens
 Codes as the bytes of ggml's blocks (`ggml-common.h`, `block_q4_0` and so on).
 
     32 weights     [d] [m] [high bits] codes         q4_0 q4_1 q5_0 q5_1 q8_0 iq4_nl, and mxfp4 with a power of two
-    256 weights    scales, codes, high bits, d, dmin   q2_k to q6_k, each in its own order
+    256 weights    scales, codes, high bits, d, dmin   q2_k to q6_k, iq4_xs, each in its own order
+    256 weights    d, numbers of points, signs, scales   iq3_s, iq3_xxs, iq2_s
 
 A nibble holds weight j below weight j + 16 in blocks of 32, and weight l below weight l + 32 of every 64 in those of
 256. Codes are stored minus the lowest one. `gguf.quants.dequantize` reads all of it back, and is the test.
@@ -46,7 +47,8 @@ from quantkit.exporters.gguf.architecture import (
     type_of,
 )
 from quantkit.exporters.gguf.tokenizer import add_tokenizer, left_out, spaced
-from quantkit.formats import QuantTensor, joined
+from quantkit.formats import QuantTensor, joined, load_format
+from quantkit.formats.base.lattice import LatticeFormat
 from quantkit.model.device import put
 from quantkit.model.sizes.storage import instead, mixed, of_table
 from quantkit.model.source import pretrained
@@ -516,6 +518,41 @@ def _q6_k(parts: Parts) -> Bytes:
     return _together(_nibbles(parts.codes, 64), _planes(parts.codes >> 4, 2), parts.sc.astype(np.int8), parts.d)
 
 
+def _iq4_xs(parts: Parts) -> Bytes:
+    assert parts.sc is not None
+    sc = parts.sc.astype(np.uint16) + 32 & 63
+    high = np.bitwise_or.reduce((sc >> 4) << np.arange(0, 16, 2, dtype=np.uint16), axis=1, keepdims=True)
+    return _together(parts.d, high.astype("<u2"), _nibbles(sc.astype(np.uint8), 1), _nibbles(parts.codes))
+
+
+def _points(parts: Parts, kind: str) -> tuple[NDArray[Any], Bytes, Bytes]:
+    """Return the numbers of the points, a byte of signs for 8 weights, and the numbers of the scales."""
+    form = load_format(kind)
+    assert isinstance(form, LatticeFormat) and parts.sc is not None
+    numbers, negative = (part.numpy() for part in form.points_of(torch.from_numpy(parts.codes)))
+    return numbers, np.packbits(negative, axis=1, bitorder="little"), parts.sc.astype(np.uint8) >> 1
+
+
+def _iq3_s(parts: Parts) -> Bytes:
+    numbers, signs, sc = _points(parts, "iq3_s")
+    high = np.packbits(numbers >> 8, axis=1, bitorder="little")
+    return _together(parts.d, numbers.astype(np.uint8), high, signs, _nibbles(sc, 1))
+
+
+def _iq3_xxs(parts: Parts) -> Bytes:
+    numbers, signs, sc = _points(parts, "iq3_xxs")
+    # the eighth sign follows from seven
+    sevens = (signs & 127).astype(np.uint32).reshape(len(sc), -1, 4) << np.arange(0, 28, 7, dtype=np.uint32)
+    words = np.bitwise_or.reduce(sevens, axis=2) | sc.astype(np.uint32) << 28
+    return _together(parts.d, numbers.astype(np.uint8), words.astype("<u4"))
+
+
+def _iq2_s(parts: Parts) -> Bytes:
+    numbers, signs, sc = _points(parts, "iq2_s")
+    high = _planes((numbers >> 8).astype(np.uint8), 2, 1)
+    return _together(parts.d, numbers.astype(np.uint8), signs, high, _nibbles(sc, 1))
+
+
 _LAYOUTS: dict[str, Callable[[Parts], Bytes]] = {
     **dict.fromkeys(("Q4_0", "Q4_1", "IQ4_NL", "MXFP4"), _block4),
     **dict.fromkeys(("Q5_0", "Q5_1"), _block5),
@@ -525,4 +562,8 @@ _LAYOUTS: dict[str, Callable[[Parts], Bytes]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_XS": _iq4_xs,
+    "IQ3_S": _iq3_s,
+    "IQ3_XXS": _iq3_xxs,
+    "IQ2_S": _iq2_s,
 }

@@ -12,6 +12,7 @@ under the scale that is stored. A row has whole blocks: there is no padding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,9 +93,18 @@ class BlockFormat(GridFormat):
         """Round scales of blocks to the nearest storable ones, of any shape and sign, zero included."""
         return self.held(scale.float(), None).scale
 
+    @property
+    def unit(self) -> int:
+        """Number of neighbours chosen together."""
+        return 1
+
     def snap(self, units: Tensor, zero: Tensor | None = None) -> Tensor:
         """Return the nearest values for weights minus their offset, in units of the scale."""
         return units.float().round().clamp(self.low, self.high)
+
+    def near(self, units: Tensor, dim: int = -1) -> Tensor:
+        """Return the nearest possible values; neighbours along `dim` are chosen together."""
+        return self.snap(units)
 
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Return the nearest codes; `zero` is the offset."""
@@ -227,22 +237,27 @@ class SuperBlockFormat(BlockFormat):
         low, high = self.scales
         parts = self.together(scale)
         largest = parts.gather(2, parts.abs().argmax(dim=2, keepdim=True)).squeeze(2)
-        d = float16(largest / (high if self.has_offset else low))
-        sc = self.whole(parts, d, low, high)
+        d = float16(largest / (low if low < 0 else high))
+        sc = self._integers(parts, d, self.whole)
         if offset is None:
             return self.grid(SuperBlocks(d, sc))
         below = self.together(-offset).clamp(min=0)
         dmin = float16(below.amax(dim=2) / high)
-        return self.grid(SuperBlocks(d, sc, dmin, self.whole(below, dmin, 0, high)))
+        mn = self._integers(below, dmin, lambda units: units.round().clamp(0, high))
+        return self.grid(SuperBlocks(d, sc, dmin, mn))
 
     def together(self, values: Tensor) -> Tensor:
         """Reshape [N, G] to [N, K / 256, groups in 256]."""
         return values.float().unflatten(1, (-1, SUPER_BLOCK // self.group))  # type: ignore[no-any-return, no-untyped-call]
 
-    def whole(self, wanted: Tensor, step: Tensor, low: int, high: int) -> Tensor:
+    def whole(self, units: Tensor) -> Tensor:
+        """Round to the nearest integers of a scale."""
+        return units.round().clamp(*self.scales)
+
+    def _integers(self, wanted: Tensor, step: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
         """Round [N, S, g] to integers in units of the float16 steps [N, S], as int8 [N, G]."""
         step = step.float().unsqueeze(2)
-        return torch.where(step == 0, 0.0, wanted / step).round().clamp(low, high).to(torch.int8).flatten(1)
+        return whole(torch.where(step == 0, 0.0, wanted / step)).to(torch.int8).flatten(1)
 
     def grid(self, stored: SuperBlocks) -> BlockGrid:
         """Return the effective scales and offsets."""
@@ -259,7 +274,8 @@ class SuperBlockFormat(BlockFormat):
         return self.nearest(weight, *self.parameters(*extremes(weight, scheme), scheme), scheme)
 
     def _fields(self, grid: BlockGrid, where: torch.device) -> dict[str, Any]:
-        return {"scale": grid.scale, "offset": grid.offset, "super_blocks": grid.super_blocks}
+        book = super()._fields(grid, where)["codebook"]
+        return {"scale": grid.scale, "offset": grid.offset, "codebook": book, "super_blocks": grid.super_blocks}
 
     def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:
         """Count the stored bits per weight: q2_k 2.625, q3_k 3.4375, q4_k 4.5, q5_k 5.5, q6_k 6.5625."""

@@ -73,7 +73,7 @@ def storable(scale: Tensor, place: int, grid: BlockGrid, form: BlockFormat) -> T
     if grid.super_blocks is None or not isinstance(form, SuperBlockFormat):
         return float16(scale).float()
     step = grid.super_blocks.d[:, place * form.group // SUPER_BLOCK].float()
-    return step * _quotient(scale, step).round().clamp(*form.scales)
+    return step * form.whole(_quotient(scale, step))
 
 
 def rescaled(grid: BlockGrid, form: BlockFormat, scale: Tensor) -> BlockGrid:
@@ -100,7 +100,7 @@ class _Weights:
     def nearest(self, scale: Tensor, offset: Tensor) -> Tensor:
         """Return the nearest values [G, L, N], in units of the scale."""
         shifted = self.exact - offset.unsqueeze(1) if self.form.has_offset else self.exact
-        return self.form.snap(shifted * _quotient(1.0, scale).unsqueeze(1))
+        return self.form.near(shifted * _quotient(1.0, scale).unsqueeze(1), dim=1)
 
     def cost(self, values: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         """Return the cost of values under a scale and offset."""
@@ -186,7 +186,8 @@ def _free(weights: _Weights) -> tuple[Tensor, Tensor]:
         ends = [(high - low) / form.high]
     else:
         largest, low = torch.where(-low >= high, low, high), torch.zeros_like(low)
-        ends = [largest / end for end in dict.fromkeys((-abs(form.low), form.high))]
+        # a grid that is as long on both sides needs no negative scale
+        ends = [largest.abs() / form.high] if form.low == -form.high else [largest / form.low, largest / form.high]
     best, least = (ends[0], low), torch.full_like(low, -torch.inf)
     for scale in (end * share for end in ends for share in _SHARES):
         *grid, gain = weights.fitted(weights.nearest(scale, low))
@@ -209,24 +210,27 @@ def _super_blocks(weights: _Weights, form: SuperBlockFormat, scale: Tensor, offs
     def spread(values: Tensor) -> Tensor:
         return values.repeat_interleave(together, dim=0)
 
-    def whole(wanted: Tensor, step: Tensor, lowest: int) -> Tensor:
-        return _quotient(wanted, spread(step)).round().clamp(lowest, high)
+    def scales(wanted: Tensor, d: Tensor) -> Tensor:
+        return form.whole(_quotient(wanted, spread(d)))
+
+    def offsets(wanted: Tensor, dmin: Tensor) -> Tensor:
+        return _quotient(wanted, spread(dmin)).round().clamp(0, high)
 
     def offer(d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor, *, apart: bool = False) -> None:
         best.offer(spread(d) * sc, -(spread(dmin) * mn), (d, sc, dmin, mn), apart=apart)
 
     largest = inside(scale).gather(1, inside(scale).abs().argmax(1, keepdim=True)).squeeze(1)
     deepest = inside(-offset).amax(1)
-    for end in (high,) if form.has_offset else (low, high):
+    for end in (low, high) if low < 0 else (high,):
         for share in _STEPS:
             d, dmin = float16(largest / end * share).float(), float16(deepest / high * share).float()
-            offer(d, whole(scale, d, low), dmin, whole(-offset, dmin, 0))
+            offer(d, scales(scale, d), dmin, offsets(-offset, dmin))
     for _ in range(_REFINEMENTS):
         # the best integers of every group for its values
         d, _, dmin, _ = best.grid
-        sc = whole(weights.fitted(best.values)[0], d, low)
+        sc = scales(weights.fitted(best.values)[0], d)
         over = weights.total(best.values * (spread(d) * sc).unsqueeze(1) - weights.exact) / weights.costs.sum(1)
-        offer(d, sc, dmin, whole(over, dmin, 0), apart=True)
+        offer(d, sc, dmin, offsets(over, dmin), apart=True)
         # the best d and dmin of every super-block for these: w = d u - dmin mn, u = sc v
         _, sc, _, mn = best.grid
         units = best.values * sc.unsqueeze(1)
