@@ -1,6 +1,8 @@
 """Models with an encoder and a decoder, from a compile to a reload: T5, BART, Marian."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from thorough import beside
 
 from quantkit import cli
 from quantkit.bundle import Bundle
@@ -95,11 +98,26 @@ def test_an_encoder_that_runs_before_the_model_is_expanded(tmp_path: Path, byte_
     assert isinstance(load_runtime("torch").generate(done.bundle, "a text", new_tokens=3)["text"], str)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_two_graphs_answer_as_torch_does(name: str, tmp_path: Path, byte_tokenizer: Any) -> None:
-    folder = saved(name, tmp_path / name, byte_tokenizer)
-    changes = ["export=[{checkpoint: {}}, {onnx: {accuracy_level: 0}}]"]
-    done = compiled(folder, tmp_path / "out", changes=changes)
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Callable[[str], tuple[Path, Any]]:
+    """Return what compiles a model to a checkpoint and to two graphs, once."""
+    home = tmp_path_factory.mktemp("both")
+
+    @functools.cache
+    def made(name: str) -> tuple[Path, Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 300)
+            patch.setenv("QUANTKIT_CACHE", str(home / "cache"))
+            folder = saved(name, home / name, byte_tokenizer)
+            changes = ["export=[{checkpoint: {}}, {onnx: {accuracy_level: 0}}]"]
+            return folder, compiled(folder, home / f"{name}-out", changes=changes)
+
+    return made
+
+
+@pytest.mark.parametrize("name", beside(["t5", "bart"], MODELS))
+def test_two_graphs_answer_as_torch_does(name: str, both: Callable[[str], tuple[Path, Any]]) -> None:
+    _, done = both(name)
     checks = {check.name: check for check in done.bundle.manifest.checks}
     assert checks["reload.onnxruntime"].ok and checks["reload.onnxruntime"].value < 1e-4
     names = [check.name for check in done.bundle.manifest.checks]
@@ -155,10 +173,9 @@ def test_the_decoders_keys_are_solved_by_what_the_encoder_puts_out(tmp_path: Pat
 
 
 def test_a_bundle_is_verified_and_measured_again(
-    tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    both: Callable[[str], tuple[Path, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = saved("t5", tmp_path / "t5", byte_tokenizer)
-    done = compiled(folder, tmp_path / "out", changes=["export=[{checkpoint: {}}, {onnx: {}}]"])
+    folder, done = both("t5")
     monkeypatch.setattr("quantkit.runtimes.apart.find", lambda name: name)
     checks, notes = reload(Bundle.load(done.bundle.path))
     with pytest.raises(InputError, match="two graphs"):

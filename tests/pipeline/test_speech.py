@@ -2,6 +2,7 @@
 
 import json
 import wave
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,13 @@ _SIZES: dict[str, Any] = {
 FEW = ["calibration.samples=2", "scheme.weights.group=16", "gates={}", "export=[{checkpoint: {}}]"]
 
 
-@pytest.fixture(autouse=True)
-def fewer_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 200)
-    monkeypatch.setattr("quantkit.pipeline.blocks.tokens.LOOKED", 100)
+@pytest.fixture(scope="module", autouse=True)
+def fewer_positions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUANTKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr("quantkit.pipeline.blocks.tokens.SCORED", 200)
+        patch.setattr("quantkit.pipeline.blocks.tokens.LOOKED", 100)
+        yield
 
 
 def whisper(folder: Path, tokenizer: Any) -> Path:
@@ -77,6 +81,15 @@ def compiled(folder: Path, out: Path, recipe: str, *changes: str, **asked: Any) 
     return compile_model(
         Request.of(str(folder), recipe=recipe, out=out, changes=[*FEW, *changes], speed=False, **asked)
     )
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, fewer_positions: None, byte_tokenizer: Any) -> Any:
+    """Return a compile to a checkpoint and to two graphs."""
+    home = tmp_path_factory.mktemp("both")
+    folder, audio = whisper(home / "whisper", byte_tokenizer), speech(home / "speech")
+    changes = "export=[{checkpoint: {}}, {onnx: {accuracy_level: 0}}]"
+    return compiled(folder, home / "out", "gptq-int4", changes, calibration=str(audio))
 
 
 def test_speech_calibrates_both_stacks_and_scores(tmp_path: Path, byte_tokenizer: Any) -> None:
@@ -197,16 +210,13 @@ def test_what_cannot_calibrate_is_refused_before_work(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_two_graphs_hear_and_answer_as_torch_does(tmp_path: Path, byte_tokenizer: Any) -> None:
-    folder, audio = whisper(tmp_path / "whisper", byte_tokenizer), speech(tmp_path / "speech")
-    both = "export=[{checkpoint: {}}, {onnx: {accuracy_level: 0}}]"
-    done = compiled(folder, tmp_path / "out", "gptq-int4", both, calibration=str(audio))
-    checks = {check.name: check for check in done.bundle.manifest.checks}
+def test_two_graphs_hear_and_answer_as_torch_does(both: Any) -> None:
+    checks = {check.name: check for check in both.bundle.manifest.checks}
     assert checks["reload.onnxruntime"].ok and checks["reload.onnxruntime"].value < 1e-4
-    kl = {row.runtime: row.value for row in done.rows if row.name == "accuracy.kl"}
+    kl = {row.runtime: row.value for row in both.rows if row.name == "accuracy.kl"}
     assert kl["torch"] == pytest.approx(kl["onnxruntime"], rel=0.5)
     # both write transcripts, of which words are counted
-    wer = {row.runtime: row for row in done.rows if row.name == "accuracy.wer"}
+    wer = {row.runtime: row for row in both.rows if row.name == "accuracy.wer"}
     assert set(wer) == {"torch", "onnxruntime"} and wer["torch"].n == 3 and wer["torch"].shape == {"words": 18}
     assert wer["torch"].value == pytest.approx(wer["onnxruntime"].value, abs=0.2)
     assert wer["torch"].baseline is not None and wer["torch"].baseline.difference is not None
@@ -233,11 +243,8 @@ def test_words_are_counted_as_errors_of_the_best_alignment() -> None:
     assert row.ci95 is not None and row.ci95[0] < 0.5 < row.ci95[1]
 
 
-def test_a_recording_is_written_down(tmp_path: Path, byte_tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = whisper(tmp_path / "whisper", byte_tokenizer)
-    both = "export=[{checkpoint: {}}, {onnx: {accuracy_level: 0}}]"
-    done = compiled(folder, tmp_path / "out", "int4-fast", both)
-    place, long = str(done.bundle.path), wav(tmp_path / "long.wav", 0.3 * np.sin(np.arange(20000) * 0.05))
+def test_a_recording_is_written_down(both: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place, long = str(both.bundle.path), wav(tmp_path / "long.wav", 0.3 * np.sin(np.arange(20000) * 0.05))
     answers = {}
     for runtime in ("torch", "onnxruntime"):
         capsys.readouterr()
@@ -246,13 +253,13 @@ def test_a_recording_is_written_down(tmp_path: Path, byte_tokenizer: Any, capsys
         answers[runtime] = json.loads(capsys.readouterr().out)["result"]
     assert answers["torch"]["text"] == answers["onnxruntime"]["text"]
     assert answers["torch"]["prompt"] == "long.wav"
-    assert "--audio recording.wav" in (done.bundle.path / "README.md").read_text()
+    assert "--audio recording.wav" in (both.bundle.path / "README.md").read_text()
     for words, code in (
         (["--prompt", "text", "--runtime", "torch"], "generate-audio"),
         (["--prompt", "text", "--audio", str(long)], "generate-audio"),
         ([], "usage"),
         (["--audio", str(long), "--runtime", "vllm"], "generate-audio"),
-        (["--audio", str(folder / "config.json")], "calibration-audio"),
+        (["--audio", str(both.bundle.model_folder / "config.json")], "calibration-audio"),
         (["--audio", str(tmp_path / "gone.wav")], "file-missing"),
     ):
         capsys.readouterr()
