@@ -8,6 +8,7 @@ In a process that has imported little, so that forking it is cheap.
 import errno
 import json
 import os
+import shutil
 import signal
 import sys
 import warnings
@@ -103,13 +104,12 @@ def _strike(fault: str) -> None:
 
 
 def tried(work: Work, folder: Path, call: str, fault: str, wanted: Any) -> str:
-    """What is wrong with a fault, at whichever call; "" for nothing."""
+    """What is wrong with a fault, at whichever call, where `folder/prepared` is as it was before; "" for nothing."""
     # every call fails once as a full disk and once by SIGKILL, and every fifth as something else
     every = 1 if fault in ("full", "killed") else 5
     for count in range(1, TOO_MANY, every):
         place = folder / f"{call}-{fault}-{count}"
-        place.mkdir()
-        work.prepare(place)
+        shutil.copytree(folder / "prepared", place)
         code = failing(work, place, call, fault, count)
         if code is None:
             return ""
@@ -130,9 +130,9 @@ def main(name: str, folder: str) -> None:
     os.fsync = os.fstat  # no wait for the disk
     warnings.simplefilter("ignore")
     work, place = WORK[name], Path(folder)
-    undisturbed = place / "undisturbed"
-    undisturbed.mkdir()
-    work.prepare(undisturbed)
+    (place / "prepared").mkdir()
+    work.prepare(place / "prepared")
+    undisturbed = shutil.copytree(place / "prepared", place / "undisturbed")
     work.act(undisturbed)
     wanted = work.left(undisturbed)
     found = {f"{call}-{fault}": tried(work, place, call, fault, wanted) for call, fault in FAULTS}

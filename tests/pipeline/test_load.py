@@ -175,7 +175,7 @@ def test_a_device_loads_its_own_servers(bundle: Bundle, tiny: Path, tmp_path: Pa
     assert good[20].n == 12 and good[20].versions["vllm"] == "0.32.0"
     assert {row["name"] for row in Bundle.load(bundle.path).measurements} >= {"load.goodput", "load.kv_blocks"}
     assert nothing_runs(tmp_path / "pids")
-    real = device.link.run
+    real, sides = device.link.run, {"bundle": bundle.model_folder}
 
     def fewer(*asked: Any, **how: Any) -> Any:
         cells = real(*asked, **how)
@@ -186,7 +186,7 @@ def test_a_device_loads_its_own_servers(bundle: Bundle, tiny: Path, tmp_path: Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device.link, "run", fewer)
         with pytest.raises(InputError, match="answer-invalid"):
-            loaded_on(device, ServerLoad([20], 8, 5, requests=6), {"bundle": tiny}, ["bundle"], lambda *_: None)
+            loaded_on(device, ServerLoad([20], 8, 5, requests=6), sides, ["bundle"], lambda *_: None)
 
 
 def test_a_port_that_is_taken_is_one_line(bundle: Bundle, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
