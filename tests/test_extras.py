@@ -22,6 +22,7 @@ USES = {
     "nightly": "quantkit nightly run nightly.yaml --dry-run",
     "sign": "import OpenSSL, model_signing",
     "ray": "import ray, duckdb",
+    "tasks": "from lm_eval.tasks import TaskManager",
 }
 # llama.cpp compiles for minutes; humming compiles against CUDA; torchvision of the package index loads beside its torch
 LEFT = {"gguf", "humming", "vision", "test", "all"}

@@ -8,7 +8,7 @@ gates can be judged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quantkit.bundle import Check, Decision, Manifest
@@ -91,6 +91,27 @@ _SUBJECTS = {
 }
 
 
+def _recovered(task: str) -> _Subject:
+    """Return the subject of a task's gate: the lower bound of recovery, of all its scores or of the named one."""
+
+    def bound(row: Row) -> float | None:
+        base, told = row.baseline, row.settings
+        named = task in (told.get("task"), f"{told.get('task')} {told.get('metric')}") and not told.get("floor")
+        return base.ratio_ci95[0] if named and base is not None and base.ratio_ci95 else None
+
+    takes = f"`quantkit measure BUNDLE --tasks {task.split(maxsplit=1)[0]}`"
+    return _Subject("task.score", takes, bound, sure=lambda _: None)
+
+
+def _limits(gates: Gates) -> Iterator[tuple[str, float, _Subject]]:
+    """Yield the gates with a limit: `kl_max`; `piqa recovery_min` of a task."""
+    for gate, limit in gates.model_dump().items():
+        if isinstance(limit, dict):
+            yield from ((f"{task} {gate}", least, _recovered(task)) for task, least in limit.items())
+        elif limit is not None:
+            yield gate, limit, _SUBJECTS[gate]
+
+
 def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None) -> tuple[list[Check], list[Decision]]:
     """Check each gate in each runtime with a measurement, on its worst row there; with a decision for each gate without
     one: a note, if nobody asked for it.
@@ -102,10 +123,8 @@ def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None
     """
     checks: list[Check] = []
     unjudged: list[tuple[str, float, str]] = []
-    for gate, limit in gates.model_dump().items():
-        if limit is None:
-            continue
-        about, worse = _SUBJECTS[gate], max if gate.endswith("_max") else min
+    for gate, limit, about in _limits(gates):
+        worse = max if gate.endswith("_max") else min
         worst: dict[str | None, float] = {}
         for row in filter(about.has, rows):
             if (value := about.read(row)) is not None:
@@ -115,7 +134,7 @@ def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None
         for number, (runtime, value) in enumerate(worst.items()):
             label = f"gate.{gate}" if number == 0 else f"gate.{runtime}.{gate}"
             checks.append(Check(name=label, value=value, limit=limit, ok=worse(value, limit) == limit))
-    meant = {gate for gate, *_ in unjudged if asked is None or gate in asked or not checks}
+    meant = {gate for gate, *_ in unjudged if asked is None or gate.split()[-1] in asked or not checks}
     return checks, [
         decision("gates", UNJUDGED if gate in meant else NOTE, f"{_WHERE}{gate}", reason, limit)
         for gate, limit, reason in unjudged
@@ -125,9 +144,9 @@ def judge(gates: Gates, rows: Sequence[Row], asked: Container[str] | None = None
 def near(gates: Gates, rows: Sequence[Row]) -> list[Decision]:
     """List the gates with a limit inside a row's 95 % interval: more items may change the decision."""
     decisions = []
-    for gate, limit in gates.model_dump().items():
-        for row in filter(_SUBJECTS[gate].has, rows) if limit is not None else ():
-            ends = _SUBJECTS[gate].sure(row)
+    for gate, limit, about in _limits(gates):
+        for row in filter(about.has, rows):
+            ends = about.sure(row)
             if ends is not None and ends[0] < limit < ends[1]:
                 low, high = map(words.short, ends)
                 reason = f"the mean over {row.n:,} items decides; its 95 % interval in {row.runtime}, {low} to {high}, "

@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quantkit import limits, plugins
@@ -227,11 +228,13 @@ def keep(
     progress: Progress,
     looked: Inspected | None = None,
     *,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
     more: bool = False,
 ) -> None:
     """Put new rows into a bundle; those against the model that it was made from decide anew, on page and card too.
 
     Args:
+        beside: files that are kept with the rows.
         more: others follow: verdict, page and card wait for the last.
 
     Raises InputError: `bundle-changed` meanwhile.
@@ -254,7 +257,7 @@ def keep(
     new = {_kind(row, against) for row in rows}
     before = read_rows(file) if file.is_file() else []
     together = [*(row for row in before if _kind(row, original) not in new), *rows]
-    files: dict[str, bytes | None] = {MEASUREMENTS: "".join(f"{row.line()}\n" for row in together).encode()}
+    files: dict[str, bytes | None] = {MEASUREMENTS: "".join(f"{row.line()}\n" for row in together).encode(), **beside}
     if against != original or more:
         bundle.put_all(files)
         return
@@ -326,14 +329,27 @@ def options_of(bundle: Bundle, exporter: str) -> dict[str, Any]:
 def _kind(row: Row, against: str) -> tuple[Any, ...]:
     """Tell rows of one kind, which replace each other; those against another baseline, in another runtime, or timed on
     another machine stand beside each other. A row without baseline is one against `against`."""
-    told = ("export", "kv_cache", "output", "surer_than", "way", "baseline_runtime", "floor")
+    told = (
+        "export",
+        "kv_cache",
+        "output",
+        "surer_than",
+        "way",
+        "baseline_runtime",
+        "floor",
+        "task",
+        "metric",
+        "shots",
+        "chat",
+    )
     export = tuple(row.settings.get(key) for key in told)
     baseline = row.baseline.subject if row.baseline else against
     device = row.device.id if row.device and is_timing(row) else None
     if row.name.startswith("load."):  # one load stands whole: its rates share a limit and a state of the machine
         return row.on, "load", baseline, row.runtime, device
-    # of another number of sequences it is the same figure, better or worse known
-    shape = tuple(sorted(item for item in (row.shape or {}).items() if item[0] != "sequences"))
+    # of another number of sequences, or of items, it is the same figure, better or worse known
+    known = ("sequences", "lost", "gained", "for_a_point")
+    shape = tuple(sorted(item for item in (row.shape or {}).items() if item[0] not in known))
     return row.on, row.name, baseline, row.runtime, export, device, row.batch, shape
 
 

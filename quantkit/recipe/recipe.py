@@ -167,6 +167,7 @@ class Gates(Closed):
         recall_drop_max: loss of an encoder's recall at 1 on pairs, in percentage points.
         cosine_min: mean cosine similarity with the original's output; the smallest over several outputs.
         bits_per_weight_max: bits a weight of the quantized layers, including scales and zero points.
+        recovery_min: task (`piqa`, or `hellaswag acc_norm`) -> the lower bound of its score over the original's.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -179,6 +180,7 @@ class Gates(Closed):
     recall_drop_max: float | None = None
     cosine_min: float | None = None
     bits_per_weight_max: float | None = None
+    recovery_min: dict[str, float] | None = None
 
 
 def _checked(what: str, model: type[Document], values: dict[str, Any]) -> Document:

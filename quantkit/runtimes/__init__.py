@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from quantkit.bundle import Bundle
     from quantkit.runtimes.child import Report
-    from quantkit.runtimes.generate import Scores, TextTokens
+    from quantkit.runtimes.generate import Decoder, Scores, TextTokens
 
 
 @dataclass(frozen=True)
@@ -211,6 +211,11 @@ class Runtime(Protocol):
     def load(self, bundle: Bundle) -> Any:
         """Load the model of a bundle as an object of the runtime's library; settings depend on the runtime."""
         ...
+
+    def writer(self, folder: Path) -> Decoder:
+        """Open the model in its folder to write text, in float32 where the runtime takes a type."""
+        session: Any = self.opens(folder)
+        return session  # type: ignore[no-any-return]
 
     def tokenizer(self, bundle: Bundle) -> TextTokens:
         """Return the tokenizer of a bundle; by default from the files in the runtime's folder.

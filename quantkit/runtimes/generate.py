@@ -228,16 +228,96 @@ def fed(model: Decoder, ids: Tensor, at_once: int | None = None) -> Scores:
     import torch
 
     state: Any = None
+    at = (0, 0)
 
     def scores(index: int, part: slice) -> Tensor:
-        nonlocal state
-        if part.start == 0 or state is None:
-            state = model.state(1, ids.shape[1])
-        tokens = ids[index : index + 1, part]
+        nonlocal state, at
+        if state is None or at[0] != index or part.start < at[1]:
+            state, at = model.state(1, ids.shape[1]), (index, 0)
+        tokens = ids[index : index + 1, at[1] : part.stop]
         few = tokens.split(at_once or tokens.shape[1], dim=1)
-        return torch.cat([torch.from_numpy(model.run(state, some.numpy())[0]) for some in few])
+        at = index, part.stop
+        logits = torch.cat([torch.from_numpy(model.run(state, some.numpy())[0]) for some in few])
+        return logits[part.start - part.stop :]
 
     return scores
+
+
+# ids of a text, and the number of those before its continuation; (log-likelihood of that in nats, whether each token of
+# it is the most likely one)
+Asked = tuple[Sequence[int], int]
+Likelihood = tuple[float, bool]
+# ids of a prompt, the most new tokens, and a function of the new ones that ends the text
+Prompt = tuple[Sequence[int], int, Callable[[Sequence[int]], bool]]
+
+
+class Answerer(Protocol):
+    """Interface of a side that answers the items of tasks.
+
+    Attributes:
+        at_once: tokens of the texts that it is given at a time.
+    """
+
+    at_once: int
+
+    def likelihoods(self, texts: Sequence[Asked]) -> list[Likelihood]:
+        """Return how likely each text goes on as it does."""
+
+    def written(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Return the most likely tokens after each prompt, one after another."""
+
+
+class LocalAnswers:
+    """Answers from models that are opened here, each at its first use.
+
+    Args:
+        scored: function that opens the model to score.
+        decoder: function that opens it with a cache.
+    """
+
+    at_once = 8192
+
+    def __init__(self, scored: Callable[[], Any], decoder: Callable[[], Decoder]) -> None:
+        self._opens = scored, decoder
+        self._scored: Any = None
+        self._decoder: Decoder | None = None
+
+    @property
+    def scored(self) -> Any:
+        """Model to score, open."""
+        if self._scored is None:
+            self._scored = self._opens[0]()
+        return self._scored
+
+    def likelihoods(self, texts: Sequence[Asked]) -> list[Likelihood]:
+        """Return how likely each text goes on; padding stands on the right, where a decoder does not look."""
+        import torch
+
+        length = max(len(tokens) for tokens, _ in texts) - 1
+        ids = torch.zeros(len(texts), length, dtype=torch.long)
+        for row, (tokens, _) in zip(ids, texts, strict=True):
+            row[: len(tokens) - 1] = torch.tensor(tokens[:-1])
+        scores, answers = self.scored.scores(ids), []
+        for index, (tokens, first) in enumerate(texts):
+            chances = scores(index, slice(first - 1, len(tokens) - 1)).float().log_softmax(-1)
+            following = torch.tensor(tokens[first:], device=chances.device)
+            right = chances.gather(-1, following.unsqueeze(-1)).sum()
+            answers.append((float(right), bool((chances.argmax(-1) == following).all())))
+        return answers
+
+    def written(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Return the most likely tokens after each prompt."""
+        if self._decoder is None:
+            self._decoder = self._opens[1]()
+        texts = []
+        for ids, count, ended in prompts:
+            new: list[int] = []
+            for tokens in stream(self._decoder, np.array([ids]), count, Sampling()):
+                new.append(int(tokens[0]))
+                if ended(new):
+                    break
+            texts.append(new)
+        return texts
 
 
 class FileModel:

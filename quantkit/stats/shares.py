@@ -26,7 +26,7 @@ Source: Tango, Statistics in Medicine 17 (1998).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import copysign, exp, inf, lgamma, log, sqrt
+from math import ceil, copysign, exp, inf, lgamma, log, sqrt
 from statistics import NormalDist
 from typing import Any
 
@@ -107,6 +107,17 @@ def from_counts(only_first: int, only_second: int) -> McNemar:
     # in logarithms, because C(n, n/2) leaves the range of a float at n = 1030
     tail = sum(exp(lgamma(n + 1) - lgamma(i + 1) - lgamma(n - i + 1) - n * log(2)) for i in range(k + 1))
     return McNemar(only_first=only_first, only_second=only_second, p=min(1.0, 2 * tail))
+
+
+def for_loss(loss: float, flips: float, *, level: float = 0.95, power: float = 0.8) -> int:
+    """Count the items for McNemar's test to show a loss, at such a share of flips: `for_loss(0.01, 0.06)` is
+    4,707.
+
+    n = ((z + z') / loss)² · flips, less the square of the loss. Source: Connor, Biometrics 43 (1987), simplified.
+    """
+    flips = max(flips, loss)
+    z, beyond = NormalDist().inv_cdf(0.5 + level / 2), NormalDist().inv_cdf(power)
+    return ceil(((z * sqrt(flips) + beyond * sqrt(flips - loss * loss)) / loss) ** 2)
 
 
 def tango_score(lost: float, gained: float, n: float, loss: float) -> float:

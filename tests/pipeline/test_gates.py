@@ -72,10 +72,11 @@ def test_a_limit_that_is_just_met_holds() -> None:
 
 
 def test_every_gate_of_the_schema_is_about_something() -> None:
-    every: dict[str, Any] = dict.fromkeys(Gates.model_fields, 1.0)
+    # a task's is tested with tasks
+    every: dict[str, Any] = dict.fromkeys(Gates.model_fields.keys() - {"recovery_min"}, 1.0)
     checks = judge(Gates(**every), [*ROWS, *LABELLED])[0]
     plain = {check.name for check in checks}
-    assert plain == {f"gate.{name}" for name in Gates.model_fields}
+    assert plain == {f"gate.{name}" for name in every}
     assert judge(Gates(), ROWS) == ([], [])
 
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import quantkit
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import BundlePath, Json, On, Runtime, Wheelhouse, batches, demand_device
+from quantkit.cli.options import BundlePath, Json, On, Runtime, Wheelhouse, batches, demand_device, listed
 from quantkit.errors import Inconclusive, InputError, QuantkitError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from quantkit.bundle import Bundle, Manifest
     from quantkit.measurement.load import ServerLoad
     from quantkit.measurement.rows import Row
+    from quantkit.pipeline.tasks import TaskQuestion
 
 
 def measure(
@@ -59,9 +59,26 @@ def measure(
     endpoint: Annotated[
         str | None, typer.Option(metavar="URL", help="With --load: load the server that runs there, and keep nothing.")
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,…", help="Tasks of lm-eval, or files of one's own (./mine.jsonl): measure by these."
+        ),
+    ] = None,
+    task_data: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --tasks: folder of NAME.jsonl; default: where lm-eval has them from."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="With --tasks: items of each task; default: all.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="With --tasks: prompts go through the chat template.")] = False,
+    floor: Annotated[
+        bool, typer.Option("--floor", help="With --tasks: the float model answers in this runtime too.")
+    ] = False,
     as_json: Json = False,
 ) -> Answer:
-    """Score, weigh and time a bundle again, here or on a device; or load it in a server."""
+    """Score, weigh and time a bundle again, here or on a device; by tasks; or load it in a server."""
     from quantkit.bundle import Decision
     from quantkit.measurement.engine_layers import stored
     from quantkit.measurement.load import ServerLoad
@@ -69,11 +86,22 @@ def measure(
     from quantkit.pipeline.gates import failed_gate
     from quantkit.pipeline.graphs.bundles import holds_graph
     from quantkit.pipeline.measure import default_runtime, measure_bundle, timing_plan
+    from quantkit.pipeline.tasks import TaskQuestion
     from quantkit.report.bundle import engine, figures
     from quantkit.report.bundle.document import document
     from quantkit.report.kit.tree import Part
     from quantkit.runtimes import load_runtime
 
+    if tasks is not None:
+        asked = {"--calibration": calibration, "--batch": batch, "--seconds": seconds, "--on": on, "--load": load}
+        wrong = [name for name, value in {**asked, "--quick": quick, "--resume": resume}.items() if value]
+        if wrong:
+            rule = "tasks are measured alone, and here; what was answered already is never asked again"
+            raise InputError("usage", "--tasks", wrong[0], rule, f"leave {wrong[0]} out")
+        return _by_tasks(bundle, TaskQuestion(listed(tasks), task_data, limit, chat, floor), baseline, runtime)
+    if task_data or limit or chat or floor:
+        rule = "--task-data, --limit, --chat and --floor need --tasks"
+        raise InputError("usage", "--tasks", "not given", rule, "add --tasks piqa,hellaswag")
     if load is not None:
         asked = {"--calibration": calibration, "--batch": batch, "--seconds": seconds, "--quick": quick}
         asked |= {"--on": on} if endpoint else {}
@@ -160,6 +188,25 @@ def measure(
             shown += engine.brief(engine_layers)
     taken = [decision.as_dict() for decision in decisions]
     return Answer(result, shown, taken, notes, error)
+
+
+def _by_tasks(path: Path, question: TaskQuestion, baseline: str | None, runtime: str | None) -> Answer:
+    """Measure a bundle by tasks, beside its original."""
+    from quantkit.pipeline.gates import failed_gate
+    from quantkit.pipeline.tasks import measure_tasks
+    from quantkit.report.bundle import tasks as report
+
+    opened = quantkit.load(path)
+    with showing() as progress:
+        progress.begin(f"measuring {path}")
+        rows = measure_tasks(opened, question, baseline, progress, runtime=runtime)
+    opened = quantkit.load(path)
+    result = {
+        "bundle": str(opened.path),
+        "content_sha256": opened.manifest.content_sha256,
+        "measurements": [row.as_dict() for row in rows],
+    }
+    return Answer(result, report.parts(rows), error=failed_gate(opened.manifest))
 
 
 def _loaded(

@@ -20,7 +20,7 @@ from quantkit.measurement.rows import Row
 from quantkit.measurement.verdict import speed_up
 from quantkit.model.source.alias import ALIASES
 from quantkit.report.bundle import accuracy as accuracies
-from quantkit.report.bundle import curves, engine, figures, speed, usage
+from quantkit.report.bundle import curves, engine, figures, speed, tasks, usage
 from quantkit.report.bundle import harm as harms
 from quantkit.report.bundle import load as loads
 from quantkit.report.bundle.speed import DeviceRows
@@ -63,6 +63,7 @@ def document(
         ("speed", "Speed", On.ALL, _speed(manifest, rows)),
         ("load", "Under load", On.ALL, loads.parts(manifest, rows)),
         ("accuracy", "Accuracy", On.PAGE, _accuracy(manifest, rows, notes)),
+        ("tasks", "Tasks", On.ALL, tasks.parts(rows)),
         ("harm", "Where the harm is", On.PAGE, harms.parts(manifest, harm)),
         ("engine", "What the engine does", On.PAGE, list(engine.sections(engines))),
         ("devices", "Devices", On.PAGE, speed.on_devices(manifest, rows, devices)),

@@ -321,7 +321,9 @@ def unjudged(manifest: Manifest) -> list[str]:
     """List the recipe's gates without a score."""
     judged = {check.name.rpartition(".")[2] for check in gates(manifest.checks)}
     asked: dict[str, Any] = manifest.recipe.get("gates") or {}
-    return [gate for gate, limit in asked.items() if limit is not None and gate not in judged]
+    names = [name for name, limit in asked.items() if limit is not None and not isinstance(limit, dict)]
+    names += [f"{task} {name}" for name, tasks in asked.items() if isinstance(tasks, dict) for task in tasks]
+    return [name for name in names if name not in judged]
 
 
 def relation(check: Check) -> str:

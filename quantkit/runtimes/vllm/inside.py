@@ -5,7 +5,9 @@ It reads one job, a line of JSON, and answers in the lines of `runtimes.child`. 
     versions    {}                                          row {package: version}
     logits      {model, ids [n][T], folder, settings}       row {"model": ...}, then a row for each sequence; with
                 `linears` also their products, in `linears.safetensors` and row {"merged": {name: parts}}
+    likelihoods {model, texts [n][ids [T], first], settings}    as above, with a row [nats, all right] for each
     tokens      {model, ids [T], new_tokens, sample, seed, stop, settings}    row {"ids", "seconds", "model"}
+    written     {model, prompts [n][ids [T], new_tokens], stop, settings}     row {"ids"} for each
     load        {visits [{side, command, url}], rates [{rate, requests}], prompt, output, tokenizer, ready, idle}
                                                             a row for each visit and rate, then one for the visit
 
@@ -110,13 +112,11 @@ def _device() -> str:
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
 
 
-def logits(job: Job, say: Any) -> None:
-    """Write the logits of every sequence, [T - 1, V], as `NUMBER.safetensors` in a folder."""
+def watched(job: Job, ids: list[list[int]], say: Any) -> tuple[Any, Iterator[Any]]:
+    """Open a model; return it with the logits of every sequence, [T - 1, V], one after another."""
     import torch
-    from safetensors.torch import save_file
     from vllm import SamplingParams
 
-    ids: list[list[int]] = job["ids"]
     seen: list[torch.Tensor] = []
 
     def watch(model: Any) -> bool:
@@ -131,24 +131,49 @@ def logits(job: Job, say: Any) -> None:
     if not all(llm.apply_model(watch)):
         raise JobRefused("vllm-failed", type(llm).__name__, "a model with one LogitsProcessor")
     say("row", {"model": about(llm)})
+
+    def rows() -> Iterator[Any]:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+        for number, sequence in enumerate(ids):
+            seen.clear()
+            llm.generate([{"prompt_token_ids": sequence[:-1]}], params, use_tqdm=False)
+            # the row after the prompt comes first, in a call of its own
+            whole = torch.cat([seen[-1], seen[0]])
+            if len(seen) != 2 or whole.shape[0] != len(sequence) - 1:
+                raise JobRefused(
+                    "vllm-failed", f"logits of {[len(part) for part in seen]} positions", "those of the prompt"
+                )
+            yield whole
+            say("at", f"{number + 1} of {len(ids)} sequences", (number + 1) / len(ids))
+
+    return llm, rows()
+
+
+def logits(job: Job, say: Any) -> None:
+    """Write the logits of every sequence, [T - 1, V], as `NUMBER.safetensors` in a folder."""
+    from safetensors.torch import save_file
+
+    llm, rows = watched(job, job["ids"], say)
     if job.get("linears"):
         dtype = llm.llm_engine.vllm_config.model_config.dtype
         merged, products = llm.apply_model(lambda model: _linears(model, dtype))[0]
         save_file(products, f"{job['folder']}/linears.safetensors")
         say("row", {"merged": merged})
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
-    for number, sequence in enumerate(ids):
-        seen.clear()
-        llm.generate([{"prompt_token_ids": sequence[:-1]}], params, use_tqdm=False)
-        # the row after the prompt comes first, in a call of its own
-        whole = torch.cat([seen[-1], seen[0]])
-        if len(seen) != 2 or whole.shape[0] != len(sequence) - 1:
-            raise JobRefused(
-                "vllm-failed", f"logits of {[len(part) for part in seen]} positions", "those of the prompt"
-            )
+    for number, whole in enumerate(rows):
         save_file({"logits": whole}, f"{job['folder']}/{number}.safetensors")
         say("row", {"sequence": number})
-        say("at", f"{number + 1} of {len(ids)} sequences", (number + 1) / len(ids))
+
+
+def likelihoods(job: Job, say: Any) -> None:
+    """Answer how likely each text goes on as it does after its first tokens."""
+    import torch
+
+    texts = job["texts"]
+    _, rows = watched(job, [ids for ids, _ in texts], say)
+    for (ids, first), whole in zip(texts, rows, strict=True):
+        chances, following = whole[first - 1 :].float().log_softmax(-1), torch.tensor(ids[first:])
+        right = chances.gather(-1, following.unsqueeze(-1)).sum()
+        say("row", [float(right), bool((chances.argmax(-1) == following).all())])
 
 
 def _linears(model: Any, dtype: Any) -> tuple[dict[str, list[str]], Job]:
@@ -190,6 +215,18 @@ def tokens(job: Job, say: Any) -> None:
     (answer,) = llm.generate([prompt], params, use_tqdm=False)
     seconds = time.perf_counter() - begin
     say("row", {"ids": list(answer.outputs[0].token_ids), "seconds": seconds, "model": about(llm)})
+
+
+def written(job: Job, say: Any) -> None:
+    """Continue prompts, each with its most likely tokens."""
+    from vllm import SamplingParams
+
+    llm = opened(job, max(len(ids) + count for ids, count in job["prompts"]))
+    for number, (ids, count) in enumerate(job["prompts"]):
+        params = SamplingParams(max_tokens=count, stop_token_ids=job["stop"], temperature=0.0, detokenize=False)
+        (answer,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        say("row", {"ids": list(answer.outputs[0].token_ids)})
+        say("at", f"{number + 1} of {len(job['prompts'])} prompts", (number + 1) / len(job["prompts"]))
 
 
 # seconds between two looks at a server that starts, and at its memory
@@ -432,7 +469,9 @@ def main() -> None:
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        {"versions": versions, "logits": logits, "tokens": tokens, "load": load}[job["do"]](job, say)
+        jobs = {"versions": versions, "logits": logits, "likelihoods": likelihoods, "tokens": tokens}
+        jobs |= {"written": written, "load": load}
+        jobs[job["do"]](job, say)
     except JobRefused as problem:
         code, value, rule = problem.args
         say("error", {"code": code, "where": job.get("model", "vllm"), "value": value, "rule": rule, "exit": 2})

@@ -1,0 +1,146 @@
+"""Scores of a task's items for one side, and the rows of two sides."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.errors import InputError
+from quantkit.measurement.accuracy.labelled import About, Drawn, difference_interval, share_interval
+from quantkit.measurement.rows import Baseline, Interval, Row
+from quantkit.measurement.tasks.defined import OpenTask, quiet
+from quantkit.stats.clustered import clustered_mean, ratio_interval
+from quantkit.stats.shares import for_loss, mcnemar
+
+Array = NDArray[Any]
+SCORE = "task.score"
+# loss that a task is to show
+POINT = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """Values of one score for n items, in their order.
+
+    Args:
+        metric: name in lm-eval: `acc`, `acc_norm`, `exact_match,strict-match`.
+        values: `[n]`.
+        higher: whether more is better.
+    """
+
+    metric: str
+    values: Array
+    higher: bool
+
+
+def build(tasks: Sequence[OpenTask], lm: Any, limit: int | None, chat: bool) -> None:
+    """Write the requests of tasks. Raises InputError `task-too-long`, `task-unsupported`."""
+    for one in tasks:
+        if one.task is None:
+            continue
+        with quiet():
+            one.task.build_all_requests(
+                limit=limit,
+                rank=0,
+                world_size=1,
+                apply_chat_template=chat,
+                chat_template=lm.apply_chat_template if chat else None,
+                tokenizer_name=lm.tokenizer_name if chat else "",
+            )
+        lm.demand_fits(one.name, one.task.instances)
+
+
+def answered(tasks: Sequence[OpenTask], lm: Any) -> dict[str, list[Score]]:
+    """Let a side answer all requests of tasks, and score them: task -> its scores that are means over items."""
+    requests: dict[str, list[Any]] = defaultdict(list)
+    for one in tasks:
+        for instance in one.task.instances if one.task is not None else ():
+            instance.resps, instance.filtered_resps = [], {}
+            requests[instance.request_type] += [instance] * instance.repeats
+    for kind, asked in requests.items():
+        for instance, answer in zip(asked, getattr(lm, kind)(asked), strict=True):
+            instance.resps.append(answer)
+    return {one.name: _scores(one.task) for one in tasks if one.task is not None}
+
+
+def _scores(task: Any) -> list[Score]:
+    with quiet():
+        task.apply_filters()
+        by_item = defaultdict(list)
+        for instance in task.instances:
+            by_item[instance.doc_id].append(instance)
+        values: dict[str, list[float]] = defaultdict(list)
+        means = {name for name, how in task.aggregation().items() if getattr(how, "__name__", "") == "mean"}
+        higher = task.higher_is_better()
+        for chosen in task.instances[0].filtered_resps:
+            for instances in by_item.values():
+                instances.sort(key=lambda one: one.idx)
+                answers = [one.filtered_resps[chosen] for one in instances]
+                for name, value in task.process_results(instances[0].doc, answers).items():
+                    if name in means:
+                        values[name if chosen == "none" else f"{name},{chosen}"].append(float(value))
+    return [Score(name, np.array(own), bool(higher[name.split(",")[0]])) for name, own in values.items()]
+
+
+def rows(before: Score, after: Score, about: About, settings: Mapping[str, Any], flags: Sequence[str]) -> Row:
+    """Return the row of a score: recovery in `baseline.ratio`, flips in `shape`, McNemar's test in `baseline`."""
+    one, other = before.values, after.values
+    if one.shape != other.shape or not one.size:
+        raise InputError("items-differ", about.data.set, f"{one.size} and {other.size} items", "both answer the same")
+    whole = np.isin(np.concatenate([one, other]), (0.0, 1.0)).all()
+    base, value = float(one.mean()), float(other.mean())
+    shape: dict[str, int] = {}
+    test: dict[str, Any] = {}
+    ci95: Interval | None
+    if whole:
+        right, was = other > 0, one > 0
+        flips = mcnemar(was, right)
+        shape = {"lost": flips.only_first, "gained": flips.only_second}
+        shape["for_a_point"] = for_loss(POINT, (flips.only_first + flips.only_second) / one.size)
+        test = {
+            "difference": value - base,
+            "difference_ci95": difference_interval(right, was),
+            "p_value": flips.p,
+        }
+        ci95 = share_interval(right)
+    else:
+        ci95 = clustered_mean(other, np.arange(other.size)).ci95
+        test = {"difference": value - base, "difference_ci95": _moved(one, other)}
+    better = recovery(one, other) if after.higher else recovery(other, one)
+    against = Baseline(subject=about.baseline, value=base, **better, **test)
+    return about.row(
+        SCORE,
+        value,
+        Drawn(one.size, "item"),
+        against=against,
+        ci95=ci95,
+        shape=shape or None,
+        better="higher" if after.higher else "lower",
+        settings={"metric": after.metric, **settings},
+        flags=list(flags),
+    )
+
+
+def _moved(one: Array, other: Array) -> Interval | None:
+    return clustered_mean(other - one, np.arange(one.size)).ci95
+
+
+def recovery(before: Array, after: Array) -> dict[str, Any]:
+    """Return the ratio of two means over the same items [n], and its interval; nothing where the original has none.
+
+    Without a flip a bootstrap has no width: the interval is then that of the difference, over the original's score.
+    """
+    base = float(before.mean())
+    if base <= 0 or before.size < 2:
+        return {}
+    ratio = float(after.mean()) / base
+    if (before == after).all():
+        reach = (difference_interval(after > 0, before > 0) or (-1.0, 1.0))[1] / base
+        return {"ratio": ratio, "ratio_ci95": (ratio - reach, ratio + reach)}
+    low, high = ratio_interval(after, before)
+    return {"ratio": ratio, "ratio_ci95": (min(low, ratio), max(high, ratio))}

@@ -1,0 +1,53 @@
+"""Section of a bundle's report about tasks: scores, recovery and flips, beside the original."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quantkit.measurement.rows import Row
+from quantkit.report.kit import words
+from quantkit.report.kit.tree import Part, Remark, Sheet
+
+_HEAD = ("task", "original", "this model", "recovery", "95 % interval", "lost, gained", "p", "items", "for 1 point")
+
+
+def parts(rows: Sequence[Row]) -> list[Part]:
+    """Build the section; nothing without rows of tasks."""
+    scored = [row for row in rows if row.name == "task.score" and row.value is not None and row.baseline is not None]
+    if not scored:
+        return []
+    own = [row for row in scored if not row.settings.get("floor")]
+    floor = [row for row in scored if row.settings.get("floor")]
+    text = "Both models answered the same items. Recovery is the score over the original's. Lost and gained are items "
+    text += (
+        "that one side alone has right, with McNemar's exact test. The last column counts the items that would show "
+    )
+    text += "a loss of one point at as many flips."
+    tables: list[Part] = [Sheet(_HEAD, [_line(row) for row in own], 1)] if own else []
+    if floor:
+        title = f"Noise floor: the float model in {floor[0].runtime}, against itself in torch"
+        tables.append(Sheet(_HEAD, [_line(row) for row in floor], 1, title=title))
+    told = sorted({flag.replace("-", " ") for row in scored for flag in row.flags if not flag.startswith("ci95-by-")})
+    return [*tables, Remark(text, "caption"), *(Remark(f"{words.sentence(flag)}.", "caution") for flag in told)]
+
+
+def _line(row: Row) -> list[str]:
+    base, shape = row.baseline, row.shape or {}
+    assert base is not None and row.value is not None
+    name = f"{row.settings.get('task')} {row.settings.get('metric')}"
+    shots = row.settings.get("shots")
+    several = words.joined(
+        row.runtime or "", f"{shots}-shot" if shots else "", "chat" if row.settings.get("chat") else ""
+    )
+    between = words.between(base.ratio_ci95, words.percent) or "–"
+    return [
+        f"{name} ({several})",
+        words.percent(base.value),
+        words.percent(row.value),
+        "–" if base.ratio is None else words.percent(base.ratio),
+        between,
+        f"{shape['lost']:,}, {shape['gained']:,}" if "lost" in shape else "–",
+        "–" if base.p_value is None else words.chance(base.p_value),
+        f"{row.n or 0:,}",
+        f"{shape['for_a_point']:,}" if "for_a_point" in shape else "–",
+    ]
