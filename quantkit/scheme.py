@@ -104,6 +104,11 @@ class WeightScheme(Closed):
         return -columns % self.multiple
 
     @property
+    def trains_scale(self) -> bool:
+        """True if the scale is a float, and all that its weights are multiplied by; no offset is added to them."""
+        return self.scale in ("float32", "float16", "bfloat16") and (self.symmetric or self.format.startswith("int"))
+
+    @property
     def rows_apart(self) -> bool:
         """True if rows share nothing, so that a matrix can be split and joined along N."""
         return self.granularity in ("channel", "group") and self.scale not in ("fp8_e4m3", "double")

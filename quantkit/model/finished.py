@@ -126,8 +126,16 @@ def _apart(joined: Tensor, *, signed: bool) -> Tensor:
     return ((codes ^ 8) - 8).view(torch.int8) if signed else codes
 
 
+def scale_key(linear: str) -> str:
+    """Return the stored name of a linear's scale."""
+    return f"{linear}{_MARK}scale"
+
+
 class Finished:
-    """Results of all blocks, read lazily; `files` were written by `save`, linears have their full names."""
+    """Results of all blocks, read lazily; `files` were written by `save`, linears have their full names.
+
+    Of tensors that several files hold, the last one's counts.
+    """
 
     def __init__(
         self,

@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # types in the signatures of passes, which import them from h
 
 # need of a pass whose settings have `gradients`, a number of sequences: `Stats.gradients`
 GRADIENTS = "output_gradients"
+# need of a pass of scope `answers`: the original's answers on sequences of its own
+ANSWERS = "answers"
 # decision: a pass weighs no outputs by gradients
 UNGRADED = "gradients-unavailable"
 # a decision with this code reports how an input was read; it is no fallback
@@ -70,7 +72,8 @@ class Pass(Protocol):
 
     Attributes:
         scope: `block`, or `model` for a pass that changes every block: its `transform` is then applied to every block,
-            and to the rest of the model, when they load.
+            and to the rest of the model, when they load; `answers` for one that trains the finished model on answers
+            of the original, after all others.
         needs: statistics: "hessian", "mean_square", "absmax", "mean", "original_inputs", "original_outputs";
             "weight_errors": loss by the codes in weights of linears with a bias. `needs_with` depends on settings.
         requires, ensures: facts about a block: "codes" (assigned), "unassigned", "folded", "moved" (inputs).
@@ -80,7 +83,7 @@ class Pass(Protocol):
 
     name: str
     paper: str = ""
-    scope: Literal["block", "model"] = "block"
+    scope: Literal["block", "model", "answers"] = "block"
     needs: frozenset[str] = frozenset()
     requires: frozenset[str] = frozenset()
     ensures: frozenset[str] = frozenset()

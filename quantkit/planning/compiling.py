@@ -37,7 +37,7 @@ from quantkit.model.layouts import load_layout
 from quantkit.model.layouts import names as layout_names
 from quantkit.model.sizes.architecture import EXPERTS_IN_MEMORY, Architecture, BlockShapes, Matrix
 from quantkit.model.sizes.storage import table_bytes
-from quantkit.passes import GRADIENTS, pass_of
+from quantkit.passes import ANSWERS, GRADIENTS, pass_of
 from quantkit.planning.assigned import assign_sizes
 from quantkit.plugins import Stores
 from quantkit.recipe import ExportStep, PassStep, Recipe
@@ -54,6 +54,8 @@ SCORED_TOGETHER, LONG, LONG_SEQUENCES = 4, 2048, 4
 # models up to so many bytes are compared with plain transformers whole; larger ones if that takes at most this multiple
 # of the other parts' peak
 WHOLE, CONFIRMED = 640 * 2**20, 1.25
+# positions of which logits are taken at a time, as in `model/streaming/answers.py`
+_PULLED = 128
 # logits of one model in memory at one time; bytes from which on hidden states are kept in a file
 _LOGITS, _ON_DISK = 1 << 23, 1 << 30
 # bytes of a token in a tokenizer's memory: a byte-level BPE of 24,000 takes 28 MB, benchmarks/harness/tokenizer_side.py
@@ -195,6 +197,11 @@ class CompileSpec:
     def gradients(self) -> int:
         """Number of sequences with gradients for a pass."""
         return max((step.settings.gradients for step in self.recipe.passes if GRADIENTS in _needs(step)), default=0)
+
+    @property
+    def training(self) -> Any:
+        """Settings of a pass of scope `answers`; None without one."""
+        return next((step.settings for step in self.recipe.passes if ANSWERS in _needs(step)), None)
 
     @property
     def exports(self) -> list[str]:
@@ -371,6 +378,8 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
         parts["begin"] = {**libraries, "ends": spec.ends, **{name: quantized[name] for name in ("hidden", "beside")}}
         parts["quantize"] = {**libraries, **quantized}
         left = {f"left {name}": amount for name, amount in quantized.items()}
+        if (training := spec.training) is not None:
+            parts["train"] = {**libraries, "ends": spec.ends, **_recovering(spec, training)}
     # a closed session leaves memory too
     left |= {"left floats": _table(model)} if libraries["graph"] else {}
     for step in spec.recipe.export:
@@ -424,6 +433,27 @@ def _quantizing(spec: CompileSpec) -> dict[str, float]:
         "activations": 4.0 * at_once * features,
         "originals": 4.0 * at_once * kept,
         "beside": _beside(spec, spec.tokens),
+    }
+
+
+def _recovering(spec: CompileSpec, settings: Any) -> dict[str, float]:
+    model = spec.architecture
+    inside = 4.0 * sum(elements(layer.matrices) for layer in model.layers)
+    layer = max(model.layers, key=lambda layer: elements(layer.matrices))
+    scales = sum(
+        matrix.count * matrix.N * -(-matrix.K // (spec.schemes[matrix.name].group or matrix.K))
+        for matrix in model.inside()
+        if matrix.name in spec.schemes
+    )
+    tokens = (settings.sequences + settings.held) * spec.length
+    return {
+        "whole": inside if inside <= WHOLE else 0.0,
+        "weights": spec.block,
+        "scales": 4.0 * scales,
+        "hidden": min(4.0 * tokens * model.hidden, _ON_DISK),
+        "states": 4.0 * settings.batch * spec.length * model.hidden * len(model.layers),
+        "activations": 4.0 * spec.length * sum(matrix.active * (matrix.N + matrix.K) for matrix in layer.matrices),
+        "logits": 4.0 * min(spec.length, _PULLED) * (model.vocabulary or 0),
     }
 
 

@@ -48,7 +48,14 @@ def collect(
         inputs.append(kept.copy(hidden))
         hidden = calls.pass_on(stage, calls.run_all(stream.load(index), stage, hidden))
     answers, generator = stream.answers_of(calls, ids, hidden), torch.Generator().manual_seed(seed)
-    pulls = [answers.pull(row, generator) for row in range(len(ids))]
+
+    def surprise(logits: Tensor, _: slice) -> Tensor:
+        """Sum -log p(y) of answers drawn from the logits."""
+        logits = logits.float()
+        drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
+        return nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
+
+    pulls = [answers.pull(row, surprise)[0] for row in range(len(ids))]
     del answers, hidden
     for stage, index in reversed(list(enumerate(stream.visits))):
         block, seen = stream.load(index), dict[str, list[Tensor]]()

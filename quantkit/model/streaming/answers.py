@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -96,21 +96,29 @@ class Answers:
         return self._held[1][part]
 
     @torch.enable_grad()
-    def pull(self, index: int, generator: torch.Generator) -> Tensor:
-        """Return the gradient of -log p(y) by a sequence's last hidden states, [1, tokens, width]; y is drawn from the
-        logits.
+    def pull(
+        self, index: int, loss: Callable[[Tensor, slice], Tensor], beside: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of a loss by a sequence's last hidden states, [1, tokens, width], and by parameters.
+
+        Args:
+            loss: function of logits [P, vocabulary] and of their positions to the sum of their losses.
+            beside: parameters of the head.
         """
         assert isinstance(self._of, Head) and self._hidden is not None
         whole, ids = self._hidden[index : index + 1], self._ids[index : index + 1]
-        apart = whole.shape[1] == ids.shape[1]
-        parts = []
-        for row, part in zip(*(one.split(PULLED if apart else one.shape[1], 1) for one in (whole, ids)), strict=True):
+        tokens = ids.shape[1]
+        step = PULLED if whole.shape[1] == tokens else tokens
+        parts, sums = [], [torch.zeros_like(one) for one in beside]
+        for start in range(0, tokens, step):
+            part = slice(start, min(start + step, tokens))
+            row = whole if step == tokens else whole[:, part]
             hidden = row.to(ids.device).detach().requires_grad_(True)
-            logits = self._of(hidden, part)[0].float()
-            drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(ids.device)
-            loss = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
-            parts.append(torch.autograd.grad(loss, hidden)[0])
-        return torch.cat(parts, dim=1)
+            value = loss(self._of(hidden, ids[:, part])[0], part)
+            first, *others = torch.autograd.grad(value, [hidden, *beside])
+            parts.append(first)
+            sums = [one + other for one, other in zip(sums, others, strict=True)]
+        return torch.cat(parts, dim=1), *sums
 
     @torch.no_grad()
     def given(self, linear: str, index: int) -> Tensor:

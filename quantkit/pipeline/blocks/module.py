@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.bundle import Decision
+from quantkit.errors import InputError
 from quantkit.passes import ModelOutcome, pass_of
 from quantkit.plugins.outside import demand_returned
 from quantkit.recipe import Recipe
@@ -94,6 +95,9 @@ class Pipeline:
         layers = lay_out(self.recipe, model, stream.block_names, str(dtype).removeprefix("torch."))
         steps = [PassRun(pass_of(step), step.settings) for step in self.recipe.passes]
         check_order(steps)
+        if any(step.run.scope == "answers" for step in steps):
+            rule, remedy = "it trains what a compile has committed", "call quantkit.compile, or leave the pass out"
+            raise InputError("recover-unable", "Pipeline", f"passes: {steps[-1].run.name}", rule, remedy)
         self.tensors, self.decisions = {}, list(layers.decisions)
         for step in steps:
             if step.run.scope == "model":

@@ -74,6 +74,7 @@ class Prepared:
         source: same model, with a tied tensor untied if a pass of scope `model` will change one of the two alone.
         cpu_seconds: processor seconds that passes of scope `model` took to plan their changes.
         device: device of the computation; `stream` is there.
+        training: sequences for a pass of scope `answers`, then those that it holds out.
     """
 
     request: Request
@@ -88,6 +89,7 @@ class Prepared:
     decisions: list[Decision]
     cpu_seconds: float = 0.0
     device: ComputeDevice = field(default_factory=ComputeDevice)
+    training: TokenSet | None = None
 
     def unchanged(self) -> StreamedModel:
         """Return the model as it was opened, without what passes of scope `model` make of it."""
@@ -113,8 +115,9 @@ class Prepared:
         from quantkit.model.finished import Finished
         from quantkit.model.streaming.stream import CPU as PROCESSOR
 
-        names = ("block-*.safetensors", "head.safetensors", "tower.safetensors", "rest.safetensors")
-        files = sorted(path for name in names for path in build.steps.glob(name))
+        # recovered scales and gains replace those before
+        names = ("block-*", "head", "tower", "rest", "recovered")
+        files = [path for name in names for path in sorted(build.steps.glob(f"{name}.safetensors"))]
         cache = self.request.recipe.scheme.kv_cache
         stream = self.stream.on(PROCESSOR) if written and not self.device.is_cpu else self.stream
         done = Finished(files, self.layers.schemes, self.layers.activations, cache)
@@ -140,6 +143,7 @@ def fingerprint(prepared: Prepared) -> dict[str, Any]:
         files=[file_sha256(Path(file)) for file in matrices if file],
         calibration=prepared.calibration.sha256 if prepared.calibration else None,
         scoring=prepared.scoring.sha256,
+        **({"training": prepared.training.sha256} if prepared.training else {}),
         **prepared.device.as_dict(),
     )
 
@@ -246,9 +250,11 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     if scoring.lengths is not None:
         decisions += [decision("score", NOTE, where, note) for note in scoring.notes]
     out = request.out or default_out(source.name, recipe.name, resume=request.resume)
+    training = _training(stream, layers, recipe, steps, scoring) if seen is None else None
     prepared = Prepared(
         request, original, source, stream, layers, steps, calibration, scoring, out, decisions, cpu_seconds
     )
+    prepared = replace(prepared, training=training)
     if request.device == CPU:
         return prepared
     device, why = chosen_device(prepared)
@@ -308,6 +314,27 @@ def _without_gradients(stream: StreamedModel, steps: list[PassRun]) -> tuple[lis
     taken = decision(step.run.name, UNGRADED, stream.source.architecture, reason, step.settings.gradients, 0)
     without = replace(step, settings=step.settings.model_copy(update={"gradients": 0}))
     return [*steps[:asking], without, *steps[asking + 1 :]], [taken]
+
+
+def _training(
+    stream: StreamedModel, layers: Layers, recipe: Recipe, steps: list[PassRun], scoring: TokenSet
+) -> TokenSet | None:
+    """Load sequences for a pass of scope `answers` to train on and to hold out; None without such a pass.
+
+    Raises InputError: `recover-unable`, `recover-scales`, `recover-text`.
+    """
+    step = next((step for step in steps if step.run.scope == "answers"), None)
+    if step is None:
+        return None
+    name, source, without = step.run.name, stream.source, f"take `{step.run.name}` out of the recipe's passes"
+    if source.kind != "decoder" or source.has_encoder or stream.flow.live:
+        rule = "gradients of answers need a decoder alone, of which each block reads the output of the one before"
+        raise InputError("recover-unable", f"passes: {name}", source.architecture, rule, without)
+    for linear, scheme in layers.schemes.items():
+        if not scheme.trains_scale:
+            rule = "a scale is trained where it is stored as a float of its own"
+            raise InputError("recover-scales", f"passes: {name}", f"{scheme.format} in {linear}", rule, without)
+    return tokens.training(recipe, source, name, step.settings, scoring)
 
 
 def _transformed(stream: StreamedModel, steps: list[PassRun], seed: int) -> tuple[StreamedModel, list[Decision]]:

@@ -30,6 +30,7 @@ from quantkit.pipeline import engines
 from quantkit.pipeline.blocks.layers import account
 from quantkit.pipeline.blocks.prepared import Prepared, estimate, fingerprint
 from quantkit.pipeline.blocks.quantize import quantize
+from quantkit.pipeline.blocks.recover import recover
 from quantkit.pipeline.blocks.score import (
     AFTER,
     BEFORE,
@@ -172,8 +173,9 @@ class TransformerSubject(Subject):
             self.watch.begin("quantize")
             with prepared.device.arithmetic():
                 quantize(prepared, self.build, self.progress)
+                recover(prepared, self.build, self.progress)
         done = sorted(self.build.done().items())  # blocks in their order, then the head
-        records = [record for key, record in done if key.startswith(("block-", "head", "tower"))]
+        records = [record for key, record in done if key.startswith(("block-", "head", "tower", "recovered"))]
         self.layers = [LayerEntry.model_validate(layer) for record in records for layer in record["layers"]]
         self.quantize_cpu = prepared.cpu_seconds + sum(record["cpu_seconds"] for record in records)
         self.decisions += [Decision.model_validate(one) for record in records for one in record.get("decisions", [])]

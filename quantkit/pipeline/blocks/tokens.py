@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,36 @@ def load(
         raise _nothing(choice.set, problem, remedy)
     decisions.append(decision("score", code, public(choice.set), problem, public(choice.set), _FALLBACK))
     return calibration, _scoring(_FALLBACK, positions, common)
+
+
+def training(recipe: Recipe, source: Source, name: str, settings: Any, scoring: TokenSet) -> TokenSet:
+    """Load sequences of the recipe's set for a pass to train on, those that calibrate first, then those it holds out.
+
+    Args:
+        name: name of the pass.
+        settings: its settings `sequences` and `held`.
+
+    Raises InputError: as `load_tokens`; `recover-text`: too few, or some of them score.
+    """
+    from quantkit.calibrate.tokens.ids import load_tokens
+
+    choice, where = recipe.calibration, public(recipe.calibration.set)
+    common = _common(recipe, source, sequence_length(choice.tokens, source, []))
+    rule = f"{name} trains on {settings.sequences} sequences and holds out {settings.held}"
+    remedy = f"more text, or fewer sequences: --set {name}.sequences="
+    try:
+        loaded = load_tokens(choice.set, "calib", samples=settings.sequences + settings.held, **common)
+    except InputError as error:
+        if error.code != "calibration-short":
+            raise
+        there = re.match(r"(\d+) sequence", str(error.value))
+        left = int(there[1]) - settings.held if there else 0
+        remedy = f"{remedy}{left}" if left > 0 else "more text, or shorter sequences"
+        raise InputError("recover-text", where, str(error.value), rule, remedy) from None
+    if _overlap(loaded, scoring):
+        remedy = f"{remedy}{max(1, settings.sequences // 2)}"
+        raise InputError("recover-text", where, "some of them score", rule, remedy)
+    return loaded
 
 
 def _recorded(recipe: Recipe, source: Source, *, calibrate: bool) -> tuple[TokenSet | None, TokenSet] | None:

@@ -185,19 +185,23 @@ def looks_at_original(steps: Sequence[PassRun]) -> bool:
 def check_order(steps: Sequence[PassRun]) -> None:
     """Refuse passes before their requirements. Raises InputError `pass-order`."""
     facts = {"unassigned"}
-    before = ""
+    before = last = ""
     for step in steps:
         value = place = ""
         rule = "a pass comes after what it requires, and before codes are assigned if it changes weights"
         if step.run.scope == "model" and before:
             value, place = f"comes after {before}", "the beginning"
             rule = "a pass of scope `model` comes before the passes of scope `block`"
+        elif last:
+            value, place = f"comes after {last}", f"a place before {last}"
+            rule = "a pass of scope `answers` is the last one"
         elif missing := step.run.requires - facts:
             value, place = f"needs {', '.join(sorted(missing))}", "another place"
         if value:
             where, remedy = f"passes: {step.run.name}", f"move {step.run.name} to {place}"
             raise InputError("pass-order", where=where, value=value, rule=rule, remedy=remedy)
         before = step.run.name if step.run.scope == "block" else before
+        last = step.run.name if step.run.scope == "answers" else last
         facts |= step.run.ensures
         if "codes" in step.run.ensures:
             facts.discard("unassigned")

@@ -127,6 +127,9 @@ def prepare(request: Request) -> PreparedGraph:
     if weights is not None:
         decisions += about(account_graph(graph.model, [site.name for site in chosen], decisions))
     for step, run in ((step, pass_of(step)) for step in recipe.passes):
+        if run.scope == "answers":
+            remedy = f"take `{step.name}` out of the recipe's passes, or compile the model's folder"
+            raise InputError("recover-unable", graph.name, f"passes: {step.name}", run.on_graphs, remedy)
         if run.on_graphs:
             code = NOTE if run.for_blocks else "declined"
             decisions.append(decision(step.name, code, graph.name, run.on_graphs))
