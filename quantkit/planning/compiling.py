@@ -379,7 +379,7 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
         parts["quantize"] = {**libraries, **quantized}
         left = {f"left {name}": amount for name, amount in quantized.items()}
         if (training := spec.training) is not None:
-            parts["train"] = {**libraries, "ends": spec.ends, **_recovering(spec, training)}
+            parts["train"] = {**libraries, "ends": 3 * spec.ends, **_recovering(spec, training)}
     # a closed session leaves memory too
     left |= {"left floats": _table(model)} if libraries["graph"] else {}
     for step in spec.recipe.export:
