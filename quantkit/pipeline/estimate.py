@@ -11,7 +11,8 @@ from quantkit.errors import InputError
 from quantkit.exporters import reader
 from quantkit.model.device import AUTO, CPU, absent, demand_name
 from quantkit.model.sizes.architecture import Architecture
-from quantkit.planning.compiling import USABLE, CompileSpec, Compiling, Fit, described, fit, predict, timed
+from quantkit.planning.compiling import CompileSpec, Compiling, described, predict, timed
+from quantkit.planning.fit import USABLE, Fit, fit
 from quantkit.recipe import Recipe
 from quantkit.report.kit import words
 from quantkit.runtimes import load_runtime

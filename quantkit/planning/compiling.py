@@ -66,12 +66,6 @@ _LIBRARY = {"bitsandbytes": 4.8e7}
 # token in a tokenizer's files: SmolLM2's 49,152 take 3.5 MB
 _PAGE, _ITEM, _LAYER, _TOKEN = 1.7e6, 46, 4e4, 71
 MEMORY = Path(__file__).with_name("compiling_memory.json")
-# usable share of a GPU's free bytes: the rest is for libraries' workspaces and fragmentation
-USABLE = 0.85
-# for the widest shared input: matrices [K, K] of a solve, and matrices [N, K] beside the weight
-_SQUARES, _BESIDE = 8, 6
-# most bytes of a search for folds, and copies of a shared input's weights that it would use
-_SEARCH, _TRIED = 4e9, 42
 
 
 @dataclass(frozen=True)
@@ -186,22 +180,22 @@ class CompileSpec:
     @property
     def corrected(self) -> bool:
         """True if any pass needs the original stream."""
-        return any(_needs(step) & {"original_inputs", "original_outputs"} for step in self.recipe.passes)
+        return any(needs_of(step) & {"original_inputs", "original_outputs"} for step in self.recipe.passes)
 
     @property
     def solving(self) -> bool:
         """True if any pass factors Hessians."""
-        return any("hessian" in _needs(step) for step in self.recipe.passes)
+        return any("hessian" in needs_of(step) for step in self.recipe.passes)
 
     @property
     def gradients(self) -> int:
         """Number of sequences with gradients for a pass."""
-        return max((step.settings.gradients for step in self.recipe.passes if GRADIENTS in _needs(step)), default=0)
+        return max((step.settings.gradients for step in self.recipe.passes if GRADIENTS in needs_of(step)), default=0)
 
     @property
     def training(self) -> Any:
         """Settings of a pass of scope `answers`; None without one."""
-        return next((step.settings for step in self.recipe.passes if ANSWERS in _needs(step)), None)
+        return next((step.settings for step in self.recipe.passes if ANSWERS in needs_of(step)), None)
 
     @property
     def exports(self) -> list[str]:
@@ -246,7 +240,7 @@ def described(
         raise InputError("compile-unknown", architecture.name, "a network of images", rule, remedy)
     schemes, scheme, calibration = assign_sizes(recipe, architecture).schemes, recipe.scheme, recipe.calibration
     fixed = any(part is not None and not part.dynamic for part in (scheme.activations, scheme.kv_cache))
-    looks = fixed or any(_needs(step) for step in recipe.passes)
+    looks = fixed or any(needs_of(step) for step in recipe.passes)
     length = min(calibration.tokens, architecture.max_context or calibration.tokens)
     scored = min(LENGTH, architecture.max_context or LENGTH) if calibration.set == "random-tokens" else length
     return CompileSpec(
@@ -275,7 +269,7 @@ def chunk_size(widest: int, tokens: int) -> int:
     return max(1, ACTIVATION_BYTES // (widest * tokens * 4 * ALIVE))
 
 
-def _needs(step: PassStep) -> frozenset[str]:
+def needs_of(step: PassStep) -> frozenset[str]:
     """Return the statistics needed by a pass with its settings."""
     return pass_of(step).needs_with(step.settings)
 
@@ -541,90 +535,3 @@ def disk(spec: CompileSpec) -> Disk:
     rows = sum(matrix.active * matrix.N for layer in model.layers for matrix in layer.matrices)
     gradients = 2.0 * spec.gradients * spec.length * rows
     return Disk(bundle, _packed_bytes(spec, work=True) + 2 * hidden + gradients, cache)
-
-
-# --- on a GPU --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Placement of a compile on a device.
-
-    Args:
-        needed: bytes that it needs at least.
-        free: free bytes on the device.
-        chunk: sequences per forward; 0 if it does not fit.
-        resident: True if hidden states of the whole set stay on the device.
-        parts: purpose -> bytes.
-    """
-
-    needed: float
-    free: float
-    chunk: int
-    resident: bool
-    parts: Mapping[str, float]
-
-    @property
-    def fits(self) -> bool:
-        """True if a block with its activations fits."""
-        return self.chunk > 0
-
-    def as_dict(self) -> dict[str, object]:
-        """Return it as JSON."""
-        return {
-            "fits": self.fits,
-            "needed_bytes": round(self.needed),
-            "free_bytes": round(self.free),
-            "sequences_at_once": self.chunk,
-            "hidden_states": "device" if self.resident else "memory",
-            "bytes": {name: round(size) for name, size in self.parts.items()},
-        }
-
-
-def fit(spec: CompileSpec, free: float) -> Fit:
-    """Place a compile on a device with so many free bytes, before anything is loaded there.
-
-    While blocks are solved, the device holds: three blocks in float32 (the present one, the next, the one being
-    written; a
-    fourth if a pass needs the original stream), the widest solve, a search's candidates, and `ALIVE` copies of the
-    widest
-    activation of a sequence. If the model's own forward pauses at each block, it also holds the parts outside of the
-    blocks
-    and the state of each paused forward (three hidden states, other inputs, a mask). While models are scored it holds
-    the
-    ends of both, a block of each, a few sequences. The larger of the two has to fit. The rest goes first to hidden
-    states
-    of the whole set, if all fit, then to more sequences per forward. With paused forwards, hidden states always stay on
-    the
-    device, and sequences run one by one.
-    """
-    model = spec.architecture
-    streams = 2 if spec.corrected else 1
-    folding = any("hessian" in _needs(step) and "folded" in pass_of(step).ensures for step in spec.recipe.passes)
-    inputs = [(group[0].K, sum(matrix.N for matrix in group)) for layer in model.layers for group in shared(layer)]
-    sequence = 4.0 * ALIVE * spec.widest * max(spec.length, spec.scored_length, 1)
-    hidden = 4.0 * spec.tokens * model.hidden * 2 * streams
-    parts = {
-        "blocks": (2 + streams) * spec.block,
-        "solving": max((4.0 * (_SQUARES * k**2 * spec.solving + _BESIDE * n * k) for k, n in inputs), default=0.0),
-        "searching": max((min(_SEARCH, 4.0 * folding * _TRIED * n * k) for k, n in inputs), default=0.0),
-        "ends": 2 * spec.ends,
-        "sequence": sequence,
-        "hidden": hidden,
-    }
-    solved = parts["blocks"] + parts["solving"] + parts["searching"] + sequence
-    if spec.live:
-        suspended = spec.length * (3 * model.hidden + spec.beside + spec.length)
-        parts["suspended"] = streams * (spec.ends + 4.0 * spec.sequences * suspended)
-        solved += parts["suspended"] + hidden
-    needed = max(solved, parts["ends"] + 2 * spec.block + SCORED_TOGETHER * sequence)
-    if needed > USABLE * free:
-        return Fit(needed, free, 0, False, parts)
-    if spec.live:
-        return Fit(needed, free, 1, True, parts)
-    left = USABLE * free - solved + sequence
-    resident = hidden + sequence <= left
-    chunk = max(1, int((left - hidden * resident) // sequence))
-    # all, or a power of two: other uses of the card then rarely change the order of sums
-    chunk = spec.sequences if 0 < spec.sequences <= chunk else 2 ** (chunk.bit_length() - 1)
-    return Fit(needed, free, chunk, resident, parts)

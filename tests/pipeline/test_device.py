@@ -24,7 +24,8 @@ from quantkit.pipeline.blocks import prepared, quantize
 from quantkit.pipeline.blocks.prepared import Prepared, fingerprint
 from quantkit.pipeline.blocks.work import PassRun, work
 from quantkit.pipeline.compile import opened
-from quantkit.planning.compiling import USABLE, CompileSpec, fit
+from quantkit.planning.compiling import CompileSpec
+from quantkit.planning.fit import USABLE, fit
 from quantkit.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("own_cache")

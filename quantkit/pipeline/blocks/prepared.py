@@ -42,7 +42,8 @@ from quantkit.planning.assigned import (
     assign_sizes,
     takes_head,
 )
-from quantkit.planning.compiling import CompileSpec, Compiling, fit, predict, timed
+from quantkit.planning.compiling import CompileSpec, Compiling, predict, timed
+from quantkit.planning.fit import fit
 from quantkit.planning.support import caveats, demand_kind, spelt_out, with_remedy
 from quantkit.plugins.outside import demand_returned
 from quantkit.recipe import ExportStep, PassStep, Recipe
