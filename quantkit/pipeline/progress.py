@@ -83,7 +83,7 @@ class Stage:
     """A finished stage.
 
     Attributes:
-        name: `open`, `prove`, `quantize`, `export`, `check`, `build`, `score`, `speed` or `finish`.
+        name: `open`, `prove`, `quantize`, `train`, `export`, `check`, `build`, `score`, `speed` or `finish`.
         seconds: wall-clock seconds.
         cpu_seconds: user and system seconds of this process, its threads, and the processes that it waited for.
         memory_peak_bytes: largest resident size of this process up to the stage's end.

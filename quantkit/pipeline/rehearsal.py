@@ -142,6 +142,9 @@ class _Rehearsing:
             return Rehearsal(None, self.findings, seconds=time.perf_counter() - began)
         ran = self._block(prepared, estimate(prepared))
         self._look_through(prepared)
+        if prepared.training is not None:
+            line = f"training on {len(prepared.training.ids)} sequences was not run: the seconds are without it"
+            self.findings.append(Finding("training-not-run", line, fails=False))
         if ran.compiling is not None:
             self._demand_room(ran.compiling, prepared.out)
         return replace(ran, findings=tuple(self.findings), seconds=time.perf_counter() - began)

@@ -234,13 +234,13 @@ class Student:
 
 
 def recover(prepared: Prepared, build: Build, progress: Progress) -> None:
-    """Train scales and gains if the recipe asks for it, and commit them once."""
-    step = next((step for step in prepared.steps if ANSWERS in step.needs), None)
-    if step is None or _DONE in build.done():
+    """Train scales and gains as the recipe asks, and commit them once."""
+    step = next(step for step in prepared.steps if ANSWERS in step.needs)
+    if _DONE in build.done():
         return
     assert prepared.training is not None
     begun, name, settings, ids = time.process_time(), step.run.name, step.settings, prepared.training.ids
-    progress.at("quantize", 1.0, f"{name}: the original's answers")
+    progress.at("train", 0.0, f"{name}: the original's answers")
     model = Student(prepared.values(build), prepared.stream.answers(ids), ids, half=_halves(prepared))
     held = list(range(settings.sequences, len(ids)))
     optimizer = torch.optim.Adam(model.trained.values(), lr=settings.rate)
@@ -255,7 +255,7 @@ def recover(prepared: Prepared, build: Build, progress: Progress) -> None:
         optimizer.step()
         optimizer.zero_grad()
         at += 1
-        progress.at("quantize", 1.0, f"{name}: step {at} of {settings.steps}, loss {loss:.4f}")
+        progress.at("train", at / settings.steps, f"{name}: step {at} of {settings.steps}, loss {loss:.4f}")
         if at % _EVERY == 0 or at == settings.steps:
             scores.append(model.score(held))
             best = _copied(model.trained) if _least(scores) == len(scores) - 1 else best

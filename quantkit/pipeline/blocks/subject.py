@@ -82,7 +82,8 @@ class TransformerSubject(Subject):
         blocks, exports = len(self.prepared.stream.block_names), len(self.request.recipe.export)
         quantizes = bool(self.prepared.steps) or self.prepared.calibration is not None
         builds = any(load_exporter(step.name).builds for step in self.request.recipe.export)
-        stages = {"open": 1.0, "prove": 1.0, "quantize": blocks * quantizes, "export": exports, "check": exports}
+        stages = {"open": 1.0, "prove": 1.0, "quantize": blocks * quantizes}
+        stages |= {"train": 2 * blocks * (self.prepared.training is not None), "export": exports, "check": exports}
         stages |= {"build": blocks * builds, "score": blocks, "speed": blocks * self.prepared.is_timed, "finish": 1.0}
         return {name: float(parts) for name, parts in stages.items() if parts}
 
@@ -173,7 +174,9 @@ class TransformerSubject(Subject):
             self.watch.begin("quantize")
             with prepared.device.arithmetic():
                 quantize(prepared, self.build, self.progress)
-                recover(prepared, self.build, self.progress)
+                if prepared.training is not None:
+                    self.watch.begin("train")
+                    recover(prepared, self.build, self.progress)
         done = sorted(self.build.done().items())  # blocks in their order, then the head
         records = [record for key, record in done if key.startswith(("block-", "head", "tower", "recovered"))]
         self.layers = [LayerEntry.model_validate(layer) for record in records for layer in record["layers"]]
