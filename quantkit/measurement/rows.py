@@ -34,7 +34,7 @@ NAMES = (
     *(f"accuracy.{x}" for x in ("top1", "top5", "recall_at_1", "recall_at_5", "recall_at_10", "cosine")),
     *("accuracy.relative_error", "accuracy.same", "accuracy.wer"),
     # of lm-eval's tasks, in `measurement.tasks`; `settings.task` and `settings.metric` name which
-    "task.score",
+    *(f"task.{x}" for x in ("score", "departs")),
     *(f"size.{x}" for x in ("bytes", "bytes_read", "bits_per_weight")),
     *(f"latency.{x}" for x in ("prefill", "decode_step", "op")),
     # the same against another runtime, which `settings.baseline_runtime` names

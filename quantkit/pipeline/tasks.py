@@ -24,6 +24,7 @@ from quantkit.runtimes import load_runtime
 from quantkit.runtimes.generate import LocalAnswers
 
 if TYPE_CHECKING:
+    from quantkit.measurement.accuracy.labelled import About
     from quantkit.measurement.tasks.adapter import RuntimeLM
     from quantkit.measurement.tasks.defined import OpenTask
     from quantkit.measurement.tasks.scored import Score
@@ -96,7 +97,7 @@ def measure_tasks(
     original = opened_original(bundle, baseline, None)
     if original.stream is None:
         raise MissingDependency("torch", extra="compile", purpose="the original's answers")
-    from quantkit.measurement.tasks.scored import answered, build
+    from quantkit.measurement.tasks.scored import TOKENS, answered, build, departed, departures
 
     sides = _sides(bundle, original, runtime, folder, question, progress)
     build(tasks, sides[0].lm, question.limit, question.chat)
@@ -110,6 +111,15 @@ def measure_tasks(
                 rows.append(_row(task, before, after, side, original, question))
                 if side is sides[1]:
                     lines += _lines(task, before, after)
+        if task.task is None:
+            asked = task.prompts[: question.limit]
+            texts = [side.lm.continued(asked, question.chat, TOKENS) for side in sides]
+            for written, side in zip(texts[1:], sides[1:], strict=True):
+                places = departures(texts[0], written)
+                about, told = _about(task, len(asked), side, original, question)
+                rows.append(departed(places, about, told))
+                if side is sides[1]:
+                    lines += _texts(task, asked, (texts[0], written), places, side.lm.tokenizer)
     name = f"tasks-{runtime}.jsonl"
     beside = {name: _with_others(bundle.path / name, lines)}
     keep(bundle, rows, None, runtime, original.subject, progress, beside=beside)
@@ -191,18 +201,43 @@ def _answers(runtime: str, path: Path, folder: Path, told: Any) -> Any:
 def _row(
     task: OpenTask, before: Score, after: Score, side: TaskSide, original: MeasuredAgainst, question: TaskQuestion
 ) -> Row:
-    from quantkit.measurement.accuracy.labelled import About
     from quantkit.measurement.tasks.scored import rows
+
+    about, told = _about(task, int(before.values.size), side, original, question)
+    return rows(before, after, about, told, task.flags)
+
+
+def _about(
+    task: OpenTask, count: int, side: TaskSide, original: MeasuredAgainst, question: TaskQuestion
+) -> tuple[About, dict[str, Any]]:
+    """Describe a side for the rows of a task, with their settings."""
+    from quantkit.measurement.accuracy.labelled import About
 
     model, floor = side.model, side.subject == original.subject
     settings = {**dict(model.settings), **({"floor": True, "baseline_runtime": "torch"} if floor else {})}
     versions = {**machine.versions(), **dict(getattr(model, "versions", {}))}
-    data = Data(set=task.name, split="eval", sha256=task.sha256, items=int(before.values.size))
+    data = Data(set=task.name, split="eval", sha256=task.sha256, items=count)
     device = Device.model_validate(dict(model.where))
-    about = About(side.subject, original.subject, side.runtime, data, device, versions, settings)
-    shots = int(task.task.get_config("num_fewshot") or 0)
+    shots = int(task.task.get_config("num_fewshot") or 0) if task.task is not None else 0
     told = {"task": task.name, "shots": shots, **({"chat": True} if question.chat else {})}
-    return rows(before, after, about, told, task.flags)
+    return About(side.subject, original.subject, side.runtime, data, device, versions, settings), told
+
+
+def _texts(
+    task: OpenTask, prompts: Sequence[str], texts: Sequence[Any], places: Sequence[int | None], tokenizer: Any
+) -> list[str]:
+    """Write the texts of both sides after each prompt, and the first token at which they differ."""
+    rows = zip(prompts, *texts, places, strict=True)
+    return [
+        json.dumps(
+            {
+                **{"task": task.name, "item": number, "departs": place, "prompt": prompt},
+                **{side: tokenizer.decode(ids) for side, ids in (("original", one), ("value", other))},
+            },
+            ensure_ascii=False,
+        )
+        for number, (prompt, one, other, place) in enumerate(rows)
+    ]
 
 
 def _lines(task: OpenTask, before: Score, after: Score) -> list[str]:

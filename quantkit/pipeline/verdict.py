@@ -348,7 +348,7 @@ def _kind(row: Row, against: str) -> tuple[Any, ...]:
     if row.name.startswith("load."):  # one load stands whole: its rates share a limit and a state of the machine
         return row.on, "load", baseline, row.runtime, device
     # of another number of sequences, or of items, it is the same figure, better or worse known
-    known = ("sequences", "lost", "gained", "for_a_point")
+    known = ("sequences", "lost", "gained", "for_a_point", "same")
     shape = tuple(sorted(item for item in (row.shape or {}).items() if item[0] not in known))
     return row.on, row.name, baseline, row.runtime, export, device, row.batch, shape
 

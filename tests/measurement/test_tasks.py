@@ -125,6 +125,25 @@ def test_items_rows_and_files_of_a_bundle(bundle: Bundle, model: Path, mine: tup
     assert [path.stat().st_size for path in answers] == before  # asked once
 
 
+def test_open_prompts_say_where_texts_part(bundle: Bundle, model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    path = written(tmp_path / "talk.jsonl", [{"prompt": prompt} for prompt in ("Tell me", "The sea is", "One, two")])
+    (row,) = measured(bundle, model, path)
+    texts = [json.loads(line) for line in (bundle.path / "tasks-torch.jsonl").read_text().splitlines()]
+    texts = [text for text in texts if text["task"] == "talk"]
+    assert [text["prompt"] for text in texts] == ["Tell me", "The sea is", "One, two"]
+    places = [text["departs"] for text in texts]
+    assert row.value == np.median([64 if place is None else place for place in places])
+    assert row.shape == {"same": places.count(None), "tokens": 64}
+    assert [text["original"] == text["value"] for text in texts] == [place is None for place in places]
+
+
+def test_the_first_token_at_which_texts_part() -> None:
+    from quantkit.measurement.tasks.scored import departures
+
+    assert departures([[1, 2, 3], [1, 2], [4], [7, 8]], [[1, 5, 3], [1, 2], [4, 6], [9, 8]]) == [1, None, 1, 0]
+
+
 def test_a_killed_run_goes_on(model: Path, mine: tuple[Path, Path]) -> None:
     pytest.importorskip("lm_eval")
     from quantkit.measurement.tasks.adapter import KeptAnswers

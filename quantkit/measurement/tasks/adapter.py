@@ -159,6 +159,22 @@ class RuntimeLM(TemplateLM):  # type: ignore[misc]
             rule, remedy = f"the model's context holds {self.max_length:,}", "leave the task out, or take --limit"
             raise InputError("task-too-long", f"--tasks {task}", f"an item of {longest:,} tokens", rule, remedy)
 
+    def prompt(self, text: str, chat: bool) -> list[int]:
+        """Return the ids of a prompt, in the chat template if asked for."""
+        return self.tok_encode(self.apply_chat_template([{"role": "user", "content": text}]) if chat else text)
+
+    def demand_room(self, task: str, prompts: Sequence[str], chat: bool, tokens: int) -> None:
+        """Refuse prompts without room for so many tokens. Raises InputError `task-too-long`."""
+        longest = tokens + max(len(self.prompt(text, chat)) for text in prompts)
+        if longest > self.max_length:
+            rule, remedy = f"the model's context holds {self.max_length:,}", "shorten the longest prompt"
+            raise InputError("task-too-long", f"--tasks {task}", f"a text of {longest:,} tokens", rule, remedy)
+
+    def continued(self, prompts: Sequence[str], chat: bool, tokens: int) -> list[list[int]]:
+        """Return the most likely ids after each prompt, up to the end of the text."""
+        asked: list[Prompt] = [(self.prompt(text, chat), tokens, self._ends(())) for text in prompts]
+        return self.written(asked, [()] * len(asked))
+
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Return how likely each continuation is, and whether each of its tokens is the most likely one."""
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)

@@ -18,9 +18,9 @@ from quantkit.stats.clustered import clustered_mean, ratio_interval
 from quantkit.stats.shares import for_loss, mcnemar
 
 Array = NDArray[Any]
-SCORE = "task.score"
-# loss that a task is to show
-POINT = 0.01
+SCORE, DEPARTS = "task.score", "task.departs"
+# loss that a task is to show; tokens after an open prompt
+POINT, TOKENS = 0.01, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,7 @@ def build(tasks: Sequence[OpenTask], lm: Any, limit: int | None, chat: bool) -> 
     """Write the requests of tasks. Raises InputError `task-too-long`, `task-unsupported`."""
     for one in tasks:
         if one.task is None:
+            lm.demand_room(one.name, one.prompts[:limit], chat, TOKENS)
             continue
         with quiet():
             one.task.build_all_requests(
@@ -85,6 +86,23 @@ def _scores(task: Any) -> list[Score]:
                     if name in means:
                         values[name if chosen == "none" else f"{name},{chosen}"].append(float(value))
     return [Score(name, np.array(own), bool(higher[name.split(",")[0]])) for name, own in values.items()]
+
+
+def departures(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> list[int | None]:
+    """Return the number of tokens before two texts differ, for each pair; None if they never do."""
+    places: list[int | None] = []
+    for one, other in zip(before, after, strict=True):
+        first = next((n for n, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+        places.append(None if list(one) == list(other) else first)
+    return places
+
+
+def departed(places: Sequence[int | None], about: About, settings: Mapping[str, Any]) -> Row:
+    """Return `task.departs`: the median number of tokens before texts differ; `shape.same` counts those that do not."""
+    value = float(np.median([TOKENS if place is None else place for place in places]))
+    shape = {"same": sum(place is None for place in places), "tokens": TOKENS}
+    told: dict[str, Any] = {"shape": shape, "settings": settings, "n": len(places), "stat": "median"}
+    return about.row(DEPARTS, value, **told)
 
 
 def rows(before: Score, after: Score, about: About, settings: Mapping[str, Any], flags: Sequence[str]) -> Row:

@@ -14,8 +14,9 @@ _HEAD = ("task", "original", "this model", "recovery", "95 % interval", "lost, g
 def parts(rows: Sequence[Row]) -> list[Part]:
     """Build the section; nothing without rows of tasks."""
     scored = [row for row in rows if row.name == "task.score" and row.value is not None and row.baseline is not None]
+    open_ = [row for row in rows if row.name == "task.departs" and row.value is not None]
     if not scored:
-        return []
+        return _departures(open_)
     own = [row for row in scored if not row.settings.get("floor")]
     floor = [row for row in scored if row.settings.get("floor")]
     text = "Both models answered the same items. Recovery is the score over the original's. Lost and gained are items "
@@ -28,6 +29,7 @@ def parts(rows: Sequence[Row]) -> list[Part]:
         title = f"Noise floor: the float model in {floor[0].runtime}, against itself in torch"
         tables.append(Sheet(_HEAD, [_line(row) for row in floor], 1, title=title))
     told = sorted({flag.replace("-", " ") for row in scored for flag in row.flags if not flag.startswith("ci95-by-")})
+    tables += _departures(open_)
     return [*tables, Remark(text, "caption"), *(Remark(f"{words.sentence(flag)}.", "caution") for flag in told)]
 
 
@@ -51,3 +53,16 @@ def _line(row: Row) -> list[str]:
         f"{row.n or 0:,}",
         f"{shape['for_a_point']:,}" if "for_a_point" in shape else "–",
     ]
+
+
+def _departures(rows: Sequence[Row]) -> list[Part]:
+    """Build the table of texts after open prompts."""
+    head = ("prompts", "runtime", "texts", "the same", "tokens before they differ, median")
+    body = []
+    for row in rows:
+        shape = row.shape or {}
+        name = f"{row.settings.get('task')}{', noise floor' if row.settings.get('floor') else ''}"
+        same = f"{shape.get('same', 0)} of {row.n}"
+        body.append([name, row.runtime or "", f"{shape.get('tokens')} tokens", same, f"{row.value or 0:g}"])
+    text = "Both texts of every prompt stand side by side in tasks-RUNTIME.jsonl."
+    return [Sheet(head, body, 2), Remark(text, "caption")] if rows else []
