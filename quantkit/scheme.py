@@ -209,7 +209,10 @@ def _check_zero_point(name: str, symmetric: bool) -> None:
 
 
 # user's name of a GGUF mixture -> format of most of its matrices
-MIXTURES = {"q3_k_m": "q3_k", "q4_0": "q4_0", "iq4_nl": "iq4_nl", "q4_k_m": "q4_k", "q5_k_m": "q5_k", "q8_0": "q8_0"}
+MIXTURES = {
+    **{"q3_k_m": "q3_k", "q4_0": "q4_0", "iq4_nl": "iq4_nl", "q4_k_m": "q4_k", "q5_k_m": "q5_k", "q8_0": "q8_0"},
+    **{"iq4_xs": "iq4_xs", "iq3_s": "iq3_s", "iq3_xxs": "iq3_xxs", "iq2_m": "iq2_s"},
+}
 
 
 class Scheme(Closed):
@@ -220,7 +223,9 @@ class Scheme(Closed):
             (`model/sizes/storage.py`). `weights` is then the type of most of them, and must not be written.
     """
 
-    mixture: Literal["q3_k_m", "q4_0", "iq4_nl", "q4_k_m", "q5_k_m", "q8_0"] | None = None
+    mixture: (
+        Literal["q3_k_m", "q4_0", "iq4_nl", "q4_k_m", "q5_k_m", "q8_0", "iq4_xs", "iq3_s", "iq3_xxs", "iq2_m"] | None
+    ) = None
     weights: WeightScheme | None = None
     activations: ActivationScheme | None = None
     kv_cache: CacheScheme | None = None

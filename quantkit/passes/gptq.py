@@ -82,28 +82,31 @@ class Gptq(Pass):
 
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
+        from quantkit.formats.base.grid import load_grid
         from quantkit.passes.assign import assign
         from quantkit.passes.solvers.factor import factor, raised_damping
-        from quantkit.passes.solvers.gptq import corrected, gptq_shared
+        from quantkit.passes.solvers.gptq import corrected, gptq_shared, together
         from quantkit.passes.solvers.moments import filled
         from quantkit.passes.solvers.unsaturated import bounded, neighbours
 
         outcome = Outcome(True)
 
         def visit(whole: SharedInput, seen: InputStats) -> None:
-            factors: dict[int, Factor] = {}
+            factors: dict[tuple[int, int], Factor] = {}
             raised, where = stats.raised.get(whole.name, 0), block.full_name(whole.name)
             for names in block.alike(whole.members):
                 scheme = block.scheme(names[0])
                 weights = [block.weight(name) for name in names]
                 width = weights[0].shape[1]
                 hessian = filled(seen.hessian, width, width)
-                if width not in factors:
-                    factors[width] = solved = factor(
+                key = width, together(load_grid(scheme.format))
+                if key not in factors:
+                    factors[key] = solved = factor(
                         hessian,
                         damping=settings.damping,
                         shrink=seen.noise if settings.shrink == "auto" else settings.shrink,
                         act_order=settings.act_order,
+                        together=key[1],
                         raised=raised,
                         where=where,
                     )
@@ -127,7 +130,7 @@ class Gptq(Pass):
                 # one at a time: each is as large as a Hessian
                 outputs = (_outputs(stats.gradients[name], block.full_name(name)) for name in names)
                 how = {**_chosen(settings), "neighbours": bounds, "outputs": outputs if settings.gradients else None}
-                results = gptq_shared(weights, factors[width], scheme, **how)
+                results = gptq_shared(weights, factors[key], scheme, **how)
                 for name, result in zip(names, results, strict=True):
                     if drift is not None:  # the cost of the codes shows whether there was a second factor
                         stats.doubt(result.costs, whole.name, again=True)
@@ -143,10 +146,11 @@ class Gptq(Pass):
         nearest, since every group would find another scale; so is a weight whose inputs are unknown.
         """
         from quantkit.formats import QuantTensor, joined
+        from quantkit.formats.base.grid import load_grid
         from quantkit.passes.assign import nearest
         from quantkit.passes.solvers import one_thread
         from quantkit.passes.solvers.factor import awaited
-        from quantkit.passes.solvers.gptq import gptq, gptq_rows
+        from quantkit.passes.solvers.gptq import gptq, gptq_rows, together
         from quantkit.passes.solvers.unsaturated import bounded, neighbours
 
         if moments is None or (len(moments.hessian) > 1 and not scheme.rows_apart):
@@ -171,6 +175,7 @@ class Gptq(Pass):
             parts = parts.double() + settings.correction * moved
         shrink = moments.noise if settings.shrink == "auto" else settings.shrink
         how = {"damping": settings.damping, "shrink": shrink}
+        unit = together(load_grid(scheme.format))
         if moments.by_row and (settings.act_order, settings.range, settings.sweeps) == (True, "hessian", 0):
             hessians = moments.hessian.repeat_interleave(parts.shape[1], 0)
             codes, scale = gptq_rows(parts.flatten(0, 1).float(), hessians, scheme, **how)
@@ -183,14 +188,16 @@ class Gptq(Pass):
 
             def solved(hessian: Tensor = hessian) -> Factor:
                 with one_thread(hessian):
-                    factor = awaited(hessian.float(), act_order=settings.act_order, where=moments.name, **how)
+                    factor = awaited(
+                        hessian.float(), act_order=settings.act_order, together=unit, where=moments.name, **how
+                    )
                 if factor.raised:
                     reason = "the Hessian of its inputs had no Cholesky factor"
                     figures = (settings.damping, factor.damping)
                     moments.decisions.append(decision(self.name, "damping-raised", moments.name, reason, *figures))
                 return factor
 
-            factor = moments.once((number, *how.values(), settings.act_order), solved)
+            factor = moments.once((number, *how.values(), settings.act_order, unit), solved)
             tensors.append(gptq(part, factor, scheme, neighbours=bounds, **_chosen(settings)).tensor)
         return joined(tensors)
 

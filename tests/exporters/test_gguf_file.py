@@ -364,8 +364,7 @@ WRITTEN = json.loads((Path(__file__).parents[1] / "reference/llama_cpp_types.jso
 PLACES = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up"}
 
 
-@pytest.mark.parametrize("mixture", ["q4_0", "iq4_nl", "q4_k_m", "q3_k_m", "q5_k_m", "q8_0"])
-@pytest.mark.parametrize("model", WRITTEN)
+@pytest.mark.parametrize(("model", "mixture"), [(model, name) for model, kinds in WRITTEN.items() for name in kinds])
 def test_a_file_is_called_what_llama_cpp_calls_those_types(model: str, mixture: str) -> None:
     """`llama-quantize` writes the name that it was asked for, though another type stands in for most matrices."""
     sizes = configs.read(model)

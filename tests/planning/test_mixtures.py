@@ -34,8 +34,7 @@ def assigned(model: str, mixture: str) -> Assigned:
     return assign_sizes(recipe(mixture), configs.read(model))
 
 
-@pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("model", WRITTEN)
+@pytest.mark.parametrize(("model", "mixture"), [(model, name) for model, kinds in WRITTEN.items() for name in kinds])
 def test_types_are_those_of_llama_cpp(model: str, mixture: str) -> None:
     found = assigned(model, mixture)
     wanted = {

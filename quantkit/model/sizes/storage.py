@@ -348,7 +348,9 @@ def _in_file(linear: StoredLinear, dtype: str) -> StoredLinear:
     if scheme is None:
         return linear.plain(dtype, bias)
     whole = load_format(scheme.format).bits_per_weight((matrix.N, matrix.K), scheme) * matrix.N * matrix.K / 8
-    return linear.coded(linear.exact, whole - linear.exact, bias)
+    # points of several weights have fewer bits than the indices of their values
+    exact = min(linear.exact, whole)
+    return linear.coded(exact, whole - exact, bias)
 
 
 def _header_bytes(linear: StoredLinear, layout: Layout | None, digits: int) -> int:
@@ -398,8 +400,15 @@ def _block(columns: int, scheme: WeightScheme) -> int:
 
 _POWERS = (256, 128, 64, 32, 16)
 
-_FALLBACKS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+_FALLBACKS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"} | dict.fromkeys(
+    ("iq4_xs", "iq3_s", "iq3_xxs", "iq2_s"), "iq4_nl"
+)
+# mixtures of fewer bits than three: their head has fewer too, but only in super-blocks
+_SMALL = ("iq3_xxs", "iq2_m")
 _VALUES = ("v_proj", "qkv_proj")
+_OTHERS = {("q3_k_m", "o_proj"): "q4_k", ("iq2_m", "o_proj"): "iq3_s", ("iq3_xxs", "o_proj"): "iq3_s"} | dict.fromkeys(
+    (("iq3_xxs", "q_proj"), ("iq3_xxs", "k_proj")), "iq2_s"
+)
 
 
 class _Place(NamedTuple):
@@ -421,15 +430,14 @@ def mixed(mixture: str, shapes: Shapes, head: str | None = None) -> dict[str, We
     schemes: dict[str, WeightScheme] = {}
     for name in shapes:
         if name == head:
-            kind = MIXTURES[mixture] if MIXTURES[mixture] == "q8_0" else "q6_k"
+            small = mixture in _SMALL and shapes[name][1] % 256 == 0
+            kind = "q8_0" if mixture == "q8_0" else "q5_k" if small else "q6_k"
         elif leaves[name] in _VALUES:
             kind = _of_values(mixture, _Place(values.index(name), len(values), shared), layers)
         elif leaves[name] == "down_proj":
             kind = _of_down(mixture, _Place(numbers.get(name, 0), layers, shared))
-        elif leaves[name] == "o_proj" and mixture == "q3_k_m":
-            kind = "q4_k"
         else:
-            kind = MIXTURES[mixture]
+            kind = _OTHERS.get((mixture, leaves[name]), MIXTURES[mixture])
         schemes[name] = WeightScheme(format=kind)
     return schemes
 
@@ -457,8 +465,12 @@ def _of_values(mixture: str, at: _Place, layers: int) -> str:
     kind = MIXTURES[mixture]
     if mixture == "q3_k_m":
         kind = "q5_k" if at.layer < 2 else "q4_k"
-    elif mixture == "iq4_nl" and at.shared >= 4:
+    elif mixture in ("iq4_nl", "iq4_xs") and at.shared >= 4:
         kind = "q5_k"
+    elif mixture == "iq2_m":
+        return "q4_k" if at.shared >= 4 else "iq3_s"
+    elif mixture in ("iq3_s", "iq3_xxs") and at.shared >= 4:
+        kind = "q4_k"
     elif mixture in ("q4_k_m", "q5_k_m") and _more_bits(at):
         kind = "q6_k"
     # models of 80 layers with grouped queries: values are an eighth of the queries' matrix
@@ -470,8 +482,8 @@ def _of_down(mixture: str, at: _Place) -> str:
         return "q5_k" if at.layer < at.layers // 16 else "q4_k"
     if mixture in ("q4_k_m", "q5_k_m") and _more_bits(at):
         return "q6_k"
-    if mixture == "q4_0" and at.layer < at.layers // 8:
-        return "q4_1"
+    if mixture in ("q4_0", "iq2_m") and at.layer < at.layers // 8:
+        return "q4_1" if mixture == "q4_0" else "iq3_s"
     return MIXTURES[mixture]
 
 

@@ -86,6 +86,7 @@ def factor(
     damping: float = 0.01,
     shrink: float | Tensor = 0.3,
     act_order: bool = True,
+    together: int = 1,
     raised: int = 0,
     where: str = "",
 ) -> Factor:
@@ -100,13 +101,14 @@ def factor(
         shrink: share taken off the off-diagonal entries, 0 to 1: the correlations of a finite sample are too large.
             At 1 nothing is compensated: that is plain rounding.
         act_order: whether to choose columns in order of falling diagonal (ties by index), else from left to right.
+        together: number of neighbouring columns, which stay so: their order is that of their sums.
         where: name of the linear, for errors.
 
     Raises:
         InputError: on a CPU `hessian-nonfinite`; `hessian-not-positive` when no damping helps.
     """
     if hessian.is_cuda:
-        return _unawaited(hessian, raised_damping(damping, raised), shrink, act_order, raised)
+        return _unawaited(hessian, raised_damping(damping, raised), shrink, act_order, together, raised)
     check_finite(hessian, where)
     diagonal = hessian.diagonal().float()
     mean = float(diagonal.mean())
@@ -114,7 +116,7 @@ def factor(
         hessian, diagonal, mean = torch.eye(len(diagonal)), torch.ones(len(diagonal)), 1.0
     whole = hessian.float() * (1 - shrink)
     whole.diagonal().copy_(diagonal)
-    order = diagonal.argsort(descending=True, stable=True) if act_order else torch.arange(len(diagonal))
+    order = _falling(diagonal, together) if act_order else torch.arange(len(diagonal))
     backwards = order.flip(0)
     reordered = whole[backwards][:, backwards]
     for times in range(ATTEMPTS):
@@ -133,23 +135,34 @@ def factor(
     raise no_factor(f"up to {share:g}", where)
 
 
-def awaited(hessian: Tensor, *, damping: float, shrink: float, act_order: bool, where: str = "") -> Factor:
+def _falling(diagonal: Tensor, together: int) -> Tensor:
+    """Return the order of falling diagonal."""
+    first = diagonal.view(-1, together).sum(1).argsort(descending=True, stable=True) * together
+    return (first[:, None] + torch.arange(together, device=first.device)).flatten()
+
+
+def awaited(
+    hessian: Tensor, *, damping: float, shrink: float, act_order: bool, together: int = 1, where: str = ""
+) -> Factor:
     """Call `factor` and wait for a GPU, raising the damping until it succeeds. Raises as `factor`."""
     for raised in range(ATTEMPTS):
-        solved = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, raised=raised, where=where)
+        how = {"damping": damping, "shrink": shrink, "act_order": act_order, "together": together}
+        solved = factor(hessian, **how, raised=raised, where=where)  # type: ignore[arg-type]
         if not hessian.is_cuda or bool(torch.isfinite(solved.pivots).all()):
             return solved
     raise no_factor(f"raised tenfold {ATTEMPTS - 1} times", where)
 
 
-def _unawaited(hessian: Tensor, share: float, shrink: float | Tensor, act_order: bool, raised: int) -> Factor:
+def _unawaited(
+    hessian: Tensor, share: float, shrink: float | Tensor, act_order: bool, together: int, raised: int
+) -> Factor:
     """Factor without reading any value: a column or Hessian that was never seen becomes an identity's."""
     from quantkit.kernels.solving.gptq import damped, unit_of
 
     diagonal = hessian.diagonal().float()
     if act_order:
-        diagonal, order = diagonal.sort(descending=True, stable=True)
-        chosen: Tensor | None = order
+        order = _falling(diagonal, together)
+        diagonal, chosen = diagonal[order], order
     else:
         diagonal, chosen, order = diagonal.contiguous(), None, torch.arange(len(diagonal), device=diagonal.device)
     taken = (shrink, 0.0) if isinstance(shrink, torch.Tensor) else (None, float(shrink))

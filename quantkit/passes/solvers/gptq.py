@@ -13,6 +13,7 @@ codes (Chen et al., "The Geometry of LLM Quantization", 2025).
   left to compensate. Ranges are fixed before (static groups), so codes stay in the order of the weights.
 - Columns of a block are chosen one by one for all rows at once; the errors of earlier blocks arrive by one matrix
   product a block. On a device all of it is one launch (`kernels/solving/gptq.py`).
+- Where neighbours are coded by one point (`lattice.py`), they are chosen at once; their errors are fed back as before.
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
   and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
 
@@ -39,9 +40,10 @@ from quantkit.formats import QuantTensor, apart
 from quantkit.formats.base.blocks import BlockFormat, BlockGrid
 from quantkit.formats.base.grid import GridFormat, effective, load_grid
 from quantkit.formats.base.integers import IntegerFormat
+from quantkit.formats.base.lattice import LatticeFormat
 from quantkit.formats.base.layout import by_row, groups_of
 from quantkit.formats.base.scaled import ScaledFormat
-from quantkit.passes.solvers import blocks, device, one_thread, ranges, unsaturated
+from quantkit.passes.solvers import blocks, device, lattice, one_thread, ranges, unsaturated
 from quantkit.passes.solvers.factor import Factor, factor
 from quantkit.scheme import WeightScheme
 
@@ -98,7 +100,8 @@ def gptq_shared(
 
     Args:
         weights: weights [N_i, K], of any float dtype; never modified.
-        hessian: [K, K] of their input, or its `Factor` (which has its own `damping`, `shrink` and `act_order`).
+        hessian: [K, K] of their input, or its `Factor` (which has its own `damping`, `shrink` and `act_order`), in
+            whose order neighbours that are chosen `together` follow each other.
         scheme: scheme of all weights. They share the numbers that exist once for a whole matrix, if the format says so.
         range: placement of a group's grid: `minmax`, `mse` (searched) or `hessian` (searched, weighted by diag H).
         sweeps: rounds of coordinate descent on the codes afterwards.
@@ -115,7 +118,7 @@ def gptq_shared(
     form = load_grid(scheme.format)
     with one_thread(weights[0]):
         if not isinstance(hessian, Factor):
-            hessian = factor(hessian, damping=damping, shrink=shrink, act_order=act_order)
+            hessian = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, together=together(form))
         solved, rows, columns = hessian, [weight.shape[0] for weight in weights], weights[0].shape[1]
         group = (scheme.group or columns) if scheme.granularity == "block" else columns // groups_of(columns, scheme)
         # transposed, so that work on a column of all weights is one vector operation
@@ -208,10 +211,20 @@ class _Grid:
         low, high = (torch.full_like(self.scale, end) for end in (self.form.low, self.form.high))
         return [low - zero[0], high - zero[0]] if zero else [low, high]
 
+    @property
+    def points(self) -> LatticeFormat | None:
+        """Return the format if neighbouring columns are chosen together."""
+        return self.form if isinstance(self.form, LatticeFormat) else None
+
     def of(self, rows: slice) -> _Grid:
         """Return the grid of some rows."""
         zero = None if self.zero is None else self.zero[:, rows]
         return replace(self, scale=self.scale[:, rows], zero=zero)
+
+
+def together(form: GridFormat) -> int:
+    """Return the number of neighbouring columns that a factor has to keep together."""
+    return form.unit if isinstance(form, LatticeFormat) else 1
 
 
 def _tensor(units: Tensor, grid: _Grid, whole: Tensor | None) -> QuantTensor:
@@ -267,6 +280,7 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
     groups = (solved.order // grid.group).tolist()
     inverse, steps = _inverse(grid.scale).unbind(0), grid.scale.unbind(0)
     snap, ends = grid.snap(), [*zip(*grid.ends(), strict=True)] or [()] * len(steps)
+    form = grid.points
     codes, delta = torch.empty_like(ordered), torch.empty_like(ordered)
     code_rows, delta_rows, wanted = codes.unbind(0), delta.unbind(0), ordered.unbind(0)
     cost = target.new_zeros(rows)
@@ -274,7 +288,15 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
         stop = min(start + _BLOCK, columns)
         pending = torch.addmm(ordered[start:stop], solved.unit[:start, start:stop].T, delta[:start], alpha=-1)
         within = solved.unit[start:stop, start:stop]
-        for offset, aim in enumerate(pending.unbind(0)):
+        if form is not None:
+            for offset in range(0, stop - start, form.unit):
+                own, column = slice(offset, offset + form.unit), start + offset
+                part, place, after = slice(column, column + form.unit), groups[column], within[own]
+                costs, scales = solved.pivots[part, None], (steps[place], inverse[place])
+                codes[part] = lattice.unit(form, pending[own], ordered[part], after[:, own], costs, scales)
+                torch.mul(codes[part], steps[place], out=delta[part]).sub_(ordered[part])
+                pending[offset:].addmm_(after[:, offset:].triu(1).T, delta[part], alpha=-1)
+        for offset, aim in enumerate(pending.unbind(0) if form is None else ()):
             column = start + offset
             place = groups[column]
             code, error = code_rows[column], delta_rows[column]
@@ -306,6 +328,7 @@ def _choose_by_rows(target: Tensor, solved: Factor, grid: _Grid, outputs: Factor
     group, wanted = order // grid.group, target[order][:, row]
     codes, delta, missed = (torch.empty_like(wanted) for _ in range(3))  # `missed`: of what is asked of a column
     tables, snap = (grid.scale, _inverse(grid.scale), *grid.ends()), grid.snap()
+    form = grid.points
     for step in range(strides + bands - 1):
         active = torch.arange(max(0, step - strides + 1), min(bands, step + 1))
         column = (step - active) * _STEP + torch.arange(_STEP)[:, None]
@@ -319,7 +342,17 @@ def _choose_by_rows(target: Tensor, solved: Factor, grid: _Grid, outputs: Factor
         within = unit[column.T[:, :, None], column.T[:, None]].permute(1, 2, 0)[..., None]
         steps, inverse, *ends = (table[group[column][..., None], row[active]].flatten(1) for table in tables)
         chosen, errors = torch.empty_like(steps), torch.empty_like(asked)
-        for offset, (aim, code, error) in enumerate(zip(aims, chosen, errors, strict=True)):
+        if form is not None:
+            for offset in range(0, _STEP, form.unit):
+                these = slice(offset, offset + form.unit)
+                across = within[these].expand(-1, -1, -1, size)
+                costs = solved.pivots[column[these]].repeat_interleave(size, dim=1)
+                wish, want = aims[these].flatten(1), asked[these].flatten(1)
+                scales = (steps[offset], inverse[offset])
+                chosen[these] = lattice.unit(form, wish, want, across[:, these].flatten(2), costs, scales)
+                errors[these] = (chosen[these] * steps[offset] - want).view_as(errors[these])
+                aims[offset + form.unit :] -= (across[:, offset + form.unit :] * errors[these][:, None]).sum(0)
+        for offset, (aim, code, error) in enumerate(zip(aims, chosen, errors, strict=True) if form is None else ()):
             snap(torch.mul(aim.view(-1), inverse[offset], out=code), code, *(end[offset] for end in ends))
             torch.mul(code, steps[offset], out=error.view(-1)).sub_(asked[offset].view(-1))
             if offset + 1 < _STEP:
@@ -348,7 +381,7 @@ def _descend(
         descend(target, codes, delta, hessian.contiguous(), *grid.launch(target), *how)
         return (hessian @ delta).mul_(delta).sum(dim=0)
     scale, form, columns = grid.scale, grid.form, target.shape[0]
-    gradient = hessian @ delta
+    points, gradient = grid.points, hessian @ delta
     pull = (hessian / hessian.diagonal()).contiguous()  # pull[i, j] = H_ij / H_jj
     snap, ends = grid.snap(), [*zip(*grid.ends(), strict=True)] or [()] * len(scale)
     free = target.new_empty(target.shape[1])
@@ -378,7 +411,18 @@ def _descend(
             wish = local / hessian.diagonal()[block].unsqueeze(1)
             inside = pull[block, block]
             inverse = _inverse(scale[place])
-            for offset, slope in enumerate(wish.unbind(0)):
+            size = 1 if points is None else points.length
+            if points is not None:
+                for offset in range(0, length, size):
+                    part, own = slice(start + offset, start + offset + size), slice(offset, offset + size)
+                    curve, scales = hessian[part, part], (scale[place], inverse)
+                    slope = curve @ (target[part] + delta[part]) - wish[own] * curve.diagonal()[:, None]
+                    best = torch.linalg.solve(curve, slope)
+                    codes[part] = lattice.descended(points, curve, slope, best, codes[part], scales)
+                    moved = codes[part] * scale[place] - target[part] - delta[part]
+                    delta[part] += moved
+                    wish[offset + size :].addmm_(inside[own, offset + size :].T, moved)
+            for offset, slope in enumerate(wish.unbind(0) if size == 1 else ()):
                 column = start + offset
                 code, error = codes[column], delta[column]
                 snap(torch.add(target[column], error, out=free).sub_(slope).mul_(inverse), code, *ends[place])

@@ -9,10 +9,13 @@ from quantkit.formats.base.blocks import BlockFormat, SuperBlockFormat
 from quantkit.formats.base.layout import extremes
 from quantkit.passes.solvers.blocks import placed
 from quantkit.passes.solvers.factor import factor
-from quantkit.passes.solvers.gptq import gptq, gptq_shared
+from quantkit.passes.solvers.gptq import gptq, gptq_shared, together
 from quantkit.scheme import WeightScheme
 
-NAMES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+NAMES = (
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
+    *("iq4_xs", "iq3_s", "iq3_xxs", "iq2_s"),
+)
 
 
 def form_of(name: str) -> BlockFormat:
@@ -86,8 +89,11 @@ def test_zeros_and_what_was_never_seen_stay_finite(name: str) -> None:
     form, scheme = form_of(name), WeightScheme(format=name)
     weight, importance = drawn(3, 512)
     weight[0], weight[1, :64], importance[:256] = 0.0, 0.0, 0.0
-    values = form.dequantize(form.laid(weight, placed(weight.T.contiguous(), form, importance), scheme))
-    assert not values[0].any() and not values[1, :64].any()
+    tensor = form.laid(weight, placed(weight.T.contiguous(), form, importance), scheme)
+    values = tensor.dense()
+    # no point has a zero, and no scale is one unless all of its super-block are
+    least = 0 if form.unit == 1 or tensor.super_blocks is None else tensor.super_blocks.d[1, 0].float()
+    assert not values[0].any() and bool((values[1, :64].abs() <= least).all())
     assert bool(values.isfinite().all())
     assert float((values - weight).square().mean()) < 0.2 * float(weight.square().mean())
 
@@ -136,7 +142,7 @@ def test_solved_codes_cost_less_than_nearest_ones(name: str) -> None:
     weight, _ = drawn(24, 256, 2)
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(600, 256, generator=generator) @ torch.randn(256, 256, generator=generator)
-    solved = factor(inputs.T @ inputs, shrink=0.0)
+    solved = factor(inputs.T @ inputs, shrink=0.0, together=together(form))
     found = gptq(weight, solved, scheme)
     lost = form.dequantize(found.tensor) - weight
     assert ((lost @ solved.hessian) * lost).sum(1) == pytest.approx(found.costs, rel=2e-3)
