@@ -42,7 +42,9 @@ OURS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     | {"int4-best, closer": ("int4-best", (ALONE, *CLOSE))}
     | {"gptq-int4": ("gptq-int4", ()), "awq-int4": ("awq-int4", (ALONE,)), "int4-fast": ("int4-fast", ())},
     "int4-g64-symmetric": {"int4-symmetric": ("int4-symmetric", (ALONE,))},
-    "int3-g64": {"int3": ("int3", (ALONE,)), "int3, gradients": ("int3", (ALONE, GRADED))},
+    # of `--samples 104`, 96 calibrate and train, and 8 are held out
+    "int3-g64": {"int3": ("int3", (ALONE,)), "int3, gradients": ("int3", (ALONE, GRADED))}
+    | {"int3-recovered": ("int3-recovered", (ALONE, "calibration.samples=96"))},
     "int4-channel": {
         "int4-symmetric": ("int4-symmetric", (ALONE, "scheme.weights.granularity=channel", "scheme.weights.group=null"))
     },
@@ -81,9 +83,8 @@ def theirs(peer: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def ours(recipe: str, changes: tuple[str, ...], model: str, request: dict[str, Any]) -> dict[str, Any]:
     """One compile, and the checkpoint through the peers' score."""
-    options = list(changes)
-    if recipe not in DATA_FREE:
-        options += [f"calibration.samples={request['samples']}", f"calibration.tokens={TOKENS}"]
+    data = [f"calibration.samples={request['samples']}", f"calibration.tokens={TOKENS}"]
+    options = [*([] if recipe in DATA_FREE else data), *changes]
     out = Path(request["out"])
     arguments = [word for option in options for word in ("--set", option)]
     text = [] if recipe in DATA_FREE else ["--calibration", request["ids"]]

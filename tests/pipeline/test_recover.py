@@ -147,6 +147,7 @@ def test_what_is_no_gain_is_not_kept(llama: Path, tmp_path: Path) -> None:
             "recover-scales",
         ),
         ("LlamaForCausalLM", asked({"recover": {"sequences": 10**6}}), "recover-text"),
+        ("LlamaForCausalLM", asked({"recover": {"sequences": 3}}), "recover-text"),
         ("LlamaForCausalLM", asked("recover", "fuse_qkv"), "pass-order"),
     ],
 )

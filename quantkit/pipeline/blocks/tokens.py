@@ -191,6 +191,9 @@ def training(recipe: Recipe, source: Source, name: str, settings: Any, scoring: 
     common = _common(recipe, source, sequence_length(choice.tokens, source, []))
     rule = f"{name} trains on {settings.sequences} sequences and holds out {settings.held}"
     remedy = f"more text, or fewer sequences: --set {name}.sequences="
+    if choice.samples > settings.sequences:
+        value, instead = f"{choice.samples} sequences calibrate", f"--set {name}.sequences={choice.samples}"
+        raise InputError("recover-text", where, value, f"{rule}, which must not calibrate", instead)
     try:
         loaded = load_tokens(choice.set, "calib", samples=settings.sequences + settings.held, **common)
     except InputError as error:
