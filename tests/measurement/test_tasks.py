@@ -241,6 +241,19 @@ def test_a_folder_s_questions_become_the_fields_of_a_definition(tmp_path: Path) 
     assert hellaswag.flags == ["prompt-without-activity-label"]
 
 
+@pytest.mark.parametrize("right", [0, 1, 9, 10, 200])
+def test_recovery_has_a_finite_interval_however_few_are_right(right: int) -> None:
+    from quantkit.measurement.tasks.scored import recovery
+
+    many = (np.arange(400) % 2).astype(float)
+    few = many * (np.cumsum(many) <= right)
+    told = recovery(many, few)
+    low, high = told["ratio_ci95"]
+    assert 0 <= low <= told["ratio"] == right / 200 <= high < 1 + 0.02 * (right == 200)
+    assert right == 0 or np.isfinite(recovery(few, many)["ratio_ci95"]).all()
+    assert recovery(np.zeros(400), many) == {}
+
+
 def test_items_for_a_point() -> None:
     # McNemar's test, simulated: four of five draws of so many items show the loss
     count, generator = for_loss(0.02, 0.1), np.random.default_rng(0)

@@ -21,6 +21,8 @@ Array = NDArray[Any]
 SCORE, DEPARTS = "task.score", "task.departs"
 # loss that a task is to show; tokens after an open prompt
 POINT, TOKENS = 0.01, 64
+# right answers of a side below which the interval of recovery is that of the difference
+FEW = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,5 +162,9 @@ def recovery(before: Array, after: Array) -> dict[str, Any]:
     if (before == after).all():
         reach = (difference_interval(after > 0, before > 0) or (-1.0, 1.0))[1] / base
         return {"ratio": ratio, "ratio_ci95": (ratio - reach, ratio + reach)}
-    low, high = ratio_interval(after, before)
+    if min(before.sum(), after.sum()) < FEW:  # a resample may have none
+        ends = _moved(before, after) or (-base, base)
+        low, high = (max(0.0, 1 + end / base) for end in ends)
+    else:
+        low, high = ratio_interval(after, before)
     return {"ratio": ratio, "ratio_ci95": (min(low, ratio), max(high, ratio))}
