@@ -176,8 +176,8 @@ class LlamaModel(FileModel):
                 value = f"llama_decode gave {status}"
                 raise InputError("gguf-unreadable", str(self.path), value, "0 is fine")
             for number, row, place in wanted:
-                logits = self.api.llama_get_logits_ith(state.context, number)
-                logits[row, place - first] = np.ctypeslib.as_array(logits, (self.vocabulary,))
+                computed = self.api.llama_get_logits_ith(state.context, number)
+                logits[row, place - first] = np.ctypeslib.as_array(computed, (self.vocabulary,))
         finally:
             self.api.llama_batch_free(batch)
 
