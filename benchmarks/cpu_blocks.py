@@ -1,7 +1,7 @@
 """Which block and accuracy level ONNX Runtime's MatMulNBits is fastest with on this CPU: the table behind `cpu-x86`.
 
     python benchmarks/cpu_blocks.py
-    python benchmarks/cpu_blocks.py --shapes 2048x2048 --rows 1 --seconds 20
+    python benchmarks/cpu_blocks.py --shapes 2048x2048 --rows 1 --seconds 20 --bits 2
 
 A graph holds products of one shape, each with weights of its own: so many that even the 4-bit ones exceed the
 last-level cache half over again. All read the same input, and write to memory that is there already. The float32
@@ -57,8 +57,13 @@ class Variant:
 
 FLOAT = Variant()
 # float32 activations with 8 bits are so slow that two blocks say enough
-FAST = [Variant(bits, block, 4, zeros) for bits, zeros in ((4, True), (4, False), (8, False)) for block in BLOCKS]
+KINDS = ((4, True), (4, False), (8, False), (2, True), (2, False))
+FAST = [
+    Variant(bits, block, 4, zeros) for bits, zeros in KINDS for block in BLOCKS if bits > 2 or block in (32, 64, 128)
+]
 EXACT = [Variant(4, block, 0, True) for block in BLOCKS] + [Variant(8, block, 0) for block in (32, 128)]
+# without a kernel: so slow that two products and one row say enough
+EXPANDED = [Variant(2, 16, 4, True), Variant(2, 256, 4, True), Variant(2, 32, 0, True)]
 
 
 def model(variant: Variant, k: int, n: int, layers: int, generator: np.random.Generator) -> bytes:
@@ -175,6 +180,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="KxN")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="M, rows of the activation")
     parser.add_argument("--seconds", type=float, default=30.0, help="for each M and each set of variants")
+    parser.add_argument("--bits", nargs="+", type=int, default=[2, 4, 8])
     options = parser.parse_args()
 
     onnxruntime.set_global_thread_pool_sizes(THREADS, 1)
@@ -183,8 +189,9 @@ def main() -> int:
     for shape in options.shapes:
         k, n = (int(size) for size in shape.split("x"))
         layers = max(2, -(-3 * cache // (2 * Variant(4, 256).bytes(k, n))))
-        for variants in (FAST, EXACT):
-            rows += compared(variants, k, n, layers, options.rows, options.seconds)
+        for every, count, many in ((FAST, layers, options.rows), (EXACT, layers, options.rows), (EXPANDED, 2, [1])):
+            if variants := [each for each in every if each.bits in options.bits]:
+                rows += compared(variants, k, n, count, many, options.seconds)
     columns = layout(
         "K:d | N:d | M:d | bits:d | zero_points=zero points | block:d | accuracy_level=level:d | "
         "float32_ms=fp32, ms:.3f | ms:.3f | ratio=times as fast:.2f | ratio_ci95=95 %:.2f | "

@@ -323,7 +323,8 @@ def _alike(recipe: Recipe, kind: Kind) -> list[Recipe]:
 def _differ(recipe: Recipe, other: Recipe) -> tuple[float | bool, ...]:
     """Return the distance between recipes, most important first.
 
-    The order: single files, bits, inputs, exports, kind of format, fixed scales, zero points, passes.
+    The order: single files, bits, more bits before as many fewer, inputs, exports, kind of format, fixed scales, zero
+    points, passes.
     """
     ours, theirs = recipe.scheme, other.scheme
     bits = [float(load_format(x.weights.format).bits) if x.weights else 16.0 for x in (ours, theirs)]
@@ -335,6 +336,7 @@ def _differ(recipe: Recipe, other: Recipe) -> tuple[float | bool, ...]:
     return (
         files[0] != files[1],
         abs(bits[0] - bits[1]),
+        bits[1] < bits[0],
         (ours.activations is None) != (theirs.activations is None),
         not exports[0] & exports[1],
         kinds[0] != kinds[1],

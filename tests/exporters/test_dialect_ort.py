@@ -32,7 +32,7 @@ def weights(linears: dict[str, tuple[int, int, WeightScheme | None]], seed: int 
         plain[f"{name}.weight"] = generator.standard_normal((rows, columns)).astype(np.float32)
         if how is None:
             continue
-        bits = {"int4": 4, "int8": 8}[how.format]
+        bits = int(how.format.removeprefix("int"))
         low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
         group = how.group or columns
         filled = -(-columns // group) * group
@@ -167,6 +167,11 @@ PRODUCTS = [
     (4, 3, scheme(granularity="channel", symmetric=False)),
     (4, 100, scheme(granularity="tensor", symmetric=False)),
     (4, 100, scheme(granularity="tensor")),
+    (7, 96, scheme("int2", **GROUP, group=32, symmetric=False)),  # zero points of 3 blocks in a byte
+    (7, 160, scheme("int2", **GROUP, group=32)),
+    (5, 80, scheme("int2", **GROUP, group=48, symmetric=False)),
+    (3, 512, scheme("int2", **GROUP, group=256)),  # two blocks a group: none of 256 has a kernel
+    (3, 50, scheme("int2", granularity="channel", symmetric=False)),
     (8, 64, scheme("int8", **GROUP, group=32)),
     (8, 96, scheme("int8", **GROUP, group=48, symmetric=False)),
     (3, 50, scheme("int8", granularity="channel", symmetric=False)),

@@ -208,6 +208,22 @@ def test_how_prompts_multiply_follows_the_target(isa: list[str], way: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("form", "group", "level", "expanded"),
+    [
+        *(("int2", 32, 4, 0), ("int2", None, 4, 0), ("int2", 16, 4, 1), ("int2", 48, 4, 1), ("int2", 32, 0, 1)),
+        *(("int4", 16, 0, 0), ("int8", 16, 4, 0), ("int8", None, 0, 1)),
+    ],
+)
+def test_products_without_a_kernel_are_told_before_the_work(
+    form: str, group: int | None, level: int, expanded: int
+) -> None:
+    how = WeightScheme(format=form, granularity="channel" if group is None else "group", group=group)
+    changes, told = EXPORT.for_target(EXPORT.Options(accuracy_level=level), x86_with(), LayerSpec({"a.b": how}))
+    assert changes == {}
+    assert ("it expands a.b" in told) == (told != "") == bool(expanded)
+
+
+@pytest.mark.parametrize(
     ("options", "isa", "form", "activations", "offer"),
     [
         ({}, "avx512_vnni", "int4", None, "onnx.prefill=int8"),

@@ -209,6 +209,7 @@ SCHEMES: dict[str, tuple[str, WeightScheme, dict[str, Any]]] = {
     "int4-channel-asymmetric": ("qwen2", scheme(granularity="channel", symmetric=False), {}),
     "int4-tensor": ("llama", scheme(granularity="tensor", symmetric=False), {}),
     "int4-float32-scale": ("llama", scheme(**GROUP, group=64, scale="float32"), {}),
+    "int2-32": ("llama", scheme("int2", **GROUP, group=32, symmetric=False), {}),
     "int8-32": ("llama", scheme("int8", **GROUP, group=32, symmetric=False), {}),
     "int8-channel": ("gpt2", scheme("int8", granularity="channel", symmetric=False), {}),
     "biases-merged": ("qwen2", scheme(), {}),
@@ -285,11 +286,12 @@ def test_linears_of_different_schemes_stay_apart(tmp_path: Path) -> None:
     assert found.check()["reload.onnxruntime"].ok
 
 
-def test_the_accuracy_level_is_the_recipe_s(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [scheme(), scheme("int2", granularity="group", group=32, symmetric=False)], ids=str)
+def test_the_accuracy_level_is_the_recipe_s(tmp_path: Path, how: WeightScheme) -> None:
     ids = zoo.ids(2, 14)
     errors = {}
     for level in (0, 4):
-        found = export(tmp_path / str(level), "llama", scheme(), accuracy_level=level)
+        found = export(tmp_path / str(level), "llama", how, accuracy_level=level)
         nodes = [node for node in found.proto().graph.node if node.op_type == "MatMulNBits"]
         assert {each.i for node in nodes for each in node.attribute if each.name == "accuracy_level"} == {level}
         loaded = found.load(accuracy_level=None)

@@ -22,7 +22,7 @@ from quantkit.scheme import WeightScheme
 # wide enough for groups of 128, large enough for half a percent to be more than rounding
 CHANGES: dict[str, object] = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 512, "num_hidden_layers": 2}
 LAYOUTS = (
-    {"rtn-int4": [], "int3": [], "int4-symmetric": [], "int8-weights": [], "int8-dynamic": [], "int8": []}
+    {"rtn-int4": [], "int3": [], "int2": [], "int4-symmetric": [], "int8-weights": [], "int8-dynamic": [], "int8": []}
     | {"fp8": [], "fp8-block": [], "nf4": [], "nvfp4": [], "mxfp4": [], "float": []}
     | {"int4-symmetric, gptq": ["export=[{checkpoint: {layout: gptq}}]"]}
     | {"rtn-int4, gptq-v2": ["export=[{checkpoint: {layout: gptq-v2}}]"]}
@@ -37,7 +37,10 @@ def recipe(label: str) -> Recipe:
 
 @pytest.mark.parametrize(
     ("label", "dtype"),
-    [*((label, "float32") for label in LAYOUTS), *((label, "bfloat16") for label in ("rtn-int4", "int8", "float"))],
+    [
+        *((label, "float32") for label in LAYOUTS),
+        *((label, "bfloat16") for label in ("rtn-int4", "int2", "int8", "float")),
+    ],
 )
 def test_a_checkpoint_holds_what_was_predicted(tmp_path: Path, label: str, dtype: str) -> None:
     import torch

@@ -102,6 +102,8 @@ def state(name: str, where: str, kind: Kind | None = None) -> Reader:
         ("nvfp4", "rtx-5090", None, "vllm", "native"),
         ("int3", "h100", None, "vllm", "native"),  # Humming takes what Marlin does not
         ("int3", "v100", None, "torch", "emulated"),
+        ("int2", "cpu-x86", None, "onnxruntime", "native"),  # 2 bits have kernels, 3 bits none
+        ("int2", "h100", None, "vllm", "native"),
         ("nf4", "l4", None, "torch", "native"),
         ("nf4", "cpu-x86-vnni", None, "torch", "emulated"),
         ("int4-tensorrt", "rtx-4090", "network", "tensorrt_rtx", "native"),

@@ -20,7 +20,7 @@ from quantkit.bundle import Check, Decision, LayerEntry, decision
 from quantkit.content import Closed
 from quantkit.errors import InputError, MissingDependency
 from quantkit.exporters import Exporter, LayerSpec, Trial, unheld, without
-from quantkit.exporters.onnx.nbits import refuse, refuse_heads
+from quantkit.exporters.onnx.nbits import refuse, refuse_heads, without_kernel
 from quantkit.model.structure.kinds import positions
 from quantkit.runtimes.text import json_or_empty
 
@@ -120,8 +120,15 @@ class Onnx(Exporter):
     ) -> tuple[Mapping[str, Any], str]:
         """Choose `prefill: auto` by the target's processor and, on this machine, by timing both ways.
 
-        `int8` on an unsuitable processor is reported.
+        `int8` on an unsuitable processor is reported, and products without a kernel.
         """
+        changes, way = self._way(options, target, asked, trial)
+        return changes, "; ".join(text for text in (way, without_kernel(asked, options.accuracy_level)) if text)
+
+    def _way(
+        self, options: OnnxOptions, target: Target, asked: LayerSpec, trial: Trial | None
+    ) -> tuple[Mapping[str, Any], str]:
+        """Choose how prompts multiply, with a sentence about it or ""."""
         fast = _fast_of(target)
         if options.prefill == "same" or (options.prefill == "int8" and fast):
             return {}, ""

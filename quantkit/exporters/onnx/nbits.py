@@ -20,6 +20,8 @@ from quantkit.scheme import ActivationScheme, WeightScheme
 Array = NDArray[Any]
 BITS = (2, 4, 8)
 _BLOCKS = (256, 128, 64, 32, 16)
+# accuracy level that rounds inputs; smallest and largest block of 2 bits with a kernel
+_ROUNDED, _LEAST, _LARGEST = 4, 32, 128
 # codes of 7 bits in bytes never saturate
 _BYTES = ("int8", "int7")
 # GroupQueryAttention needs heads of a multiple of the first number of features; of the second with rotary embedding
@@ -109,7 +111,8 @@ def block_size(columns: int, scheme: WeightScheme, where: str) -> int:
     if scheme.granularity != "group":
         # one scale for all blocks; the last one may be incomplete
         return next(block for block in (128, 64, 32, 16) if block <= columns or block == 16)
-    fitting = [block for block in _BLOCKS if group % block == 0]
+    largest = _LARGEST if scheme.format == "int2" else _BLOCKS[0]
+    fitting = [block for block in _BLOCKS if group % block == 0 and block <= largest]
     if not fitting:
         rule = "MatMulNBits supports blocks of 16, 32, 64, 128 and 256"
         raise unheld(where, f"groups of {group}", rule, "use a group that is a multiple of 16")
@@ -210,6 +213,24 @@ def refuse_bits(linear: str, scheme: WeightScheme, bits: tuple[int, ...], rule: 
     if load_format(scheme.format).bits not in bits or not scheme.format.startswith("int"):
         raise unheld(linear, f"weights in {scheme.format}", rule, remedy)
     block_size(scheme.group or 128, scheme, linear)
+
+
+def without_kernel(asked: LayerSpec, level: int) -> str:
+    """Say which products ONNX Runtime has no kernel for, so that it expands weights at every step; "" for none.
+
+    Of 2 bits it has kernels at accuracy level 4 in blocks of 32 to 128, of 8 bits at level 4, of 4 bits always
+    (ONNX Runtime 1.31 on x86-64; `benchmarks/cpu_blocks.py`).
+    """
+
+    def expanded(scheme: WeightScheme) -> bool:
+        small = scheme.format == "int2" and (scheme.group or _LEAST) % _LEAST > 0
+        return small or (scheme.format in ("int2", "int8") and level != _ROUNDED)
+
+    slow = [name for name, scheme in asked.schemes.items() if name not in asked.activations and expanded(scheme)]
+    if not slow:
+        return ""
+    rule = f"ONNX Runtime multiplies 2 and 8 bits at accuracy level 4, 2 bits in blocks of {_LEAST} to {_LARGEST}"
+    return f"{rule}; it expands {slow[0]} and {len(slow) - 1} others at every step, many times slower than floats"
 
 
 def refuse_heads(config: Any, where: str) -> None:
