@@ -216,7 +216,7 @@ def refuse_bits(linear: str, scheme: WeightScheme, bits: tuple[int, ...], rule: 
 
 
 def without_kernel(asked: LayerSpec, level: int) -> str:
-    """Say which products ONNX Runtime has no kernel for, so that it expands weights at every step; "" for none.
+    """Name products without a kernel in ONNX Runtime: it expands their weights at every step; "" for none.
 
     Of 2 bits it has kernels at accuracy level 4 in blocks of 32 to 128, of 8 bits at level 4, of 4 bits always
     (ONNX Runtime 1.31 on x86-64; `benchmarks/cpu_blocks.py`).
