@@ -3,4 +3,4 @@
 from quantkit.formats import Format
 from quantkit.formats.base.lattice import LatticeFormat
 
-FORMAT: Format = LatticeFormat("iq2_s", 3, -1, 16, 4, (1, 3.125, 5.375), 8, False, 1.25)
+FORMAT: Format = LatticeFormat("iq2_s", 3, -1, 16, 4, (1, 3.125, 5.375), 8, 10, False, 1.25)

@@ -3,4 +3,4 @@
 from quantkit.formats import Format
 from quantkit.formats.base.lattice import LatticeFormat
 
-FORMAT: Format = LatticeFormat("iq3_xxs", 4, -1, 32, 4, (1, 3, 5, 7, 9, 11, 13, 15.5), 4, True, 2 / 3)
+FORMAT: Format = LatticeFormat("iq3_xxs", 4, -1, 32, 4, (1, 3, 5, 7, 9, 11, 13, 15.5), 4, 8, True, 2 / 3)

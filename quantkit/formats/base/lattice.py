@@ -38,6 +38,7 @@ class LatticeFormat(SuperBlockFormat):
 
     levels: tuple[float, ...]  # magnitudes of a value, ascending from 1
     length: int  # weights of a point
+    index: int  # bits of a point's number
     even: bool  # whether an even number of 8 weights is negative
     cell: float  # side of a cell of the table, in units of the scale
 
@@ -176,7 +177,7 @@ class LatticeFormat(SuperBlockFormat):
     def bits_per_weight(self, shape: tuple[int, int], scheme: WeightScheme) -> float:
         """Count the stored bits per weight: iq3_s 3.4375, iq3_xxs 3.0625, iq2_s 2.5625."""
         signs = 1 - self.even / SIGNS
-        return math.log2(len(self.points())) / self.length + signs + super().bits_per_weight(shape, scheme) - self.bits
+        return self.index / self.length + signs + super().bits_per_weight(shape, scheme) - self.bits
 
 
 @cache

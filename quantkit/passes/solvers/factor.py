@@ -137,6 +137,8 @@ def factor(
 
 def _falling(diagonal: Tensor, together: int) -> Tensor:
     """Return the order of falling diagonal."""
+    if together == 1:
+        return diagonal.argsort(descending=True, stable=True)
     first = diagonal.view(-1, together).sum(1).argsort(descending=True, stable=True) * together
     return (first[:, None] + torch.arange(together, device=first.device)).flatten()
 
@@ -160,7 +162,10 @@ def _unawaited(
     from quantkit.kernels.solving.gptq import damped, unit_of
 
     diagonal = hessian.diagonal().float()
-    if act_order:
+    if act_order and together == 1:
+        diagonal, order = diagonal.sort(descending=True, stable=True)
+        chosen: Tensor | None = order
+    elif act_order:
         order = _falling(diagonal, together)
         diagonal, chosen = diagonal[order], order
     else:
