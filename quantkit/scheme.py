@@ -105,8 +105,9 @@ class WeightScheme(Closed):
 
     @property
     def trains_scale(self) -> bool:
-        """True if the scale is a float, and all that its weights are multiplied by; no offset is added to them."""
-        return self.scale in ("float32", "float16", "bfloat16") and (self.symmetric or self.format.startswith("int"))
+        """True if the scale is a float of this matrix alone (of a tensor, linears may share it), without an offset."""
+        alone = self.scale in ("float32", "float16", "bfloat16") and self.granularity != "tensor"
+        return alone and (self.symmetric or self.format.startswith("int"))
 
     @property
     def rows_apart(self) -> bool:

@@ -146,6 +146,7 @@ def test_what_is_no_gain_is_not_kept(llama: Path, tmp_path: Path) -> None:
             asked("recover", weights={"format": "mxfp4"}, export=[{"checkpoint": {"layout": "dense"}}]),
             "recover-scales",
         ),
+        ("LlamaForCausalLM", asked("recover", weights={"format": "int8", "granularity": "tensor"}), "recover-scales"),
         ("LlamaForCausalLM", asked({"recover": {"sequences": 10**6}}), "recover-text"),
         ("LlamaForCausalLM", asked({"recover": {"sequences": 3}}), "recover-text"),
         ("LlamaForCausalLM", asked("recover", "fuse_qkv"), "pass-order"),

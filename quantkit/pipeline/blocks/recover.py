@@ -144,8 +144,8 @@ class Student:
         hidden = [self._calls.hidden[row : row + 1] for row in rows]
         for stage, index in enumerate(self.stream.visits):
             note(hidden)
-            run = self._block(index, stored=stored)[0]
             with torch.no_grad(), self._narrow():
+                run = self._block(index, stored=stored)[0]
                 hidden = [self._row(run, stage, one, row).to(one) for one, row in zip(hidden, rows, strict=True)]
         return hidden
 
