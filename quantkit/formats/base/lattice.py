@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 # neighbours whose signs are stored together
 SIGNS = 8
 # weights, or cells, whose distances from all points are computed at once: these stay in the cache
-_CHUNK = 512
+_CHUNK = 256
+# points whose least cost is found first, without its place: that takes a tenth of the time
+_BUNCH = 16
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,7 @@ class LatticeFormat(SuperBlockFormat):
         else:
             base = base @ norms
         matrix, parts = torch.cat(features, 1), torch.cat(terms).split(_CHUNK, dim=1)
-        chosen = [torch.addmm(base, matrix, some).min(0).indices for some in parts]
-        return points[torch.cat(chosen)].T.contiguous()
+        return points[torch.cat([_least(torch.addmm(base, matrix, some)) for some in parts])].T.contiguous()
 
     def signs(self, parts: Tensor, dim: int) -> Tensor:
         """Return 1 or -1 for weights; the smallest along `dim` gets the wrong sign where `even` demands it."""
@@ -199,8 +200,16 @@ def _cells(name: str, levels: tuple[float, ...], width: float) -> tuple[Tensor, 
     centres = (torch.arange(bins) + 0.5) * width
     norms = points.square().sum(1, keepdim=True) / 2
     every = torch.cartesian_prod(*[centres] * points.shape[1]).flip(1)
-    nearest = [torch.addmm(norms, points, some.T, alpha=-1).min(0).indices for some in every.split(_CHUNK)]
+    nearest = [_least(torch.addmm(norms, points, some.T, alpha=-1)) for some in every.split(_CHUNK)]
     return torch.cat(nearest).to(torch.int32), bins
+
+
+def _least(costs: Tensor) -> Tensor:
+    """Return the places [R] of the least of costs [P, R]."""
+    bunches = costs.unflatten(0, (-1, _BUNCH))  # type: ignore[no-untyped-call]
+    first = bunches.amin(1).min(0).indices
+    inside = bunches.gather(0, first.expand(1, _BUNCH, -1))[0].min(0).indices
+    return first * _BUNCH + inside
 
 
 @cache

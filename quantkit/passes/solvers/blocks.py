@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quantkit.formats import SuperBlocks
 from quantkit.formats.base.blocks import SUPER_BLOCK, BlockFormat, BlockGrid, SuperBlockFormat, float16
+from quantkit.formats.base.lattice import LatticeFormat
 from quantkit.formats.base.layout import extremes
 from quantkit.scheme import WeightScheme
 
@@ -25,6 +26,8 @@ from quantkit.scheme import WeightScheme
 _CHUNK = 1 << 18
 # lengths of the grid to try, as shares of the one that just spans the weights
 _SHARES = tuple(torch.linspace(0.65, 1.25, 25).tolist())
+# of these, those for points: every second one finds grids as good
+_STRIDE = 2
 # d and dmin to try, as shares of those that map the largest scale to the largest integer
 _STEPS = (1.0, 0.9, 0.94, 0.97, 1.03, 1.07)
 _REFINEMENTS = 3
@@ -189,7 +192,8 @@ def _free(weights: _Weights) -> tuple[Tensor, Tensor]:
         # a grid that is as long on both sides needs no negative scale
         ends = [largest.abs() / form.high] if form.low == -form.high else [largest / form.low, largest / form.high]
     best, least = (ends[0], low), torch.full_like(low, -torch.inf)
-    for scale in (end * share for end in ends for share in _SHARES):
+    shares = _SHARES[::_STRIDE] if isinstance(form, LatticeFormat) else _SHARES
+    for scale in (end * share for end in ends for share in shares):
         *grid, gain = weights.fitted(weights.nearest(scale, low))
         wins = gain > least
         best = (torch.where(wins, grid[0], best[0]), torch.where(wins, grid[1], best[1]))
