@@ -3,12 +3,16 @@
     python benchmarks/decode_peers.py --prepare         once: makes .peers/decode, with llama.cpp in it
     python benchmarks/gguf_peers.py
     python benchmarks/gguf_peers.py --models smollm2-135m --types q4_0 --no-time
+    python benchmarks/gguf_peers.py --models smollm2-135m --widened --types iq4_xs iq3_s iq3_xxs iq2_m --no-time
 
 Both sides begin at one float32 file of ours, equal to llama.cpp's converter's (`gguf_converter.py`), and see the same
 calibration tokens: ours by the shipped recipe `gguf-TYPE` on so many of them, llama.cpp's by the importance matrix that
 `quantkit imatrix` makes of them. Files may differ by 0.5 % in bytes. KL from the float32 file in nats a token, with
 Student's t over sequences; the ratio's interval is a bootstrap over sequences, both sides drawn together. Texts:
 held-out speeches (the kind that calibrated), fiction, code.
+
+`--widened`: 256 divides no model's width, so that types of 32 weights replace most of the others. Channels and heads
+of zeros make it a multiple; both sides then begin at the widened model, whose logits are the model's.
 """
 
 from __future__ import annotations
@@ -32,8 +36,12 @@ from quantkit.recipe import Recipe
 
 MODELS = ["smollm2-135m", "gemma-3-270m", "qwen2.5-coder-0.5b"]
 TYPES = ["q4_0", "iq4_nl", "q4_k_m", "q3_k_m"]
+POINTS = ["iq4_xs", "iq3_s", "iq3_xxs", "iq2_m"]
+# widths with which a model's heads and groups of keys stay whole
+WIDTHS = {"smollm2-135m": 768, "qwen2.5-coder-0.5b": 1024}
 # on the kind of text that calibrated, on others
 LIMITS = {"q4_0": (0.4, 0.5), "iq4_nl": (0.4, 0.5), "q4_k_m": (0.5, 0.6), "q3_k_m": (0.5, 0.6)}
+LIMITS |= dict.fromkeys(POINTS, (0.55, 0.55))
 HOME, SAMPLES, LENGTH = "speeches", 32, 512
 # share of the calibration sequences that the model writes itself, of both sides
 GENERATED = float(Recipe.load("gguf-q4_0").calibration.generated)
@@ -59,6 +67,15 @@ def texts(model: str, place: Path, scored: int) -> dict[str, list[list[int]]]:
         ]
         for kind, (name, split) in asked.items()
     }
+
+
+def widened(model: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    """The folder of a widened model, and how far its logits are from the model's."""
+    about = folder.with_suffix(".json")
+    if not about.exists():
+        asked = {"model": model, "width": WIDTHS[model], "out": str(folder)}
+        about.write_text(json.dumps(helper("widened.py", asked)[0]))
+    return str(folder), json.loads(about.read_text())
 
 
 def floats(model: str, place: Path) -> Path:
@@ -122,7 +139,8 @@ def score(place: Path, name: str, given: dict[str, list[list[int]]], source: Pat
 
 
 def compared(model: str, names: list[str], options: argparse.Namespace, place: Path) -> list[dict[str, Any]]:
-    """Rows of one model: types x texts."""
+    """Rows of one model, or of the folder of one: types x texts."""
+    said_as = Path(model).name
     given = texts(model, place, options.scored)
     source, weights = floats(model, place), importance(model, place, options.samples)
     files: dict[str, dict[str, str]] = {}
@@ -143,7 +161,7 @@ def compared(model: str, names: list[str], options: argparse.Namespace, place: P
         files[name] = {"ours": ours, "llama.cpp": theirs}
         found = score(place, name, given, source, files[name])
         for kind in given:
-            one = row(model, name, kind, found["ours"][kind], found["llama.cpp"][kind])
+            one = row(said_as, name, kind, found["ours"][kind], found["llama.cpp"][kind])
             rows.append(one | about | {"times": {}})
             said = ("model", "type", "text", "kl", "kl_llama", "ratio")
             print(json.dumps({key: one[key] for key in said} | {"bytes": about["bytes_ratio"]}), flush=True)
@@ -171,7 +189,8 @@ def timed(files: dict[str, str], rounds: int) -> dict[str, Any]:
 def main() -> int:
     parser = parsing(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
+    parser.add_argument("--types", nargs="+", choices=[*TYPES, *POINTS], default=TYPES)
+    parser.add_argument("--widened", action="store_true", help="models whose width 256 divides, by zeros")
     parser.add_argument(
         "--samples", type=int, default=SAMPLES, help="calibration sequences of 512 tokens, of both sides"
     )
@@ -189,12 +208,16 @@ def main() -> int:
         "tokens": LENGTH,
         "threads": THREADS,
     }
-    for model in options.models:
+    if options.widened and (narrow := [each for each in options.models if each not in WIDTHS]):
+        parser.error(f"no width for {', '.join(narrow)}")
+    for alias in options.models:
         with tempfile.TemporaryDirectory() as temporary:
-            place = Path(temporary) if options.folder is None else options.folder / model
+            name = f"{alias}-{WIDTHS[alias]}" if options.widened else alias
+            place = Path(temporary) if options.folder is None else options.folder / name
             place.mkdir(parents=True, exist_ok=True)
+            model, about = widened(alias, place / name) if options.widened else (alias, {})
             found = compared(model, options.types, options, place)
-        record(f"gguf-peers-{model}", claim, found, settings)
+        record(f"gguf-peers-{Path(model).name}", claim, found, settings | ({"widened": about} if about else {}))
         rows += found
     printed = [each | {"interval": "{:.3f} to {:.3f}".format(*each["ratio_ci95"])} for each in rows]
     title = f"KL from the float32 file, in llama.cpp, {options.samples} x {LENGTH} tokens to calibrate"
