@@ -71,7 +71,7 @@ def texts(model: str, place: Path, scored: int) -> dict[str, list[list[int]]]:
 
 def widened(model: str, folder: Path) -> tuple[str, dict[str, Any]]:
     """The folder of a widened model, and how far its logits are from the model's."""
-    about = folder.with_suffix(".json")
+    about = folder.with_name(f"{folder.name}.json")
     if not about.exists():
         asked = {"model": model, "width": WIDTHS[model], "out": str(folder)}
         about.write_text(json.dumps(helper("widened.py", asked)[0]))

@@ -206,7 +206,7 @@ def _cells(name: str, levels: tuple[float, ...], width: float) -> tuple[Tensor, 
 
 def _least(costs: Tensor) -> Tensor:
     """Return the places [R] of the least of costs [P, R]."""
-    bunches = costs.unflatten(0, (-1, _BUNCH))  # type: ignore[no-untyped-call]
+    bunches: Tensor = costs.unflatten(0, (-1, _BUNCH))  # type: ignore[no-untyped-call]
     first = bunches.amin(1).min(0).indices
     inside = bunches.gather(0, first.expand(1, _BUNCH, -1))[0].min(0).indices
     return first * _BUNCH + inside
