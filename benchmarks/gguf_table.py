@@ -3,7 +3,8 @@
     python benchmarks/gguf_table.py            write them
     python benchmarks/gguf_table.py --check    say whether they differ, and exit 1
 
-Between `<!-- peers -->` and `<!-- end -->` nothing is written by hand. Of each row the latest record counts.
+Between `<!-- peers -->` or `<!-- bits -->` and `<!-- end -->` nothing is written by hand. Of each row the latest record
+counts. Bits are those of `quantkit plan`, which `plan_storage.py` compares with real files.
 """
 
 from __future__ import annotations
@@ -17,11 +18,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantkit.model.sizes import configs
+from quantkit.planning.memory import storage
+from quantkit.recipe import Recipe
+
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "results"
 PAGE, PICTURE = ROOT / "docs" / "gguf.md", ROOT / "docs" / "gguf-peers.svg"
-BLOCK = re.compile(r"(<!-- peers -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (peers|bits) -->\n).*?(<!-- end -->)", re.DOTALL)
 MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma-3-270m": "Gemma 3 270M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
+# by zeros; not in the picture
+WIDENED = {
+    "smollm2-135m-768": "SmolLM2-135M, widened to 768",
+    "qwen2.5-coder-0.5b-1024": "Qwen2.5-Coder, widened to 1,024",
+}
+NAMES = MODELS | WIDENED
+PLANNED = [*MODELS, "qwen2.5-7b", "qwen3-8b"]
+TYPES = ["q5_k_m", "q4_k_m", "q4_0", "iq4_nl", "iq4_xs", "q3_k_m", "iq3_s", "iq3_xxs", "iq2_m"]
 TEXTS = {"speeches": "speeches", "fiction": "fiction", "code": "code"}
 Row = dict[str, Any]
 # of the picture, in pixels: a panel a model
@@ -36,7 +49,7 @@ def records() -> list[Row]:
     for path in sorted(RECORDS.glob("gguf-peers-*-*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             found[row["model"], row["type"], row["text"]] = row
-    order = list(MODELS)
+    order = list(NAMES)
     return sorted(found.values(), key=lambda row: (order.index(row["model"]), row["bits"], row["type"]))
 
 
@@ -48,7 +61,7 @@ def tables(rows: Sequence[Row]) -> str:
     ]
     before = ""
     for row in rows:
-        place = f"{MODELS[row['model']]}, {row['type'].upper()}: {row['bits']:.2f} bits, {row['ours'] / 1e6:.1f} MB"
+        place = f"{NAMES[row['model']]}, {row['type'].upper()}: {row['bits']:.2f} bits, {row['ours'] / 1e6:.1f} MB"
         low, high = row["ratio_ci95"]
         lines.append(
             f"| {place if place != before else ''} | {TEXTS[row['text']]} "
@@ -70,13 +83,29 @@ def tables(rows: Sequence[Row]) -> str:
             cells.append(f"{ours}, {theirs}")
             low, high = times[f"{what}_ratio_ci95"]
             ratios.append(f"{times[f'{what}_ratio']:.2f} ({low:.2f} to {high:.2f})")
-        lines.append(f"| {MODELS[model]}, {name.upper()} | {' | '.join(cells)} | {', '.join(ratios)} |")
+        lines.append(f"| {NAMES[model]}, {name.upper()} | {' | '.join(cells)} | {', '.join(ratios)} |")
+    return "\n".join(lines) + "\n"
+
+
+def sizes() -> str:
+    """Markdown: the bits of a weight of each type in each model, tables of tokens included."""
+    models = {name: configs.read(name) for name in PLANNED}
+    lines = ["| | " + " | ".join(f"{name}: {each.hidden:,}" for name, each in models.items()) + " |"]
+    lines.append("|---" * (len(models) + 1) + "|")
+    for name in TYPES:
+        recipe, cells = Recipe.load(f"gguf-{name}"), []
+        for model in models.values():
+            parts = storage(model, recipe, "gguf").parts
+            stored = sum(parts[part] for part in ("codes", "scales", "zeros", "head", "embeddings"))
+            vectors = (parts["others"] + parts["unquantized"]) / 4  # in float32
+            cells.append(f"{8 * stored / (model.parameters - vectors):.2f}")
+        lines.append(f"| {name.upper()} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def picture(rows: Sequence[Row]) -> str:
     """An SVG: KL against bytes, a panel a model; both axes by powers, the mean of the texts a point."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
+    models = [model for model in MODELS if any(row["model"] == model for row in rows)]
     width = WIDE * len(models)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{HIGH}" viewBox="0 0 {width} {HIGH}" '
@@ -157,7 +186,8 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 def rendered(page: str, rows: Sequence[Row]) -> str:
     """The page with today's tables."""
-    return BLOCK.sub(lambda found: found[1] + tables(rows) + found[2], page)
+    made = {"peers": tables(rows), "bits": sizes()}
+    return BLOCK.sub(lambda found: found[1] + made[found[2]] + found[3], page)
 
 
 def main() -> int:

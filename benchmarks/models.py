@@ -34,6 +34,7 @@ RECIPES = [
     *("awq-int4", "gptq-int4", "int4-best", "int8-weights", "int8-dynamic", "fp8", "nf4", "nvfp4", "mxfp4"),
     *("int4-symmetric", "int8", "int3", "rtn-int4", "int4-fast", "fp8-block", "int4-cpu", "gptq-int4+kv-fp8", "float"),
     *("gguf-q8_0", "gguf-q5_k_m", "gguf-q4_k_m", "gguf-q4_0", "gguf-iq4_nl", "gguf-q3_k_m"),
+    *("gguf-iq4_xs", "gguf-iq3_s", "gguf-iq3_xxs", "gguf-iq2_m"),
 ]
 # recipes that look at no calibration data
 FREE = ("float", "rtn-int4", "int4-fast", "int8-weights", "fp8-block")

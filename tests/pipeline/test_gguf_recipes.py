@@ -19,6 +19,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # less of the text, and no accuracy asked of a model of random weights
 FEW = ("calibration.samples=2", "calibration.tokens=32", "calibration.generated=0", "gates={}")
 RECIPES = ("gguf-q4_0", "gguf-iq4_nl", "gguf-q4_k_m", "gguf-q3_k_m", "gguf-q5_k_m", "gguf-q8_0")
+# of super-blocks of 256 weights alone: 256 divides the widths of the model that they get
+POINTS = {"gguf-iq4_xs": "IQ4_XS", "gguf-iq3_s": "IQ3_S", "gguf-iq3_xxs": "IQ3_XXS", "gguf-iq2_m": "IQ2_S"}
+WIDE = {"hidden_size": 256, "intermediate_size": 256}
+PAIRS = [(recipe, model) for recipe in RECIPES for model in ("llama", "llama-tied")]
+PAIRS += [(recipe, f"{model}-wide") for recipe in POINTS for model in ("llama", "llama-tied")]
+ALWAYS = [pair for pair in PAIRS if pair[1] == "llama-tied" and pair[0] != "gguf-q5_k_m"]
+ALWAYS.append(("gguf-iq3_s", "llama-tied-wide"))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,8 @@ def models(tmp_path_factory: pytest.TempPathFactory, merging_tokenizer: Any) -> 
     def made(name: str) -> Path:
         if not (place / name).exists():
             changes = {"vocab_size": len(merging_tokenizer), "num_hidden_layers": 2}
-            zoo.save(place / name, merging_tokenizer, name, **changes)
+            wide = WIDE if name.endswith("-wide") else {}
+            zoo.save(place / name, merging_tokenizer, name.removesuffix("-wide"), **changes, **wide)
         return place / name
 
     return made
@@ -48,8 +56,7 @@ def kl(result: Compiled) -> dict[str | None, float]:
     return {row["runtime"]: row["value"] for row in rows}
 
 
-@pytest.mark.parametrize("model", beside(["llama-tied"], ["llama", "llama-tied"]))
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "model"), beside(ALWAYS, PAIRS))
 def test_a_shipped_recipe_compiles(
     recipe: str, model: str, models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +67,11 @@ def test_a_shipped_recipe_compiles(
     assert wanted <= checks.keys()
     # the same numbers in the same order: where a table of floats is looked up in, this is 0.008 (Q8_0) to 0.13
     assert checks["reload.gguf"].value == pytest.approx(0, abs=1e-6)
+    if recipe in POINTS:
+        import gguf
+
+        kinds = {each.tensor_type.name for each in gguf.GGUFReader(result.bundle.path / "gguf" / "model.gguf").tensors}
+        assert POINTS[recipe] in kinds, "256 divides all widths"
 
 
 @pytest.mark.parametrize("model", beside(["llama-tied"], ["llama", "llama-tied"]))
