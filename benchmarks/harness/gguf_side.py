@@ -77,6 +77,10 @@ def log_softmax(logits: Any) -> Any:
 
 
 def quantize(asked: Json) -> Json:
+    """Of a file that is there, what it holds."""
+    target, begun = Path(asked["target"]), asked["target"] + ".partial"
+    if target.exists():
+        return described(asked["target"])
     settings = lib.llama_model_quantize_default_params()
     settings.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{asked['type']}")
     settings.nthread = asked["threads"]
@@ -92,8 +96,9 @@ def quantize(asked: Json) -> Json:
             place.name, place.size = name, values.size
             place.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         settings.imatrix = ctypes.cast(entries, type(settings.imatrix))
-    if status := lib.llama_model_quantize(asked["source"].encode(), asked["target"].encode(), settings):
+    if status := lib.llama_model_quantize(asked["source"].encode(), begun.encode(), settings):
         raise SystemExit(f"llama_model_quantize: {status}")
+    Path(begun).rename(target)
     return described(asked["target"])
 
 
