@@ -121,8 +121,10 @@ def test_near_points_are_nearest_to_the_middle_of_a_cell(name: str) -> None:
     """So their distance is at most that of the nearest and twice that of the middle."""
     form = form_of(name)
     units = torch.randn(6, 32, 400, generator=torch.Generator().manual_seed(2)) * form.high * 0.3
-    near = form.near(units, dim=1)
-    assert torch.equal(form.near(units.movedim(1, -1)).movedim(-1, 1), near)
+    folded = form.folded(units, 1)
+    near = form.near(folded, 1) * folded.sign() * units.sign()
+    aside = units.movedim(1, -1)
+    assert torch.equal(form.near(form.folded(aside, 2), 2).movedim(-1, 1), near.abs())
     one = units.new_ones(6, 1, 400)
     best = form.decode(form.encode(units, one, None), one, None)
     size = (units * near.sign()).clamp(min=0)

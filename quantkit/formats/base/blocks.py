@@ -102,8 +102,12 @@ class BlockFormat(GridFormat):
         """Return the nearest values for weights minus their offset, in units of the scale."""
         return units.float().round().clamp(self.low, self.high)
 
-    def near(self, units: Tensor, dim: int = -1) -> Tensor:
-        """Return the nearest possible values; neighbours along `dim` are chosen together."""
+    def folded(self, weight: Tensor, dim: int) -> Tensor:
+        """Return weights without the signs that cost nothing; neighbours lie along `dim`."""
+        return weight
+
+    def near(self, units: Tensor, dim: int) -> Tensor:
+        """Return the nearest possible values for `folded` weights; neighbours along `dim` are chosen together."""
         return self.snap(units)
 
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:

@@ -93,19 +93,21 @@ class LatticeFormat(SuperBlockFormat):
         """Return the nearest values, each on its own: neighbours need not be a point."""
         return self.codebook().to(units.device)[self.coded(units).int()]
 
-    def near(self, units: Tensor, dim: int = -1) -> Tensor:
-        """Return the values of near points for weights in units of the scale, neighbours along `dim`."""
-        dim %= units.dim()
-        parts = units.float().unflatten(dim, (-1, self.unit))  # type: ignore[no-untyped-call]
-        signs = self.signs(parts, dim + 1)
+    def folded(self, weight: Tensor, dim: int) -> Tensor:
+        """Return weights times the signs of their values: below zero is at most one of 8."""
+        parts: Tensor = weight.float().unflatten(dim, (-1, self.unit))  # type: ignore[no-untyped-call]
+        return (parts * self.signs(parts, dim + 1)).view_as(weight)
+
+    def near(self, units: Tensor, dim: int) -> Tensor:
+        """Return the values of near points for `folded` weights in units of the scale, neighbours along `dim`."""
         table, bins = _cells(self.name, self.levels, self.cell)
-        place = (parts * signs).div_(self.cell).clamp_(0, bins - 1).int().unflatten(dim + 1, (-1, self.length))  # type: ignore[no-untyped-call]
-        first, *others = place.unbind(dim + 2)
+        place = units.div(self.cell).clamp_(0, bins - 1).int().unflatten(dim, (-1, self.length))  # type: ignore[no-untyped-call]
+        first, *others = place.unbind(dim + 1)
         for power, other in enumerate(others, 1):
             first.add_(other, alpha=bins**power)
         numbers = table.to(units.device).index_select(0, first.reshape(-1))
         values = [row.index_select(0, numbers).view_as(first) for row in self.points().T.to(units.device)]
-        return torch.stack(values, dim + 2).flatten(dim + 1, dim + 2).mul_(signs).view_as(units)
+        return torch.stack(values, dim + 1).view_as(units)
 
     def encode(self, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Return the codes of the nearest points; neighbours lie along the dimension of one scale, whose size is 1."""

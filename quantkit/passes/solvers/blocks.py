@@ -18,7 +18,6 @@ from torch import Tensor
 
 from quantkit.formats import SuperBlocks
 from quantkit.formats.base.blocks import SUPER_BLOCK, BlockFormat, BlockGrid, SuperBlockFormat, float16
-from quantkit.formats.base.lattice import LatticeFormat
 from quantkit.formats.base.layout import extremes
 from quantkit.scheme import WeightScheme
 
@@ -26,8 +25,6 @@ from quantkit.scheme import WeightScheme
 _CHUNK = 1 << 18
 # lengths of the grid to try, as shares of the one that just spans the weights
 _SHARES = tuple(torch.linspace(0.65, 1.25, 25).tolist())
-# of these, those for points: every second one finds grids as good
-_STRIDE = 2
 # d and dmin to try, as shares of those that map the largest scale to the largest integer
 _STEPS = (1.0, 0.9, 0.94, 0.97, 1.03, 1.07)
 _REFINEMENTS = 3
@@ -56,7 +53,8 @@ def placed(target: Tensor, form: BlockFormat, importance: Tensor | None = None) 
     costs = (costs + 1e-3).float().flatten()
     step = max(unit, _CHUNK // rows // unit * unit)
     parts = zip(target.split(step), costs.split(step), strict=True)
-    pieces = [_placed(_Weights(form, w.unflatten(0, (-1, length)), a.reshape(-1, length, 1))) for w, a in parts]
+    grouped = ((form.folded(w.unflatten(0, (-1, length)), 1), a.reshape(-1, length, 1)) for w, a in parts)
+    pieces = [_placed(_Weights(form, *pair)) for pair in grouped]
     scale, offset, *stored = (torch.cat(part).T.contiguous() for part in zip(*pieces, strict=True))
     if not stored:
         return BlockGrid(scale, offset if form.has_offset else None)
@@ -90,7 +88,7 @@ def rescaled(grid: BlockGrid, form: BlockFormat, scale: Tensor) -> BlockGrid:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Weights [G, L, N], and the cost of an error of each [G, L, 1]; scales and offsets are [G, N]."""
+    """Weights [G, L, N], `folded`, and the cost of an error of each [G, L, 1]; scales and offsets are [G, N]."""
 
     form: BlockFormat
     exact: Tensor
@@ -192,8 +190,7 @@ def _free(weights: _Weights) -> tuple[Tensor, Tensor]:
         # a grid that is as long on both sides needs no negative scale
         ends = [largest.abs() / form.high] if form.low == -form.high else [largest / form.low, largest / form.high]
     best, least = (ends[0], low), torch.full_like(low, -torch.inf)
-    shares = _SHARES[::_STRIDE] if isinstance(form, LatticeFormat) else _SHARES
-    for scale in (end * share for end in ends for share in shares):
+    for scale in (end * share for end in ends for share in _SHARES):
         *grid, gain = weights.fitted(weights.nearest(scale, low))
         wins = gain > least
         best = (torch.where(wins, grid[0], best[0]), torch.where(wins, grid[1], best[1]))
