@@ -143,6 +143,7 @@ def main() -> int:
     parser.add_argument("--scored", type=int, default=12, help=f"sequences of {TOKENS} tokens of each text to score on")
     parser.add_argument("--threads", type=int, default=THREADS)
     parser.add_argument("--work", type=Path, help="keep ids and the original's logits here; a later run reads them")
+    parser.add_argument("--keep", type=Path, help="keep what the sides make, a folder a row, in this folder")
     options = parser.parse_args()
 
     rows: list[dict[str, Any]] = []
@@ -153,13 +154,14 @@ def main() -> int:
         settings |= {"tokens": TOKENS, **hashes}
 
         def done(scheme: str, side: str, method: str, run: Any) -> None:
-            with tempfile.TemporaryDirectory(dir=place) as out:
+            label = re.sub(r"[^a-z0-9.]+", "-", f"{settings['model']} {scheme} {side} {method}".lower())
+            with tempfile.TemporaryDirectory(dir=place) as name:
+                out = options.keep / label if options.keep else Path(name) / "made"
                 request = {**given, "samples": options.samples, "scheme": scheme, "threads": options.threads}
-                row = run({**request, "method": method, "out": str(Path(out) / "made")})
+                row = run({**request, "method": method, "out": str(out)})
             row = {"scheme": scheme, "side": side.replace("_", "-"), "method": method, **row}
             rows.append(row)
             print(row, file=sys.stderr)
-            label = re.sub(r"[^a-z0-9.]+", "-", f"{settings['model']} {scheme} {side} {method}".lower())
             record(f"peers/{label}", CLAIM, [row], settings)
 
         for scheme in options.schemes:
