@@ -12,12 +12,14 @@ transformers. Bits are those of a layout that held it.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import process
 
 from quantkit.formats.base.integers import IntegerFormat
 
@@ -53,6 +55,7 @@ class Coarse(IntegerFormat):
         return torch.ldexp((fraction * 2**places).round(), exponent - places).half()
 
 
+ROOT, TOKENS = Path(__file__).resolve().parent.parent, 512
 ZERO_2, ZERO_4 = (Coarse(f"int4_zero_{count}", 4, groups=count) for count in (2, 4))
 ZERO_ROW = Coarse("int4_zero_row", 4, groups=0)
 SCALE_8, SCALE_6 = (Coarse(f"int4_scale_{bits}", 4, mantissa=bits - 4) for bits in (8, 6))
@@ -89,8 +92,8 @@ def bits(scale: int, group: int, zero: int, shared: int) -> float:
     return 4 + scale / group + (zero / group / shared if shared else 0)
 
 
-def offered(place: Path) -> None:
-    """Let the compiles that follow find this file's formats, as those of a package."""
+def offered(place: Path) -> Path:
+    """Let the compiles that follow find this file's formats, as those of a package; a target that runs them."""
     package = place / "scale_bits-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: scale-bits\nVersion: 1\n")
@@ -99,12 +102,32 @@ def offered(place: Path) -> None:
     (package / "entry_points.txt").write_text("\n".join(["[quantkit.formats]", *lines, ""]))
     paths = [str(place), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    cells = "".join(f'  {name}:\n    torch: {{state: emulated, source: "a trial"}}\n' for name in names.values())
+    begun, rest = (ROOT / "export" / "cpu-x86.yaml").read_text().split("\nformats:")
+    first, rest = rest.split("\n", 1)
+    target = place / "trial.yaml"
+    target.write_text(f"{begun}\nformats:{first}\n{cells}{rest}")
+    return target
+
+
+def scored(way: str, target: Path, model: str, request: dict[str, Any]) -> dict[str, Any]:
+    """One compile, and its checkpoint through the score of the peers."""
+    recipe, changes, *spent = WAYS[way]
+    data = (f"calibration.samples={request['samples']}", f"calibration.tokens={TOKENS}")
+    options = [word for change in (*data, *changes, DENSE) for word in ("--set", change)]
+    given = ("--calibration", request["ids"], "--target", target, "--no-speed", *options)
+    out, threads = Path(request["out"]), request["threads"]
+    result, _ = process.compiled(model, recipe, out, *given, env=process.environment(threads))
+    answer, _ = process.helper(
+        ROOT / "benchmarks/peers/quantkit_side.py", {**request, "out": str(out / "model")}, threads=threads
+    )
+    row = {"way": way, "recipe": recipe, "set": list(changes), "bits": bits(*spent), "texts": answer["texts"]}
+    return row | {"cpu_seconds": result["seconds"]["quantize_cpu"], "versions": answer["versions"]}
 
 
 def main() -> int:
-    from harness.process import THREADS
     from harness.record import layout, parsing, record, show
-    from quality_peers import inputs, ours
+    from quality_peers import inputs
 
     parser = parsing(__doc__)
     parser.add_argument("--model", default="smollm2-135m", help="an alias or a folder of a float model")
@@ -113,24 +136,21 @@ def main() -> int:
     parser.add_argument("--eval", type=Path, nargs="+", help=".txt, or .json lists of ids; default: prose-en, eval")
     parser.add_argument("--samples", type=int, default=8, help="calibration sequences of 512 tokens")
     parser.add_argument("--scored", type=int, default=12, help="sequences of 512 tokens of each text to score on")
-    parser.add_argument("--threads", type=int, default=THREADS)
+    parser.add_argument("--threads", type=int, default=process.THREADS)
     options = parser.parse_args()
 
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        offered(place)
+        target = offered(place)
         given, hashes = inputs(options, place)
         settings = {"model": Path(options.model).name, "threads": options.threads, "samples": options.samples, **hashes}
         for way in options.ways:
-            recipe, changes, *spent = WAYS[way]
-            out = tempfile.mkdtemp(dir=place)
-            request = {**given, "samples": options.samples, "threads": options.threads, "out": f"{out}/made"}
-            found = ours(recipe, (*changes, DENSE), options.model, {**request, "scheme": "int4-g64"})
-            kept = ("texts", "settings", "cpu_seconds", "versions")
-            rows.append({"way": way, "bits": bits(*spent), **{key: found[key] for key in kept}})
-            # after each: a run of hours may end early
-            record(f"scale_bits_{settings['model']}", CLAIM, rows, settings)
+            out = f"{tempfile.mkdtemp(dir=place)}/made"
+            request = {**given, "samples": options.samples, "threads": options.threads, "out": out}
+            rows.append(scored(way, target, options.model, {**request, "scheme": "int4-g64"}))
+            label = re.sub(r"[^a-z0-9.]+", "-", f"{settings['model']} {way}")
+            record(f"scale_bits/{label}", CLAIM, rows[-1:], settings)
     flat = [{**row, **next(iter(row["texts"].values()))} for row in rows]
     show(
         f"{options.model}, int4-best",
