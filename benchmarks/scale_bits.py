@@ -137,13 +137,14 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8, help="calibration sequences of 512 tokens")
     parser.add_argument("--scored", type=int, default=12, help="sequences of 512 tokens of each text to score on")
     parser.add_argument("--threads", type=int, default=process.THREADS)
+    parser.add_argument("--work", type=Path, help="keep ids and the original's logits here; a later run reads them")
     options = parser.parse_args()
 
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         target = offered(place)
-        given, hashes = inputs(options, place)
+        given, hashes = inputs(options, options.work or place)
         settings = {"model": Path(options.model).name, "threads": options.threads, "samples": options.samples, **hashes}
         for way in options.ways:
             out = f"{tempfile.mkdtemp(dir=place)}/made"
