@@ -246,9 +246,14 @@ def measure(
     quick: bool = False,
     seconds: float | None = None,
     batches: Sequence[int] = (),
+    tasks: str | Path | Sequence[str | Path] = (),
+    task_data: str | Path | None = None,
+    limit: int | None = None,
+    chat: bool = False,
+    floor: bool = False,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure a bundle's accuracy, size and speed again; the rows also go into its `measurements.jsonl`.
+    """Measure a bundle's accuracy, size and speed again, or its tasks; the rows also go into its `measurements.jsonl`.
 
     The timing alone takes about five minutes: `quick=True` or `seconds=60` shortens it, `speed=False` leaves it out.
 
@@ -261,6 +266,9 @@ def measure(
         quick: time only the few shapes that a compile times.
         seconds: time for all shapes, 1 or more; None is 300, or what `quick` takes.
         batches: sizes to time; none: the target's, up to 32.
+        tasks: tasks of lm-eval, files of one's own (`Path("mine.jsonl")`), of a graph functions (`module:function`):
+            measure by these alone.
+        task_data, limit, chat, floor: as of `pipeline.tasks.TaskQuestion`; with `tasks`.
         progress: show how far it is, as `compile` does.
     """
     from quantkit import given
@@ -271,8 +279,18 @@ def measure(
     against = None if baseline is None else given.model(baseline, "baseline")
     text = None if calibration is None else given.model(calibration, "calibration")
     runs = given.word(runtime, "runtime", "a runtime's name")
-    given.flags(speed=speed, quick=quick)
-    given.numbers(seconds=seconds)
+    given.flags(speed=speed, quick=quick, chat=chat, floor=floor)
+    given.numbers(seconds=seconds, limit=limit)
+    if names := given.texts(tasks, "tasks"):
+        from quantkit.pipeline.tasks import TaskQuestion, measure_tasks
+
+        if text is not None or quick or seconds is not None or batches:
+            raise given.wrong("tasks", names, "alone: without calibration, quick, seconds and batches")
+        question = TaskQuestion(names, given.path(task_data, "task_data"), limit, chat, floor)
+        with showing(progress) as shown:
+            return [row.as_dict() for row in measure_tasks(_opened(bundle), question, against, shown, runtime=runs)]
+    if task_data is not None or limit is not None or chat or floor:
+        raise given.wrong("tasks", tasks, "the tasks that task_data, limit, chat and floor are about")
     if seconds is not None and seconds < 1:
         raise given.wrong("seconds", seconds, "a number from 1 up")
     sizes, opened = given.batches(batches), _opened(bundle)

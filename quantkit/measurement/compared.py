@@ -301,6 +301,7 @@ class Compared:
         layers: layers that either side quantizes.
         notes: quantities that were not compared, with the command that compares them.
         load: rows of B's load beside A's (`load.beside`), if both have one of the same requests.
+        tasks: rows of B's scores of tasks against A's, over the items that both answered; the verdict is without them.
     """
 
     model: str
@@ -316,6 +317,7 @@ class Compared:
     layers: Sequence[LayerPair] = ()
     notes: Sequence[str] = field(default=())
     load: Sequence[Row] = ()
+    tasks: Sequence[Row] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return its JSON form."""
@@ -325,5 +327,6 @@ class Compared:
         data["cells"] = [cell.as_dict() for cell in self.cells]
         data["flips"] = None if self.flips is None else asdict(self.flips)
         data["layers"] = [pair.as_dict() for pair in self.layers]
-        data |= {"load": [row.as_dict() for row in self.load]} if self.load else {}
+        for name, rows in (("load", self.load), ("tasks", self.tasks)):
+            data |= {name: [row.as_dict() for row in rows]} if rows else {}
         return {**data, "notes": list(self.notes)}

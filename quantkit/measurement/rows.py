@@ -32,6 +32,7 @@ from quantkit.errors import InputError, absent, did_you_mean, from_validation
 NAMES = (
     *(f"accuracy.{x}" for x in ("perplexity", "kl", "top1_agreement", "next_word")),
     *(f"accuracy.{x}" for x in ("top1", "top5", "recall_at_1", "recall_at_5", "recall_at_10", "cosine")),
+    "accuracy.ndcg_at_10",
     *("accuracy.relative_error", "accuracy.same", "accuracy.wer"),
     # of lm-eval's tasks, in `measurement.tasks`; `settings.task` and `settings.metric` name which
     *(f"task.{x}" for x in ("score", "departs")),

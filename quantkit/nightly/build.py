@@ -26,7 +26,7 @@ from quantkit.measurement.timing.rounds import CANDIDATE, Task
 from quantkit.nightly import items, timing
 from quantkit.nightly.bundles import Bundles
 from quantkit.nightly.config import Nightly
-from quantkit.nightly.evidence import UNLOADABLE
+from quantkit.nightly.evidence import UNASKED, UNLOADABLE
 from quantkit.nightly.items import Answered
 from quantkit.nightly.jobs import BuildJob
 from quantkit.nightly.records import BaselineKind, Item, NightCell, Result, Side
@@ -35,6 +35,7 @@ from quantkit.pipeline.graphs.bundles import holds_graph
 from quantkit.pipeline.measure import measure_bundle
 from quantkit.pipeline.progress import Overall, Progress
 from quantkit.pipeline.request import Request, runs_here
+from quantkit.pipeline.tasks import measure_tasks
 from quantkit.pipeline.verdict import export_of
 from quantkit.runtimes import load_runtime
 from quantkit.target import Target
@@ -162,10 +163,12 @@ class _Measuring:
         lost = {side: InputError(**error).line() for side, error in timing.unloadable(rows).items()}
         missing = {**others.missing, **lost}
         here = {side: other for side, other in sides.items() if side not in missing}
-        answered = Answered([])
+        answered, recovery = Answered([]), None
         if self.job.attempt == 1 and not self._has_items(cell.build):
             self.progress.at("items", 0.0)
             answered = items.answered(here, cell.program, self.request)
+            recovery, unasked = self._recovered(cell, bundle)
+            served += unasked
         hashes = {side: other.manifest.content_sha256 for side, other in here.items()}
         result = {
             "state": "done",
@@ -174,9 +177,26 @@ class _Measuring:
             "release_sha256": hashes.get("release"),
             "bytes": _bytes(bundle, cell.program),
             "baseline_bytes": _bytes(here["baseline"], cell.program) if "baseline" in here else None,
+            "recovery": recovery,
             "flags": [*served, *(f"{UNLOADABLE[side]}: {why}" for side, why in missing.items())],
         }
         return result, rows, answered
+
+    def _recovered(self, cell: NightCell, bundle: Bundle) -> tuple[dict[str, Any] | None, list[str]]:
+        """Ask the candidate and its original the night's tasks: recovery by score, or a flag with the obstacle."""
+        if (question := self.config.question()) is None:
+            return None, []
+        original = None if self.request.adapters else self.request.model  # a merged one is found by its hashes
+        asking = Overall(lambda share, words: self.progress.at("items", share, words), self.progress.note)
+        try:
+            rows = measure_tasks(bundle, question, original, asking, runtime=cell.program)
+        except QuantkitError as problem:
+            return None, [f"{UNASKED}: {problem.line()}"]
+        return {
+            f"{row.settings['task']} {row.settings['metric']}": [base.ratio, *base.ratio_ci95, row.n]
+            for row in rows
+            if (base := row.baseline) is not None and base.ratio is not None and base.ratio_ci95
+        }, []
 
     def _scored(self, cell: NightCell, sides: Mapping[Side, Bundle]) -> dict[Side, Bundle]:
         """Score each side in a runtime without steps to time, unless it was already. Raises as `measure_bundle`."""

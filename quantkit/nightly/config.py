@@ -21,10 +21,12 @@ from quantkit.content import Closed, is_path, known_keys, read_yaml
 from quantkit.devices import named
 from quantkit.errors import InputError, did_you_mean, from_validation
 from quantkit.measurement.load import ServerLoad
+from quantkit.measurement.tasks.defined import opened
 from quantkit.model.source.adapter import Adapter
 from quantkit.model.source.alias import ALIASES, unknown_model
 from quantkit.nightly.records import HERE, ON, SEPARATOR, BaselineKind, NightCell
 from quantkit.pipeline.request import Request, kind_of, with_own_runtime
+from quantkit.pipeline.tasks import TaskQuestion
 from quantkit.planning import support
 from quantkit.report.kit import words
 from quantkit.stats.decision import ALPHA
@@ -175,6 +177,24 @@ class TimeBudget(Closed):
         return None if self.seconds is not None else self.blocks or self.rounds * BLOCKS
 
 
+class NightTasks(Closed):
+    """Tasks that each build is asked, as by `quantkit measure --tasks`.
+
+    Args:
+        names: of lm-eval's tasks, or paths of one's own.
+        data: folder with the items of lm-eval's tasks.
+        limit: items of each task.
+        chat: whether prompts go through the chat template.
+        recovery_min: recovery that the lower bound has to reach in every score, of the original's.
+    """
+
+    names: list[Name] = Field(min_length=1)
+    data: str | None = None
+    limit: Annotated[int, Field(ge=2)] | None = None
+    chat: bool = False
+    recovery_min: Annotated[float, Field(gt=0, le=1)]
+
+
 class NightLoad(Closed):
     """Load of the servers of cells in a runtime that is not timed by steps: `vllm`.
 
@@ -227,6 +247,7 @@ class Nightly(Closed):
         release: last release, a bundle or a folder of them; drift is measured against it.
         budget: time budget of a cell.
         load_: `load`, load of cells in vLLM; None scores them alone.
+        tasks: tasks with the recovery to reach; None asks none.
         limit: most hours of a build; a longer one is ended and fails.
         store: folder of the results.
         bundles: folder of the bundles.
@@ -250,6 +271,7 @@ class Nightly(Closed):
     release: str | None = None
     budget: TimeBudget = TimeBudget()
     load_: Annotated[NightLoad | None, Field(alias="load")] = None
+    tasks: NightTasks | None = None
     limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 6.0
     store: str = "nightly/store"
     bundles: str = "nightly/bundles"
@@ -342,6 +364,13 @@ class Nightly(Closed):
         """Return the baseline choice of a cell."""
         return self.baselines.get(cell.model, self.baseline)
 
+    def question(self) -> TaskQuestion | None:
+        """Return the tasks to ask; None if there are none."""
+        if (asked := self.tasks) is None:
+            return None
+        data = None if asked.data is None else self.at(asked.data)
+        return TaskQuestion([self.reference(name) for name in asked.names], data, asked.limit, asked.chat)
+
     def request(self, model: str, recipe: str, target: str, **others: Any) -> Request:
         """Return the compile request of a build. Raises InputError."""
         calibration = None if self.calibration is None else self.reference(self.calibration)
@@ -374,6 +403,8 @@ def _checked(config: Nightly, where: str) -> tuple[NightCell, ...]:
         if device != HERE:
             named.find(device, where=f"{where}: on")
     _demand_bundles(config, where)
+    if (question := config.question()) is not None:
+        opened(question.names, question.data)
     runtime_of = _runtimes(config, where)
     cells = _product(config, where, runtime_of)
     for number, added in enumerate(config.include):

@@ -108,6 +108,8 @@ def judge(
         for margins, alike in _by_margins(config, done).items():
             of_these = [attempts[cell.key, 1] for cell in alike]
             comparisons += ask.of_items(of_these, _attempt(items(build), 1), margins)
+        if config.tasks is not None and done:
+            comparisons += ask.of_tasks([attempts[cell.key, 1] for cell in done], config.tasks.recovery_min)
         for cell in done:
             result, margins = attempts[cell.key, 1], config.gates.of(cell)
             if config.load_ is not None or load_runtime(cell.program).own is None:  # else it has no steps to time
@@ -222,6 +224,9 @@ def _rows(night: str, decided: Sequence[_Decided]) -> list[StoredDecision]:
 
 def _row(night: str, cell: str, what: What, one: _Decided) -> StoredDecision:
     row = StoredDecision(night, cell, what, one.answer, n=one.asked.n, because=one.because)
+    if one.asked.lost is not None:
+        effect, (low, high), most = one.asked.lost
+        return replace(row, value=effect, low=low, high=high, margin=most)
     if (known := one.decision) is None:
         return row
     low, high = known.ci95

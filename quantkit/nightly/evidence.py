@@ -5,6 +5,7 @@
     accuracy    items that only one side answers right              `stats.flips`, sequences as clusters
     kl          KL from the float model, and −log p                 `stats.flips`, sequences as clusters
     drift       latency and accuracy against the last release
+    tasks       the lower bound of recovery against the least that is accepted, no test between nights
     size        bytes, counted
 
 A comparison without data on both sides gets its answer at once, with the reason.
@@ -24,19 +25,20 @@ from numpy.typing import NDArray
 from quantkit.errors import InputError
 from quantkit.nightly.config import NightMargins
 from quantkit.nightly.records import Answer, Item, NightCell, Result, Side, Time, What
+from quantkit.report.kit import words
 from quantkit.runtimes import load_runtime
 from quantkit.stats.clustered import clusters_of
-from quantkit.stats.evidence import KNOWN, Evidence, MeasuredValue, difference
+from quantkit.stats.evidence import KNOWN, Evidence, Interval, MeasuredValue, difference
 from quantkit.stats.flips import flips, increase
 from quantkit.stats.slowdown import slowdown
 
 Array = NDArray[Any]
-Thing = Literal["latency", "accuracy", "kl", "perplexity", "size"]
+Thing = Literal["latency", "accuracy", "kl", "perplexity", "tasks", "size"]
 
 # flags of a result, each followed by `: ` and the reason: a missing side makes the cell inconclusive. `UNSCORED`
 # concerns the candidate, or the side at the start of the reason: `accuracy-unscored: baseline: ...`
 UNLOADABLE: dict[Side, str] = {"baseline": "baseline-unloadable", "release": "release-unloadable"}
-UNSCORED = "accuracy-unscored"
+UNSCORED, UNASKED = "accuracy-unscored", "tasks-unasked"
 FIRST = "no baseline yet: this night becomes the baseline"
 
 
@@ -49,6 +51,7 @@ class NightComparison:
         what: column of its decision.
         evidence: None if the answer needs none; `because` then has the reason, otherwise a note for the reader.
         n: items, or timed steps of the candidate.
+        lost: (effect, its interval, the most that is accepted) of an answer without evidence.
     """
 
     cells: tuple[str, ...]
@@ -58,6 +61,7 @@ class NightComparison:
     n: int | None = None
     answer: Answer = "inconclusive"
     because: str = ""
+    lost: tuple[float, Interval, float] | None = None
 
 
 def is_first(result: Result) -> bool:
@@ -89,6 +93,24 @@ def of_size(result: Result, margins: NightMargins) -> NightComparison:
     known = MeasuredValue(larger, (larger, larger))
     evidence = difference(known, KNOWN, margin=margins.size, alarm=margins.size, logarithm=True)
     return NightComparison(cells, "size", "size", evidence, 1)
+
+
+def of_tasks(results: Sequence[Result], least: float) -> list[NightComparison]:
+    """Hold the lower bound of recovery in each score of a build against the least that is accepted."""
+    cells = tuple(row.cell for row in results)
+    found = next((row.recovery for row in results if row.recovery), None)
+    if not found:
+        reasons = [reason for row in results for reason in _flags(row, UNASKED)]
+        why = f"no recovery: {next(iter(reasons), 'the original has nothing right')}"
+        return [NightComparison(cells, "tasks", "tasks", because=why)]
+    compared = []
+    for name, (ratio, low, high, count) in found.items():
+        why = f"recovery of {name} {words.percent(ratio)} ({words.between((low, high), words.percent)})"
+        why += f", {'at least' if low >= least else 'its lower bound is below'} {words.percent(least)}"
+        lost = (1 - ratio, (1 - high, 1 - low), 1 - least)
+        answer: Answer = "same" if low >= least else "worse"
+        compared.append(NightComparison(cells, "tasks", "tasks", None, count, answer, why, lost))
+    return compared
 
 
 def _timed(result: Result, times: Sequence[Time], other: Side, margins: NightMargins) -> NightComparison:

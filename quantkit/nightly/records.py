@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 State = Literal["done", "failed", "missing"]
 Side = Literal["candidate", "baseline", "release"]
 BaselineKind = Literal["accepted", "bundle", "release"]
-What = Literal["latency", "accuracy", "kl", "size", "drift"]
+What = Literal["latency", "accuracy", "kl", "tasks", "size", "drift"]
 Answer = Literal["better", "same", "worse", "inconclusive", "missing", "failed"]
 
 SEPARATOR = "|"
@@ -127,7 +127,8 @@ class Result(Record):
         attempt: 1, or 2 for the repetition after an alarm.
         versions: package -> version, including the driver.
         flags: caveats for the reader; a word, or `word: reason`. `reused`: the bundle existed; `baseline-unloadable`,
-            `release-unloadable`; `accuracy-unscored`.
+            `release-unloadable`; `accuracy-unscored`, `tasks-unasked`.
+        recovery: score of a task, `piqa acc` -> [recovery, ends of its interval, items]; of a build's first cell.
     """
 
     table: ClassVar[str] = "results"
@@ -153,6 +154,7 @@ class Result(Record):
     device: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+    recovery: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, night: str, cell: NightCell, state: State, **others: Any) -> Self:
@@ -219,7 +221,8 @@ class StoredDecision(Record):
 
     Args:
         what: latency, accuracy, size: against the baseline. kl: the KL from the float model, or the log-perplexity if
-            its answer is graver. drift: latency or accuracy against the last release, likewise.
+            its answer is graver. tasks: the share of the original's scores that is lost. drift: latency or accuracy
+            against the last release, likewise.
         value: effect; above zero is worse. A share of latency, drift and size (0.05 is 5 % more) and of items lost
             (0.01 is one in a hundred), nats of KL. `low` and `high` are the ends of its 95 % interval.
         p: one-sided p-value of being worse (or better, for a better answer) than the alarm, see `stats.decision`; None
@@ -297,6 +300,7 @@ def from_table(kind: type[RowKind], table: Any) -> list[RowKind]:
             return None
         return tuple(value) if core is tuple else json.loads(value) if core is Mapping else value
 
-    cores = _columns(kind)
-    rows = zip(*(table.column(name).to_pylist() for name in cores), strict=True)
+    cores, empty = _columns(kind), [None] * len(table)
+    known = set(table.column_names)  # an earlier version's lacks the last
+    rows = zip(*(table.column(name).to_pylist() if name in known else empty for name in cores), strict=True)
     return [kind(*(loaded(value, core) for value, core in zip(row, cores.values(), strict=True))) for row in rows]

@@ -38,7 +38,7 @@ from quantkit.nightly.records import (
     to_table,
 )
 
-SCHEMA = 2
+SCHEMA = 3
 FILE = "nights.duckdb"
 # marks a store of an earlier version: a folder of Parquet files
 _OLD = "store.json"
@@ -131,6 +131,8 @@ class Store:
         """
         _demand(NIGHT_ID.fullmatch(night.night) is not None, f"a name like {NIGHT_ID.pattern}, got {night.night!r}")
         with self._writing() as database:
+            database.execute("ALTER TABLE results ADD COLUMN IF NOT EXISTS recovery VARCHAR")  # schema 2 has none
+            database.execute("UPDATE about SET schema = $1", [SCHEMA])
             known = {name for (name,) in database.execute("SELECT night FROM nights").fetchall()}
             if night.night not in known:
                 _insert(database, Night, [night])

@@ -39,6 +39,7 @@ from quantkit.measurement.load import beside
 from quantkit.measurement.rows import Data, Row
 from quantkit.model.source import pretrained
 from quantkit.pipeline import sides as timing_of
+from quantkit.pipeline import tasks
 from quantkit.pipeline.gates import allowed
 from quantkit.pipeline.measure import QUICK, config_of, default_runtime
 from quantkit.pipeline.progress import Progress
@@ -302,6 +303,7 @@ def compare_bundles(
         layers=layer_pairs(layers[0], layers[1], (errors[0], errors[1])),
         notes=[*identical, *scored.notes, *notes, *untimed],
         load=() if first.floating or second.floating else beside(first.rows, second.rows, first.subject),
+        tasks=tasks.beside(first, second),
     )
 
 

@@ -1,4 +1,5 @@
-"""Measure a bundle by tasks: original and quantized answer the same items, by lm-eval's definitions.
+"""Measure a bundle by tasks: original and quantized answer the same items, by lm-eval's definitions; a graph's answers
+are scored by the user's own function.
 
 All refusals come before the work: tasks, their data, the template and the longest item are known before a model is
 opened. Answers are kept as they come (`measurement.tasks.adapter`): a killed run goes on, and the original answers once
@@ -8,7 +9,7 @@ for all its bundles.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,18 +18,21 @@ from quantkit import limits, machine
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, MissingDependency, one
 from quantkit.measurement.rows import Data, Device, Row
-from quantkit.pipeline.measure import MeasuredAgainst, default_runtime, opened_original
+from quantkit.pipeline.graphs.bundles import holds_graph
+from quantkit.pipeline.measure import MeasuredAgainst, default_runtime, opened_original, original_of
 from quantkit.pipeline.progress import Progress
 from quantkit.pipeline.verdict import keep
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.generate import LocalAnswers
 
 if TYPE_CHECKING:
+    from quantkit.calibrate.sets.inputs import InputSet
     from quantkit.measurement.accuracy.labelled import About
     from quantkit.measurement.tasks.adapter import RuntimeLM
     from quantkit.measurement.tasks.defined import OpenTask
     from quantkit.measurement.tasks.scored import Score
     from quantkit.model.source.open import Source
+    from quantkit.pipeline.sides import BundleSide
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,9 @@ class TaskQuestion:
     """Tasks to measure by.
 
     Args:
-        names: of lm-eval's tasks, or paths of one's own.
-        data: folder with the items of lm-eval's tasks; None: where lm-eval has them from.
+        names: of lm-eval's tasks, or paths of one's own; of a graph, functions: `module:function`, `./x.py:function`.
+        data: folder with the items of lm-eval's tasks; None: where lm-eval has them from. Of a graph, the set of
+            samples; None: the bundle's own.
         limit: items of each task; None: all.
         chat: whether prompts go through the model's chat template.
         floor: whether the float model answers in the bundle's runtime too.
@@ -77,13 +82,18 @@ def measure_tasks(
 
     Raises:
         InputError: `task-unsupported` for a model that is no decoder of text, those of `tasks.defined.opened` and
-        `opened_original`, `no-chat-template`, `task-too-long`. MissingDependency: lm_eval, torch.
+        `opened_original`, `no-chat-template`, `task-too-long`; of a graph those of `original_of` and
+        `outside.function`, and `scorer-failed`. MissingDependency: lm_eval, torch.
     """
     progress = progress or Progress()
     manifest = bundle.manifest
+    if holds_graph(bundle):
+        return _by_functions(bundle, question, baseline, progress, runtime or default_runtime(bundle))
     if manifest.model.kind != "decoder" or manifest.hears:
         kind = "a model of speech" if manifest.hears else one(manifest.model.kind)
         rule, remedy = "a task asks a decoder of text", "leave --tasks out: `quantkit measure` scores it by its outputs"
+        if manifest.model.kind == "encoder":
+            remedy = "--calibration ./pairs.tsv instead scores it by recall and nDCG"
         raise InputError("task-unsupported", str(bundle.path), kind, rule, remedy)
     from quantkit.measurement.tasks.defined import opened
 
@@ -124,6 +134,60 @@ def measure_tasks(
     beside = {name: _with_others(bundle.path / name, lines)}
     keep(bundle, rows, None, runtime, original.subject, progress, beside=beside)
     return rows
+
+
+def _by_functions(
+    bundle: Bundle, question: TaskQuestion, baseline: str | None, progress: Progress, runtime: str
+) -> list[Row]:
+    """Score a graph's answers and the float graph's by functions of the user, on the same samples."""
+    from quantkit.measurement.accuracy.labelled import About
+    from quantkit.measurement.tasks.defined import OpenTask
+    from quantkit.measurement.tasks.scored import Score, rows
+    from quantkit.pipeline.graphs.answers import answers
+    from quantkit.pipeline.graphs.bundles import runner
+    from quantkit.plugins import outside
+
+    plain = [name for name in question.names if ":" not in name]
+    if plain or question.chat or question.floor:
+        value, rule = plain[0] if plain else "--chat" if question.chat else "--floor", "a graph is scored by a function"
+        raise InputError("task-unsupported", f"--tasks for {bundle.path}", value, rule, "name it: ./score.py:function")
+    functions = {name: outside.function(name, "--tasks") for name in question.names}
+    bundle.demand_writable()
+    bundle.demand_intact()
+    original = original_of(bundle, baseline, None, None if question.data is None else str(question.data))
+    graph, samples = original.graph, original.samples
+    assert graph is not None and samples is not None
+    samples = samples if question.limit is None else samples.first_of(question.limit)
+    sides = [answers(side, samples) for side in (graph.model, runner(bundle, runtime))]
+    data = Data(set=samples.name, split=samples.split, sha256=samples.sha256, items=len(samples))
+    device, versions = Device.model_validate(machine.device()), machine.versions()
+    about = About(bundle.manifest.content_sha256, original.subject, runtime, data, device, versions)
+    found: list[Row] = []
+    lines: list[str] = []
+    for name, function in functions.items():
+        before, after = (Score("mean", _by_function(name, function, side, samples), True) for side in sides)
+        task = OpenTask(Path(name).name.replace(".py:", ":"))
+        found.append(rows(before, after, about, {"task": task.name, "metric": "mean"}, [], samples.clusters))
+        lines += _lines(task, before, after)
+    beside = {(file := f"tasks-{runtime}.jsonl"): _with_others(bundle.path / file, lines)}
+    keep(bundle, found, None, runtime, original.subject, progress, beside=beside)
+    return found
+
+
+def _by_function(name: str, function: Callable[..., Any], outputs: Mapping[str, Any], samples: InputSet) -> Any:
+    """Ask a function of the user for a number of each sample, [n]. Raises InputError `scorer-failed`."""
+    import numpy as np
+
+    rule = f"{name} returns a finite number for each of {len(samples)} samples; more is better"
+    try:
+        values = np.asarray(function(dict(outputs), dict(samples.arrays), samples.labels), np.float64)
+    except Exception as problem:  # whatever the user's code raises
+        value = f"{type(problem).__name__}: {next(iter(str(problem).splitlines()), '')[:200]}".removesuffix(": ")
+        raise InputError("scorer-failed", "--tasks", value, rule, "correct the function") from None
+    if values.shape != (len(samples),) or not np.isfinite(values).all():
+        value = f"shape {list(values.shape)}" if values.shape != (len(samples),) else "NaN or infinity"
+        raise InputError("scorer-failed", "--tasks", value, rule, "correct the function")
+    return values
 
 
 def _sides(
@@ -238,6 +302,48 @@ def _texts(
         )
         for number, (prompt, one, other, place) in enumerate(rows)
     ]
+
+
+def beside(a: BundleSide, b: BundleSide) -> list[Row]:
+    """Set B's scores against A's, over the items of a task that both answered in one runtime, in the same prompts."""
+    from quantkit.measurement.accuracy.labelled import About
+    from quantkit.measurement.tasks.scored import SCORE, rows
+
+    names = ("task", "metric", "shots", "chat")
+
+    def scores(side: BundleSide) -> dict[Any, Row]:
+        known = (row for row in side.rows if row.name == SCORE and not row.settings.get("floor"))
+        return {(row.runtime, row.data and row.data.sha256, *map(row.settings.get, names)): row for row in known}
+
+    before, found = scores(a), list[Row]()
+    for key, row in scores(b).items():
+        if key not in before or row.data is None:
+            continue
+        first, second = _answered(a, before[key]), _answered(b, row)
+        if first is None or second is None:
+            continue
+        count = min(first.values.size, second.values.size)  # a limit takes the first
+        data = row.data.model_copy(update={"items": count})
+        about = About(b.subject, a.subject, str(row.runtime), data, row.device, row.versions)
+        told = {name: value for name in names[:1] + names[2:] if (value := row.settings.get(name)) is not None}
+        flags = [flag for flag in row.flags if not flag.startswith("ci95-by-")]
+        found.append(rows(first.first(count), second.first(count), about, told, flags))
+    return found
+
+
+def _answered(side: BundleSide, row: Row) -> Score | None:
+    """Read the items of a score; None where the kept ones are of another run."""
+    import numpy as np
+
+    from quantkit.measurement.tasks.scored import Score
+
+    path, metric = side.bundle.path / f"tasks-{row.runtime}.jsonl", str(row.settings["metric"])
+    text = limits.read(path, limits.DATA).decode() if path.is_file() else ""
+    items = (item for item in map(json.loads, text.splitlines()) if item["task"] == row.settings["task"])
+    kept = [(item["original"], item["value"]) for item in items if item.get("metric") == metric]
+    if len(kept) != row.n or not np.isclose(sum(value for _, value in kept) / len(kept), row.value or 0.0):
+        return None
+    return Score(metric, np.array(kept)[:, 0 if side.floating else 1], row.better == "higher")
 
 
 def _lines(task: OpenTask, before: Score, after: Score) -> list[str]:

@@ -81,6 +81,24 @@ def run_file(path: Path, constant: str) -> CodeFile:
     return CodeFile(path, digest, plugin)
 
 
+def function(reference: str, option: str) -> Callable[..., Any]:
+    """Import a function that the user names for an option: `module:function`, or `./file.py:function`.
+
+    Raises InputError: `plugin-broken`, and those of `run_file`.
+    """
+    place, _, name = reference.rpartition(":")
+    if not place or not name.isidentifier():
+        raise InputError("usage", option, reference, "a function is named module:function, or ./file.py:function")
+    if place.endswith(".py"):
+        found = run_file(Path(place), name).plugin
+    else:
+        with _blaming(place):
+            found = _constant(importlib.import_module(place), name)
+    if not callable(found):
+        raise InputError("plugin-broken", place, f"{name} is {one(type(found).__name__)}", "a function is named")
+    return found  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class OfferedPlugin:
     """A plug-in of an installed package.

@@ -7,7 +7,7 @@ from math import expm1, floor, inf, log10
 
 from quantkit.bundle import LayerEntry
 from quantkit.measurement.compared import Compared, DecidedCell, LayerPair, NamedSide, WordFlip, WordFlips
-from quantkit.report.bundle import figures, load
+from quantkit.report.bundle import figures, load, tasks
 from quantkit.report.bundle.harm import heat
 from quantkit.report.kit import charts, words
 from quantkit.report.kit.charts import ORIGINAL, QUANTIZED, BarPart, ChartPoint, Curve, Mark, Plot
@@ -190,6 +190,7 @@ def document(data: Compared, version: str = "") -> Document:
         ("accuracy", "Accuracy", _accuracy(data)),
         ("time", "Time, by batch", _times(data)),
         ("load", "Under load", load.against(data.load) if data.load else []),
+        ("tasks", "Tasks", tasks.parts(data.tasks, "A", "B")),
         ("size", "Size", _size(data)),
         ("layers", "Layer by layer", _layers(data.layers)),
         ("words", "Changed next words", _flips(data.flips)),

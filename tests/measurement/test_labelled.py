@@ -291,6 +291,16 @@ def test_retrieval_is_that_of_the_plain_formulas(n, monkeypatch):
             assert (row.value, row.baseline.value) == (pytest.approx(np.mean(after)), pytest.approx(np.mean(before)))
             assert row.baseline.difference == pytest.approx(np.mean(after) - np.mean(before))
             assert row.flags == ["ci95-by-pair"]
+    for found, value in (
+        ([plain.found(*sides[2:], k) for k in range(11)], rows["ndcg_at_10"].value),
+        ([plain.found(*sides[:2], k) for k in range(11)], rows["ndcg_at_10"].baseline.value),
+    ):
+        gains = [(np.mean(found[k]) - np.mean(found[k - 1])) / np.log2(1 + k) for k in range(1, 11)]
+        assert value == pytest.approx(sum(gains))
+    row = rows["ndcg_at_10"]
+    assert row.ci95[0] <= row.value <= row.ci95[1]
+    low, high = row.baseline.difference_ci95
+    assert low <= row.value - row.baseline.value <= high
     cosines = [
         np.dot(a, b) / np.linalg.norm(a) / np.linalg.norm(b)
         for a, b in zip(np.concatenate(sides[:2]), np.concatenate(sides[2:]), strict=True)

@@ -430,7 +430,10 @@ def test_rows_say_which_pairs_and_against_what(bert: Path, monkeypatch: pytest.M
     stream, tokens = StreamedModel(open_model(str(bert))), TokenSet(torch.ones(1, 1), "x", "eval", "0", pairs=pairs)
     result, session = TextResults(stream, tokens), Session(zoo.tiny("bert"))
     rows = result_rows(stream, session, tokens, result, about())  # type: ignore[arg-type]
-    assert [row.name for row in rows] == [*(f"accuracy.recall_at_{k}" for k in (1, 5, 10)), "accuracy.cosine"]
+    assert [row.name for row in rows] == [
+        *(f"accuracy.recall_at_{k}" for k in (1, 5, 10)),
+        *("accuracy.ndcg_at_10", "accuracy.cosine"),
+    ]
     for row in rows:
         assert row.data is not None
         assert (row.data.set, row.data.sha256, row.data.items, row.subject) == ("verses", "dd", 12, "aa")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import networks
 import numpy as np
 import pytest
 import zoo
 
 from quantkit.cli import run
-from quantkit.errors import InputError
+from quantkit.errors import InputError, MissingDependency
 from quantkit.measurement.rows import Row
 from quantkit.measurement.tasks import documents
 from quantkit.stats.shares import for_loss, from_counts
@@ -136,6 +139,154 @@ def test_open_prompts_say_where_texts_part(bundle: Bundle, model: Path, tmp_path
     assert row.value == np.median([64 if place is None else place for place in places])
     assert row.shape == {"same": places.count(None), "tokens": 64}
     assert [text["original"] == text["value"] for text in texts] == [place is None for place in places]
+
+
+def test_two_bundles_are_set_side_by_side_over_the_items_that_both_answered(
+    bundle: Bundle, model: Path, mine: tuple[Path, Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("lm_eval")
+    import quantkit
+    from quantkit.report.compared import document
+    from quantkit.report.kit.tree import Sheet
+
+    changes = ["export=[{checkpoint: {}}]", "calibration.samples=2", "calibration.tokens=32"]
+    changes += ["scheme.weights.group=16", "scheme.weights.format=int8"]
+    other = quantkit.compile(model, recipe="rtn-int4", out=tmp_path / "other", changes=changes, speed=False)
+    measured(bundle, model, *mine, runtime="torch")
+    rows = quantkit.measure(other, str(model), "torch", tasks=list(mine), limit=6)
+    assert {(row["name"], row["n"]) for row in rows} == {("task.score", 6), ("task.score", 4)}
+    found = quantkit.compare(bundle, other, runtime="torch", speed=False)
+    sides = [
+        [json.loads(line) for line in (one.path / "tasks-torch.jsonl").read_text().splitlines()]
+        for one in (bundle, other)
+    ]
+    assert {(row.settings["task"], row.settings["metric"]) for row in found.tasks} == {
+        *(("mine", "acc"), ("mine", "acc_norm"), ("asked", "exact_match"))
+    }
+    for row in found.tasks:
+        of = (row.settings["task"], row.settings["metric"])
+        before, after = (
+            [item["value"] for item in side if (item["task"], item.get("metric")) == of][: row.n] for side in sides
+        )
+        assert row.n == row.data.items == (6 if of[0] == "mine" else 4)
+        assert (row.baseline.value, row.value) == (np.mean(before), np.mean(after))
+        assert row.shape["lost"] == sum(x > y for x, y in zip(before, after, strict=True))
+        assert (row.baseline.subject, row.subject) == (found.a.content_sha256, found.b.content_sha256)
+    against = quantkit.compare(str(model), other, runtime="torch", speed=False)
+    assert [row.value for row in against.tasks] == [row["value"] for row in rows]
+    assert [row.baseline.value for row in against.tasks] == [row["baseline"]["value"] for row in rows]
+    (section,) = [part for part in document(found).parts if part.title == "Tasks"]
+    assert next(part for part in section.parts if isinstance(part, Sheet)).head[1:3] == ("A", "B")
+    assert {row["name"] for row in found.as_dict()["tasks"]} == {"task.score"}
+    (other.path / "tasks-torch.jsonl").unlink()  # rows without their items are not compared
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantkit.bundle.Bundle.demand_intact", lambda *_: None)
+        assert not quantkit.compare(bundle, other, runtime="torch", speed=False).tasks
+
+
+SCORER = """
+import numpy as np
+def right(outputs, inputs, labels):
+    assert len(inputs["images"]) == len(labels)
+    return next(iter(outputs.values())).argmax(1) == labels
+def surely(outputs, inputs, labels):
+    return next(iter(outputs.values())).max(1)
+def broken(outputs, inputs, labels):
+    raise ValueError("no such class\\nand more")
+def few(outputs, inputs, labels):
+    return [1.0]
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import quantkit
+
+    folder = tmp_path_factory.mktemp("network")
+    networks.write(folder / "tiny.onnx")
+    networks.image_set(folder / "set.npz", 60)
+    (folder / "score.py").write_text(SCORER)
+    how: dict[str, Any] = {"calibration": folder / "set.npz", "out": folder / "bundle", "speed": False}
+    quantkit.compile(str(folder / "tiny.onnx"), "int8", **how)
+    return folder
+
+
+def test_a_network_is_scored_by_a_function_of_one_s_own(network: Path) -> None:
+    import quantkit
+
+    how: dict[str, Any] = {"baseline": network / "tiny.onnx", "task_data": network / "set.npz"}
+    names = [f"{network}/score.py:right", f"{network}/score.py:surely"]
+    rows = {row["settings"]["task"]: row for row in quantkit.measure(network / "bundle", tasks=names, **how)}
+    scored = quantkit.measure(network / "bundle", how["baseline"], calibration=how["task_data"], speed=False)
+    (top1,) = [row for row in scored if row["name"] == "accuracy.top1"]
+    right = rows["score:right"]
+    for name in ("value", "n", "ci95"):
+        assert right[name] == top1[name]
+    for name in ("value", "difference", "difference_ci95", "p_value", "subject"):
+        assert right["baseline"][name] == top1["baseline"][name]
+    assert "lost" in right["shape"]
+    assert rows["score:surely"]["shape"] is None  # no share: it has no flips
+    items = [json.loads(line) for line in (network / "bundle" / "tasks-onnxruntime.jsonl").read_text().splitlines()]
+    assert np.mean([x["value"] for x in items if x["task"] == "score:surely"]) == pytest.approx(
+        rows["score:surely"]["value"]
+    )
+    few = quantkit.measure(network / "bundle", tasks=names[:1], limit=6, **how)
+    assert few[0]["n"] == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "told"),
+    [
+        ("piqa", "task-unsupported", "name it: ./score.py:function"),
+        ("score.py:broken", "scorer-failed", "ValueError: no such class"),
+        ("score.py:few", "scorer-failed", "shape [1]"),
+        ("score.py:number", "plugin-broken", "number is an int"),
+        ("score.py:none", "plugin-broken", "it defines no none"),
+        ("nowhere.py:right", "file-missing", "nowhere.py"),
+        ("no_such_module:right", "plugin-broken", "No module named 'no_such_module'"),
+        (":right", "usage", "module:function"),
+    ],
+)
+def test_a_scorer_that_fails_is_one_line(network: Path, name: str, code: str, told: str) -> None:
+    import quantkit
+
+    before = sorted((path.name, path.stat().st_size) for path in (network / "bundle").iterdir())
+    asked = f"{network}/{name}" if name.partition(":")[0].endswith(".py") else name
+    with pytest.raises(InputError) as caught:
+        quantkit.measure(network / "bundle", network / "tiny.onnx", tasks=asked, task_data=network / "set.npz")
+    assert caught.value.code == code
+    assert told in caught.value.line()
+    assert "\n" not in caught.value.line()
+    assert sorted((path.name, path.stat().st_size) for path in (network / "bundle").iterdir()) == before
+
+
+def test_an_encoder_has_no_task_but_pairs(bundle: Bundle, tmp_path: Path) -> None:
+    manifest = bundle.manifest
+    encoder = SimpleNamespace(
+        path=tmp_path,
+        manifest=manifest.model_copy(update={"model": manifest.model.model_copy(update={"kind": "encoder"})}),
+    )
+    with pytest.raises(InputError, match="recall and nDCG") as caught:
+        measured(encoder, tmp_path, "piqa")  # type: ignore[arg-type]
+    assert caught.value.code == "task-unsupported"
+
+
+def test_without_lm_eval_the_extra_is_named(bundle: Bundle, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(MissingDependency, match="tasks"):
+        measured(bundle, model, "piqa")
+
+
+def test_arguments_of_python_that_do_not_go_together(bundle: Bundle) -> None:
+    import quantkit
+
+    for how in ({"tasks": "piqa", "quick": True}, {"tasks": "piqa", "calibration": "prose-en"}, {"limit": 3}):
+        with pytest.raises(InputError) as caught:
+            quantkit.measure(bundle, **how)
+        assert caught.value.code == "usage"
 
 
 def test_the_first_token_at_which_texts_part() -> None:

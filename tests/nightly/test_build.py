@@ -1,5 +1,6 @@
 """Real builds of a tiny decoder: compiled once, measured against the night before, and every trouble a baseline has."""
 
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -214,6 +215,31 @@ def test_the_last_release_is_a_third_side(home: Home) -> None:
     (home.path / "other.yaml").write_text(yaml.safe_dump(RECIPE))
     (found,) = home.night("20260104T030000Z-000004")
     assert any(flag.startswith("release-unloadable: [release-missing]") for flag in found.flags)
+
+
+@pytest.mark.usefixtures("untimed")
+def test_a_night_asks_tasks_once_a_build_and_holds_the_lower_bound_of_recovery(home: Home) -> None:
+    pytest.importorskip("lm_eval")
+    items = [{"question": "a b", "choices": ["c", "d e", "a"], "answer": number % 3} for number in range(12)]
+    (home.path / "mine.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    home.write(tasks={"names": ["./mine.jsonl"], "limit": 9, "recovery_min": 0.5})
+    found = home.night(SECOND)
+    (asked,) = [result for result in found if result.recovery is not None]
+    assert set(asked.recovery) == {"mine acc", "mine acc_norm"}  # type: ignore[arg-type]
+    (bundle,) = home.bundles()
+    rows = [row for row in Bundle.load(bundle).measurements if row["name"] == "task.score"]
+    assert {row["runtime"] for row in rows} == {asked.runtime}
+    for row in rows:
+        ratio, low, high, count = asked.recovery[f"mine {row['settings']['metric']}"]  # type: ignore[index]
+        assert ([ratio, [low, high]], count) == ([row["baseline"]["ratio"], row["baseline"]["ratio_ci95"]], 9)
+    decided = [one for one in decide_night(home.store, SECOND, home.config).decisions if one.what == "tasks"]
+    assert len(decided) == len(found)
+    lowest = min(low for _, low, *_ in asked.recovery.values())  # type: ignore[union-attr]
+    assert {one.answer for one in decided} == {"same" if lowest >= 0.5 else "worse"}
+    home.write(tasks={"names": ["./mine.jsonl"], "chat": True, "recovery_min": 0.5})
+    for result in home.night(THIRD):
+        assert result.recovery is None and result.state == "done"
+    assert any("tasks-unasked: " in flag and "no-chat-template" in flag for flag in home.store.results(THIRD)[0].flags)
 
 
 @pytest.mark.usefixtures("untimed")

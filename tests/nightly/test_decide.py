@@ -25,8 +25,8 @@ EVERY = ("latency", "accuracy", "kl", "size")
 RELEASED = {"release_sha256": "d" * 64}
 
 
-def config(**gates: Any) -> Nightly:
-    data = {"models": ["tiny"], "recipes": ["a"], "targets": ["cpu-x86"], "gates": {**GATES, **gates}}
+def config(tasks: Any = None, **gates: Any) -> Nightly:
+    data = {"models": ["tiny"], "recipes": ["a"], "targets": ["cpu-x86"], "gates": {**GATES, **gates}, "tasks": tasks}
     return Nightly.from_dict(data, look=False)
 
 
@@ -203,6 +203,36 @@ def test_size_is_counted() -> None:
     assert larger.because == "bytes +2.0 %, more than 1.0 %"
     for size, answer in ((1005, "same"), (900, "better"), (None, "missing")):
         assert row(judged([done(ONE, bytes=size)]), "size").answer == answer
+
+
+@pytest.mark.parametrize(
+    ("low", "answer", "said"),
+    [
+        (0.981, "same", "recovery of mine acc 99.0 % (98.1 % to 99.9 %), at least 98.0 %"),
+        (0.97, "worse", "recovery of mine acc 99.0 % (97.0 % to 99.9 %), its lower bound is below 98.0 %"),
+    ],
+)
+def test_the_lower_bound_of_recovery_decides_in_the_gravest_score_for_all_cells_of_a_build(
+    low: float, answer: str, said: str
+) -> None:
+    scores = {"mine acc_norm": [1.0, 0.985, 1.02, 400], "mine acc": [0.99, low, 0.999, 500]}
+    beside = CELLS[1]
+    assert beside.build == ONE.build
+    results = [done(ONE, recovery=scores), done(beside), done(OTHER, flags=("tasks-unasked: no template",))]
+    found = judged(results, tasks={"names": ["piqa"], "recovery_min": 0.98})
+    for cell in (ONE, beside):
+        one = row(found, "tasks", cell)
+        assert (one.answer, one.margin) == (answer, pytest.approx(0.02))
+        if answer == "worse":
+            assert one.because == said
+            assert (one.value, one.low, one.high, one.n) == (
+                *(pytest.approx(end) for end in (0.01, 0.001, 1 - low)),
+                500,
+            )
+    assert (row(found, "tasks", OTHER).answer, row(found, "tasks", OTHER).because) == (
+        *("inconclusive", "no recovery: no template"),
+    )
+    assert not [each for each in judged(results).decisions if each.what == "tasks"]
 
 
 def test_drift_is_against_the_release_in_blocks_of_its_own() -> None:

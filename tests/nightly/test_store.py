@@ -282,9 +282,24 @@ def test_a_damaged_file_is_one_line_and_kept(store: Store, harm: Any) -> None:
 
 def test_a_store_of_a_newer_version_is_left_alone(store: Store) -> None:
     with store._writing() as database:
-        database.execute("UPDATE about SET schema = 3, quantkit = '9.9'")
-    with pytest.raises(InputError, match=r"\[store-newer\].*schema 3, of quantkit 9\.9.*up to 2"):
+        database.execute("UPDATE about SET schema = 4, quantkit = '9.9'")
+    with pytest.raises(InputError, match=r"\[store-newer\].*schema 4, of quantkit 9\.9.*up to 3"):
         Store.open(store.path)
+
+
+def test_a_store_of_the_schema_before_is_read_and_gets_the_new_column(store: Store) -> None:
+    store.begin(night(FIRST))
+    store.commit(Result.of(FIRST, CELLS[0], "done", recovery={"piqa acc": [0.9, 0.8, 1.0, 50]}))
+    with store._writing() as database:
+        database.execute("ALTER TABLE results DROP COLUMN recovery")
+        database.execute("UPDATE about SET schema = 2")
+    (old,) = Store.open(store.path).results()
+    assert (old.state, old.recovery) == ("done", None)
+    store.begin(night(SECOND))
+    kept = Result.of(SECOND, CELLS[0], "done", flags=("reused",), recovery={"piqa acc": [0.9, 0.8, 1.0, 50]})
+    store.commit(kept)
+    assert Store.open(store.path).results() == [old, kept]
+    assert store.query("SELECT schema FROM about").rows == [(3,)]
 
 
 def test_a_store_of_parquet_files_is_refused_with_the_command_that_makes_a_new_one(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 CHANGES = {"vocab_size": 258, "num_hidden_layers": 2, "max_position_embeddings": 64}
 FEW = ["calibration.samples=2", "calibration.tokens=32"]
-SCORED = ["accuracy.recall_at_1", "accuracy.recall_at_5", "accuracy.recall_at_10", "accuracy.cosine"]
+SCORED = [*(f"accuracy.{name}" for name in ("recall_at_1", "recall_at_5", "recall_at_10", "ndcg_at_10", "cosine"))]
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,8 @@ def measure(
     tasks: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,…", help="Tasks of lm-eval, or files of one's own (./mine.jsonl): measure by these."
+            metavar="NAME,…",
+            help="Tasks of lm-eval, or files of one's own (./mine.jsonl); of a graph, a scorer (module:function).",
         ),
     ] = None,
     task_data: Annotated[

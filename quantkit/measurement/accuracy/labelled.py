@@ -21,8 +21,10 @@ are limited to at least 1e-8 (rounded to 8 bits, most are 0) and scaled to sum t
 **Retrieval** (`retrieval`): the share of embeddings that find their partner among all embeddings of the other side.
 With unit vectors l_i, r_j of n pairs, pair i is found among the first k if fewer than k of the r_j, j ≠ i, have
 l_i · r_j ≥ l_i · r_i − 1e-6 (the float32 rounding error of equal texts). Ties count as misses: otherwise a model that
-gives one vector to every text would find all. The cosine compares each embedding with the original's of the same text;
-its interval is over pairs. A vector of length 0 finds nothing, is not found, and has cosine 0.
+gives one vector to every text would find all. With g partners ranked before its own, a pair gains 1 / log2(2 + g) for
+g < 10, else nothing; the mean gain is nDCG at 10, for a pair has one right answer. The cosine compares each embedding
+with the original's of the same text; its interval is over pairs. A vector of length 0 finds nothing, is not found, and
+has cosine 0.
 """
 
 from __future__ import annotations
@@ -371,13 +373,15 @@ def _log_chances(values: Array, chances: bool) -> Array:
 # k of recall at k, and the name of its row
 NAMES = {1: "accuracy.recall_at_1", 5: "accuracy.recall_at_5", 10: "accuracy.recall_at_10"}
 _TIE = 1e-6
+# rank from which a partner gains nothing in nDCG
+_GAINED = 10
 _ROWS = 512
 
 
 def retrieval(
     float_left: Array, float_right: Array, left: Array, right: Array, *, about: About, seed: int = 0
 ) -> list[Row]:
-    """Return `accuracy.recall_at_1`, `_5` and `_10` (k < n), and `accuracy.cosine` to the original.
+    """Return `accuracy.recall_at_1`, `_5` and `_10` (k < n), `accuracy.ndcg_at_10`, `accuracy.cosine` to the original.
 
     Args:
         float_left, float_right: embeddings `[n, D]` of the original, not normalized; row i of both is one pair.
@@ -405,9 +409,27 @@ def retrieval(
         for k, name in NAMES.items()
         if k < count
     ]
+    rows.append(_gained(rank, rank_before, about, flags, seed))
     both = _Pairs(count, "pair", np.tile(np.arange(count), 2))
     turned = np.concatenate([(a * b).sum(axis=1) for a, b in zip(units_before, units, strict=True)])
     return [*rows, cosine_row(np.clip(turned, -1.0, 1.0), both, about, zero)]
+
+
+def _gained(rank: Array, before: Array, about: About, flags: Sequence[str], seed: int) -> Row:
+    """Return the row of nDCG from the number of partners ranked before the right one, [n], of both sides."""
+    gain, base = (np.where(side < _GAINED, 1 / np.log2(2.0 + side), 0.0) for side in (rank, before))
+    mean, value = clustered_mean(gain, np.arange(gain.size)), float(base.mean())
+    against = Baseline(
+        subject=about.baseline,
+        value=value,
+        ratio=mean.value / value if value else None,
+        difference=mean.value - value,
+        difference_ci95=difference_interval(gain, base, seed=seed),
+    )
+    drawn = Drawn(gain.size, "pair")
+    return about.row(
+        "accuracy.ndcg_at_10", mean.value, drawn, ci95=mean.ci95, held=(0, 1), against=against, flags=flags
+    )
 
 
 class _Pairs(Drawn):

@@ -39,6 +39,10 @@ class Score:
     values: Array
     higher: bool
 
+    def first(self, count: int) -> Score:
+        """Take the first items."""
+        return Score(self.metric, self.values[:count], self.higher)
+
 
 def build(tasks: Sequence[OpenTask], lm: Any, limit: int | None, chat: bool) -> None:
     """Write the requests of tasks. Raises InputError `task-too-long`, `task-unsupported`."""
@@ -107,36 +111,46 @@ def departed(places: Sequence[int | None], about: About, settings: Mapping[str, 
     return about.row(DEPARTS, value, **told)
 
 
-def rows(before: Score, after: Score, about: About, settings: Mapping[str, Any], flags: Sequence[str]) -> Row:
-    """Return the row of a score: recovery in `baseline.ratio`, flips in `shape`, McNemar's test in `baseline`."""
+def rows(
+    before: Score,
+    after: Score,
+    about: About,
+    settings: Mapping[str, Any],
+    flags: Sequence[str],
+    clusters: Array | None = None,
+) -> Row:
+    """Return the row of a score: recovery in `baseline.ratio`, flips in `shape`, McNemar's test in `baseline`.
+
+    Items with the same label in `clusters` [n] were drawn together.
+    """
     one, other = before.values, after.values
     if one.shape != other.shape or not one.size:
         raise InputError("items-differ", about.data.set, f"{one.size} and {other.size} items", "both answer the same")
     whole = np.isin(np.concatenate([one, other]), (0.0, 1.0)).all()
-    base, value = float(one.mean()), float(other.mean())
+    base, value, drawn = float(one.mean()), float(other.mean()), Drawn(one.size, "item", clusters)
     shape: dict[str, int] = {}
     test: dict[str, Any] = {}
     ci95: Interval | None
     if whole:
         right, was = other > 0, one > 0
-        flips = mcnemar(was, right)
+        flips = mcnemar(was, right, clusters)
         shape = {"lost": flips.only_first, "gained": flips.only_second}
         shape["for_a_point"] = for_loss(POINT, (flips.only_first + flips.only_second) / one.size)
         test = {
             "difference": value - base,
-            "difference_ci95": difference_interval(right, was),
+            "difference_ci95": difference_interval(right, was, clusters),
             "p_value": flips.p,
         }
-        ci95 = share_interval(right)
+        ci95 = share_interval(right, clusters)
     else:
-        ci95 = clustered_mean(other, np.arange(other.size)).ci95
-        test = {"difference": value - base, "difference_ci95": _moved(one, other)}
-    better = recovery(one, other) if after.higher else recovery(other, one)
+        ci95 = clustered_mean(other, drawn.labels).ci95
+        test = {"difference": value - base, "difference_ci95": clustered_mean(other - one, drawn.labels).ci95}
+    better = recovery(one, other, clusters) if after.higher else recovery(other, one, clusters)
     against = Baseline(subject=about.baseline, value=base, **better, **test)
     return about.row(
         SCORE,
         value,
-        Drawn(one.size, "item"),
+        drawn,
         against=against,
         ci95=ci95,
         shape=shape or None,
@@ -146,25 +160,21 @@ def rows(before: Score, after: Score, about: About, settings: Mapping[str, Any],
     )
 
 
-def _moved(one: Array, other: Array) -> Interval | None:
-    return clustered_mean(other - one, np.arange(one.size)).ci95
-
-
-def recovery(before: Array, after: Array) -> dict[str, Any]:
+def recovery(before: Array, after: Array, clusters: Array | None = None) -> dict[str, Any]:
     """Return the ratio of two means over the same items [n], and its interval; nothing where the original has none.
 
     Without a flip a bootstrap has no width: the interval is then that of the difference, over the original's score.
     """
-    base = float(before.mean())
-    if base <= 0 or before.size < 2:
+    base, labels = float(before.mean()), np.arange(before.size) if clusters is None else clusters
+    if base <= 0 or np.unique(labels).size < 2:
         return {}
     ratio = float(after.mean()) / base
     if (before == after).all():
-        reach = (difference_interval(after > 0, before > 0) or (-1.0, 1.0))[1] / base
+        reach = (difference_interval(after > 0, before > 0, clusters) or (-1.0, 1.0))[1] / base
         return {"ratio": ratio, "ratio_ci95": (ratio - reach, ratio + reach)}
     if min(before.sum(), after.sum()) < FEW:  # a resample may have none
-        ends = _moved(before, after) or (-base, base)
+        ends = clustered_mean(after - before, labels).ci95 or (-base, base)
         low, high = (max(0.0, 1 + end / base) for end in ends)
     else:
-        low, high = ratio_interval(after, before)
+        low, high = ratio_interval(after, before, clusters)
     return {"ratio": ratio, "ratio_ci95": (min(low, ratio), max(high, ratio))}

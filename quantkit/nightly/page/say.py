@@ -13,6 +13,7 @@ TITLES: dict[What, str] = {
     "latency": "Latency",
     "accuracy": "Right answers",
     "kl": "KL from the float model",
+    "tasks": "Recovery in tasks",
     "size": "Size of the weights",
     "drift": "Drift from the last release",
 }
@@ -21,6 +22,7 @@ UNITS: dict[What, str] = {
     "latency": "% slower",
     "accuracy": "points lost",
     "kl": "nats more",
+    "tasks": "% of the score lost",
     "size": "% larger",
     "drift": "% worse",
 }

@@ -27,7 +27,7 @@ from quantkit.runtimes import timed as in_order
 _BITS = {"float32": "32", "float16": "16", "bfloat16": "16"}
 _GATE = "gate."
 # shares of right answers; their differences to the original are paired
-RECALL = {f"accuracy.recall_at_{k}": f"recall at {k}" for k in (1, 5, 10)}
+RECALL = {f"accuracy.recall_at_{k}": f"recall at {k}" for k in (1, 5, 10)} | {"accuracy.ndcg_at_10": "nDCG at 10"}
 SHARES = {"accuracy.top1": "top-1 accuracy", "accuracy.top5": "top-5 accuracy", **RECALL}
 # beginnings of the names of rows about accuracy
 SCORES = ("accuracy.", "across.kl", "across.top1_agreement")

@@ -8,26 +8,27 @@ from quantkit.measurement.rows import Row
 from quantkit.report.kit import words
 from quantkit.report.kit.tree import Part, Remark, Sheet
 
-_HEAD = ("task", "original", "this model", "recovery", "95 % interval", "lost, gained", "p", "items", "for 1 point")
+_FIGURES = ("recovery", "95 % interval", "lost, gained", "p", "items", "items for\n1 point")
 
 
-def parts(rows: Sequence[Row]) -> list[Part]:
-    """Build the section; nothing without rows of tasks."""
+def parts(rows: Sequence[Row], other: str = "the original", this: str = "this model") -> list[Part]:
+    """Build the section of two named sides; nothing without rows of tasks."""
+    head = ("task", other, this, *_FIGURES)
     scored = [row for row in rows if row.name == "task.score" and row.value is not None and row.baseline is not None]
     open_ = [row for row in rows if row.name == "task.departs" and row.value is not None]
     if not scored:
         return _departures(open_)
     own = [row for row in scored if not row.settings.get("floor")]
     floor = [row for row in scored if row.settings.get("floor")]
-    text = "Both models answered the same items. Recovery is the score over the original's. Lost and gained are items "
+    text = f"Both answered the same items. Recovery is the score over that of {other}. Lost and gained are items that "
     text += (
-        "that one side alone has right, with McNemar's exact test. The last column counts the items that would show "
+        "one side alone has right, with McNemar's exact test. The last column counts the items that would show a loss "
     )
-    text += "a loss of one point at as many flips."
-    tables: list[Part] = [Sheet(_HEAD, [_line(row) for row in own], 1)] if own else []
+    text += "of one point at as many flips."
+    tables: list[Part] = [Sheet(head, [_line(row) for row in own])] if own else []
     if floor:
         title = f"Noise floor: the float model in {floor[0].runtime}, against itself in torch"
-        tables.append(Sheet(_HEAD, [_line(row) for row in floor], 1, title=title))
+        tables.append(Sheet(head, [_line(row) for row in floor], title=title))
     told = sorted({flag.replace("-", " ") for row in scored for flag in row.flags if not flag.startswith("ci95-by-")})
     tables += _departures(open_)
     return [*tables, Remark(text, "caption"), *(Remark(f"{words.sentence(flag)}.", "caution") for flag in told)]
@@ -65,4 +66,4 @@ def _departures(rows: Sequence[Row]) -> list[Part]:
         same = f"{shape.get('same', 0)} of {row.n}"
         body.append([name, row.runtime or "", f"{shape.get('tokens')} tokens", same, f"{row.value or 0:g}"])
     text = "Both texts of every prompt stand side by side in tasks-RUNTIME.jsonl."
-    return [Sheet(head, body, 2), Remark(text, "caption")] if rows else []
+    return [Sheet(head, body, words=2), Remark(text, "caption")] if rows else []
