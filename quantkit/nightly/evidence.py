@@ -98,13 +98,13 @@ def of_size(result: Result, margins: NightMargins) -> NightComparison:
 def of_tasks(results: Sequence[Result], least: float) -> list[NightComparison]:
     """Hold the lower bound of recovery in each score of a build against the least that is accepted."""
     cells = tuple(row.cell for row in results)
-    found = next((row.recovery for row in results if row.recovery), None)
-    if not found:
+    known = next((row.recovery for row in results if row.recovery), None)
+    if not known:
         reasons = [reason for row in results for reason in _flags(row, UNASKED)]
         why = f"no recovery: {next(iter(reasons), 'the original has nothing right')}"
         return [NightComparison(cells, "tasks", "tasks", because=why)]
     compared = []
-    for name, (ratio, low, high, count) in found.items():
+    for name, (ratio, low, high, count) in known.items():
         why = f"recovery of {name} {words.percent(ratio)} ({words.between((low, high), words.percent)})"
         why += f", {'at least' if low >= least else 'its lower bound is below'} {words.percent(least)}"
         lost = (1 - ratio, (1 - high, 1 - low), 1 - least)

@@ -162,16 +162,16 @@ def _by_functions(
     data = Data(set=samples.name, split=samples.split, sha256=samples.sha256, items=len(samples))
     device, versions = Device.model_validate(machine.device()), machine.versions()
     about = About(bundle.manifest.content_sha256, original.subject, runtime, data, device, versions)
-    found: list[Row] = []
+    scored: list[Row] = []
     lines: list[str] = []
     for name, function in functions.items():
         before, after = (Score("mean", _by_function(name, function, side, samples), True) for side in sides)
         task = OpenTask(Path(name).name.replace(".py:", ":"))
-        found.append(rows(before, after, about, {"task": task.name, "metric": "mean"}, [], samples.clusters))
+        scored.append(rows(before, after, about, {"task": task.name, "metric": "mean"}, [], samples.clusters))
         lines += _lines(task, before, after)
     beside = {(file := f"tasks-{runtime}.jsonl"): _with_others(bundle.path / file, lines)}
-    keep(bundle, found, None, runtime, original.subject, progress, beside=beside)
-    return found
+    keep(bundle, scored, None, runtime, original.subject, progress, beside=beside)
+    return scored
 
 
 def _by_function(name: str, function: Callable[..., Any], outputs: Mapping[str, Any], samples: InputSet) -> Any:
@@ -315,7 +315,7 @@ def beside(a: BundleSide, b: BundleSide) -> list[Row]:
         known = (row for row in side.rows if row.name == SCORE and not row.settings.get("floor"))
         return {(row.runtime, row.data and row.data.sha256, *map(row.settings.get, names)): row for row in known}
 
-    before, found = scores(a), list[Row]()
+    before, compared = scores(a), list[Row]()
     for key, row in scores(b).items():
         if key not in before or row.data is None:
             continue
@@ -327,8 +327,8 @@ def beside(a: BundleSide, b: BundleSide) -> list[Row]:
         about = About(b.subject, a.subject, str(row.runtime), data, row.device, row.versions)
         told = {name: value for name in names[:1] + names[2:] if (value := row.settings.get(name)) is not None}
         flags = [flag for flag in row.flags if not flag.startswith("ci95-by-")]
-        found.append(rows(first.first(count), second.first(count), about, told, flags))
-    return found
+        compared.append(rows(first.first(count), second.first(count), about, told, flags))
+    return compared
 
 
 def _answered(side: BundleSide, row: Row) -> Score | None:

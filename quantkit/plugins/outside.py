@@ -82,7 +82,7 @@ def run_file(path: Path, constant: str) -> CodeFile:
 
 
 def function(reference: str, option: str) -> Callable[..., Any]:
-    """Import a function that the user names for an option: `module:function`, or `./file.py:function`.
+    """Import a user's function by the text of an option: `module:function`, or `./file.py:function`.
 
     Raises InputError: `plugin-broken`, and those of `run_file`.
     """
@@ -90,13 +90,13 @@ def function(reference: str, option: str) -> Callable[..., Any]:
     if not place or not name.isidentifier():
         raise InputError("usage", option, reference, "a function is named module:function, or ./file.py:function")
     if place.endswith(".py"):
-        found = run_file(Path(place), name).plugin
+        named = run_file(Path(place), name).plugin
     else:
         with _blaming(place):
-            found = _constant(importlib.import_module(place), name)
-    if not callable(found):
-        raise InputError("plugin-broken", place, f"{name} is {one(type(found).__name__)}", "a function is named")
-    return found  # type: ignore[no-any-return]
+            named = _constant(importlib.import_module(place), name)
+    if not callable(named):
+        raise InputError("plugin-broken", place, f"{name} is {one(type(named).__name__)}", "a function is named")
+    return named  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
