@@ -33,6 +33,7 @@ MODELS = ["smollm2-135m", "gemma-3-270m", "qwen2.5-coder-0.5b"]
 RECIPES = [
     *("awq-int4", "gptq-int4", "int4-best", "int8-weights", "int8-dynamic", "fp8", "nf4", "nvfp4", "mxfp4"),
     *("int4-symmetric", "int8", "int3", "rtn-int4", "int4-fast", "fp8-block", "int4-cpu", "gptq-int4+kv-fp8", "float"),
+    *("int2", "int3-recovered", "int2-recovered"),
     *("gguf-q8_0", "gguf-q5_k_m", "gguf-q4_k_m", "gguf-q4_0", "gguf-iq4_nl", "gguf-q3_k_m"),
     *("gguf-iq4_xs", "gguf-iq3_s", "gguf-iq3_xxs", "gguf-iq2_m"),
 ]

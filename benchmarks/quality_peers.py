@@ -35,6 +35,7 @@ CLAIM = "KL of quantkit and of each peer at the same scheme, on the same token i
 # at the same bits the checkpoint alone is compared: what else a recipe exports takes time and is not scored here
 ALONE = "export=[{checkpoint: {layout: pack-quantized}}]"
 GRADED = "gptq.gradients=4"
+RECIPES_OWN = "calibration.samples=32"
 CLOSE = ("gptq.shrink=auto", "gptq.ridge=1", "gptq.sweeps=2")
 # scheme -> recipes of ours, each with the changes that make it this scheme
 OURS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
@@ -42,9 +43,13 @@ OURS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     | {"int4-best, closer": ("int4-best", (ALONE, *CLOSE))}
     | {"gptq-int4": ("gptq-int4", ()), "awq-int4": ("awq-int4", (ALONE,)), "int4-fast": ("int4-fast", ())},
     "int4-g64-symmetric": {"int4-symmetric": ("int4-symmetric", (ALONE,))},
-    # of `--samples 104`, 96 calibrate and train, and 8 are held out
+    # of `--samples 104`, 96 train, of which the first 32 calibrate, and 8 are held out
     "int3-g64": {"int3": ("int3", (ALONE,)), "int3, gradients": ("int3", (ALONE, GRADED))}
-    | {"int3-recovered": ("int3-recovered", (ALONE, "calibration.samples=96"))},
+    | {"int3, gradients, as much text": ("int3", (ALONE, GRADED))}
+    | {"int3-recovered": ("int3-recovered", (ALONE, RECIPES_OWN))},
+    "int2-g32": {"int2": ("int2", (ALONE,)), "int2, gradients": ("int2", (ALONE, GRADED))}
+    | {"int2, gradients, as much text": ("int2", (ALONE, GRADED))}
+    | {"int2-recovered": ("int2-recovered", (ALONE, RECIPES_OWN))},
     "int4-channel": {
         "int4-symmetric": ("int4-symmetric", (ALONE, "scheme.weights.granularity=channel", "scheme.weights.group=null"))
     },

@@ -29,7 +29,7 @@ def module(name: str) -> ModuleType:
 table, side = module("table"), module("side")
 
 
-def planted(who: str, method: str, kl: list[float], **more: Any) -> Any:
+def planted(who: str, method: str, kl: list[float], samples: int = 8, **more: Any) -> Any:
     values = torch.tensor(kl, dtype=torch.float64)
     figures = {
         "sequences": len(kl),
@@ -40,7 +40,15 @@ def planted(who: str, method: str, kl: list[float], **more: Any) -> Any:
     }
     found = {"scheme": "int4-g64", "side": who, "method": method, "texts": {"eval": figures}, "calibrated": True}
     found |= {"cpu_seconds": 10.0, "reader": "transformers", "how": "its defaults", "versions": {"torch": "2"}, **more}
-    return table.Row("smollm2-135m", "2026-11-22", "abc", "a processor", found)
+    return table.Row("smollm2-135m", "2026-11-22", "abc", "a processor", samples, found)
+
+
+def test_rows_of_more_text_stand_apart() -> None:
+    rows = [planted("quantkit", "more text", [0.01, 0.011], samples=104), planted("quantkit", "ours", [0.05, 0.051])]
+    rows.append(planted("peer", "theirs", [0.09, 0.091]))
+    summary, page = table.summary(rows), table.page(rows, "smollm2-135m")
+    assert "more text" not in summary
+    assert page.index("`ours`") < page.index("104 sequences") < page.index("`more text`")
 
 
 def test_the_documents_say_what_the_records_say() -> None:

@@ -42,6 +42,7 @@ class Scheme:
 
 SCHEMES = (
     {"int4-g64": Scheme(4), "int4-g64-symmetric": Scheme(4, symmetric=True), "int3-g64": Scheme(3)}
+    | {"int2-g32": Scheme(2, group=32)}
     | {"int4-channel": Scheme(4, group=None, symmetric=True), "nf4-b64": Scheme(4, format="nf4", symmetric=True)}
     | {"int8-w8a8": Scheme(8, group=None, symmetric=True, activations=True)}
     | {"fp8-w8a8": Scheme(8, format="float", group=None, symmetric=True, activations=True)}

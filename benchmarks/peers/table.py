@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "results" / "peers"
 PAGE = ROOT / "docs" / "comparisons.md"
 LEVEL = 0.95
+# sequences that calibrate every side; rows of more text stand apart
+SAMPLES = 8
 MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma-3-270m": "Gemma 3 270M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
 # scheme, whether the sides saw text (None: both kinds), what a table calls it
 SECTIONS: list[tuple[str, bool | None, str]] = [
@@ -35,6 +37,7 @@ SECTIONS: list[tuple[str, bool | None, str]] = [
     ("int4-g64", False, "int4, group 64, zero points, no data"),
     ("int4-g64-symmetric", None, "int4, group 64, symmetric"),
     ("int3-g64", None, "int3, group 64, zero points"),
+    ("int2-g32", None, "int2, group 32, zero points"),
     ("int4-channel", None, "int4, per channel, symmetric"),
     ("nf4-b64", None, "nf4, block 64"),
     ("int8-w8a8", None, "int8 weights and activations"),
@@ -51,6 +54,7 @@ class Row:
     date: str
     commit: str
     place: str
+    samples: int
     found: dict[str, Any]
 
     @property
@@ -88,7 +92,14 @@ def records(folder: Path = RECORDS) -> list[Row]:
         for found in content["rows"]:
             # processor seconds compare where these are equal
             place = f"{content['machine']['device']['name']}, threads: {content['settings']['threads']}"
-            row = Row(content["settings"]["model"], content["date"], content["commit"], place, found)
+            row = Row(
+                content["settings"]["model"],
+                content["date"],
+                content["commit"],
+                place,
+                content["settings"]["samples"],
+                found,
+            )
             key = (row.model, found["scheme"], found["side"], found["method"])
             if key not in latest or latest[key].date <= row.date:
                 latest[key] = row
@@ -111,9 +122,12 @@ def lower(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return mean(apart) > bound
 
 
-def of(rows: Sequence[Row], model: str, scheme: str, calibrated: bool | None) -> list[Row]:
-    """The rows of a section, those with figures, the lowest KL first."""
+def of(
+    rows: Sequence[Row], model: str, scheme: str, calibrated: bool | None, samples: int | None = SAMPLES
+) -> list[Row]:
+    """The rows of a section, those with figures, the lowest KL first; `samples` None: of any amount of text."""
     found = [row for row in rows if row.model == model and row.found["scheme"] == scheme and row.failed is None]
+    found = [row for row in found if samples in (None, row.samples)]
     if calibrated is not None:
         found = [row for row in found if row.found["calibrated"] == calibrated]
     return sorted(found, key=lambda row: row.kl()["kl"])
@@ -150,13 +164,17 @@ def summary(rows: Sequence[Row]) -> str:
 def page(rows: Sequence[Row], model: str) -> str:
     """The tables of a model: every row that ran, and those that did not with the reason."""
     parts = []
-    for scheme, calibrated, name in SECTIONS:
-        found = of(rows, model, scheme, calibrated)
-        if not found:
-            continue
+    sections = [
+        (scheme, calibrated, name, samples)
+        for scheme, calibrated, name in SECTIONS
+        for samples in sorted({row.samples for row in of(rows, model, scheme, calibrated, None)})
+    ]
+    for scheme, calibrated, name, samples in sections:
+        found = of(rows, model, scheme, calibrated, samples)
+        title = name if samples == SAMPLES else f"{name}, {samples} sequences"
         texts = list(dict.fromkeys(text for row in found for text in row.found["texts"]))
         heads = [f"KL, {text}" for text in texts]
-        parts += [f"**{name}**", ""]
+        parts += [f"**{title}**", ""]
         parts.append("| who | " + " | ".join(heads) + " | top-1 | bits | CPU s | recorded | how | loaded again by |")
         parts.append("|" + "---|" * (len(texts) + 7))
         for row in found:
