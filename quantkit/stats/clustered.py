@@ -20,7 +20,7 @@ chapter 14.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,12 @@ def special() -> Any:
 def student(level: float, degrees: int) -> float:
     """Return the two-sided quantile of Student's t: `student(0.95, 11)` is 2.20. Raises MissingDependency: scipy."""
     return float(special().stdtrit(degrees, 0.5 + level / 2))
+
+
+def gained(before: Sequence[float], after: Sequence[float], level: float = 0.95) -> float:
+    """Return by how much losses fell on average, less what chance makes of as many pairs: above zero, they fell."""
+    gains = np.asarray(before) - np.asarray(after)
+    return float(gains.mean() - student(level, len(gains) - 1) * gains.std(ddof=1) / len(gains) ** 0.5)
 
 
 def clustered_mean(values: Array, clusters: Array) -> Estimate:

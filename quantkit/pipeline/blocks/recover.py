@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +32,9 @@ from quantkit.model.source.weights import write_tensors
 from quantkit.model.streaming.answers import PULLED, Answers, Head
 from quantkit.model.structure.traced import is_transposed
 from quantkit.passes import ANSWERS, NOTE, decision
+from quantkit.pipeline.blocks.flips import flip
 from quantkit.planning.compiling import WHOLE
-from quantkit.stats.clustered import student
+from quantkit.stats.clustered import gained
 
 if TYPE_CHECKING:
     from quantkit.bundle import Build
@@ -44,7 +46,19 @@ if TYPE_CHECKING:
 UNGAINED = "recover-without-gain"
 # steps of growing size; steps between two scores of the held sequences; scores without a better one that end it
 _GROWING, _EVERY, _PATIENCE = 3, 8, 3
-_LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A block that runs with leaves in place of parameters: by their names in it, those and what they were made of."""
+
+    module: nn.Module
+    scaled: dict[str, Tensor]
+    leaves: dict[str, Tensor]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        return functional_call(self.module, self.leaves, args, kwargs)
 
 
 class Student:
@@ -61,9 +75,11 @@ class Student:
     """
 
     def __init__(self, values: Values, original: Answers, ids: Tensor, *, half: bool) -> None:
-        self._values, self.stream, self._original, self._half = values, values.stream, original, half
+        self.values, self.stream, self._original, self._half = values, values.stream, original, half
         self._ids = ids.to(self.stream.device)
+        self.tokens = ids.shape[1]
         self._calls, self._kept = self.stream.begin(ids, 1), dict[int, nn.Module]()
+        self.stages = list(enumerate(self.stream.visits))
         size = 4 * sum(value.numel() for block in self.stream.blocks for value in block.parameters())
         self._keeps = size <= WHOLE and self.stream.device.type == "cpu"
         self._scales = {
@@ -106,7 +122,7 @@ class Student:
 
     def _weight(self, linear: str, before: Tensor, *, stored: bool) -> Tensor:
         """Return a trained weight, from its values before, in the same layout."""
-        scheme, scale = self._values.schemes[linear], self._scales[linear].float()
+        scheme, scale = self.values.schemes[linear], self._scales[linear].float()
         factor = 1 + self.trained[linear]
         if stored:
             factor = torch.where(scale == 0, 1.0, self.scale(linear).float() / scale)
@@ -118,10 +134,8 @@ class Student:
         matrix = parts.reshape(matrix.shape)[:, :columns]
         return matrix.T if turned else matrix
 
-    def _block(
-        self, index: int, *, stored: bool = False
-    ) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Tensor]]:
-        """Return a block to run, and by the names of its trained parameters those, and the leaves that run."""
+    def block(self, index: int, *, stored: bool = False) -> Trainable:
+        """Load a block with its trained parameters, as leaves of their own unless as they are `stored`."""
         module = self._kept.get(index) or self.stream.load(index)
         if self._keeps:
             self._kept[index] = module
@@ -137,19 +151,34 @@ class Student:
             name: value.detach().to(narrow if value.dim() > 1 else torch.float32).requires_grad_(not stored)
             for name, value in scaled.items()
         }
-        return lambda *args, **kwargs: functional_call(module, leaves, args, kwargs), scaled, leaves
+        return Trainable(module, scaled, leaves)
 
-    def _forward(self, rows: Sequence[int], *, stored: bool, note: Callable[[list[Tensor]], object]) -> list[Tensor]:
-        """Return the last hidden states of some sequences, each [1, tokens, width]; `note` is given those before."""
-        hidden = [self._calls.hidden[row : row + 1] for row in rows]
-        for stage, index in enumerate(self.stream.visits):
+    def states(self, rows: Sequence[int]) -> list[Tensor]:
+        """Return the hidden states before the first block, each [1, tokens, width]."""
+        return [self._calls.hidden[row : row + 1] for row in rows]
+
+    def forward(
+        self,
+        rows: Sequence[int],
+        hidden: list[Tensor],
+        stages: Iterable[tuple[int, int]],
+        *,
+        stored: bool = True,
+        note: Callable[[list[Tensor]], object] = lambda _: None,
+    ) -> list[Tensor]:
+        """Pass hidden states of some sequences through stages, each with its block; `note` is given those before."""
+        for stage, index in stages:
             note(hidden)
-            with torch.no_grad(), self._narrow():
-                run = self._block(index, stored=stored)[0]
-                hidden = [self._row(run, stage, one, row).to(one) for one, row in zip(hidden, rows, strict=True)]
+            hidden = self.through(self.block(index, stored=stored), stage, hidden, rows)
         return hidden
 
-    def _row(self, run: Callable[..., Any], stage: int, hidden: Tensor, row: int) -> Tensor:
+    @torch.no_grad()
+    def through(self, run: Trainable, stage: int, hidden: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
+        """Pass hidden states of some sequences through one stage."""
+        with self._narrow():
+            return [self._row(run, stage, one, row).to(one) for one, row in zip(hidden, rows, strict=True)]
+
+    def _row(self, run: Trainable, stage: int, hidden: Tensor, row: int) -> Tensor:
         return self._calls.pass_on(stage, self._calls.forward_row(run, stage, hidden, row))  # type: ignore[arg-type]
 
     def _narrow(self) -> torch.autocast:
@@ -173,9 +202,24 @@ class Student:
     def learn(self, rows: Sequence[int]) -> float:
         """Add the gradients of the loss of some sequences to those of `trained`, and return the loss."""
         inputs: list[list[Tensor]] = []
-        hidden = self._forward(rows, stored=False, note=inputs.append)
-        places, total, share = self._settle(stored=False), 0.0, 1 / (len(rows) * self._ids.shape[1])
-        pulls = []
+        hidden = self.forward(rows, self.states(rows), self.stages, stored=False, note=inputs.append)
+        places = self._settle(stored=False)
+        total, pulls, others = self.pulls(rows, hidden, places)
+        for (name, before), gradient in zip(self._gains.items(), others, strict=True):
+            self._add(self.gain(name, before, stored=False), gradient)
+        for stage, index in reversed(self.stages):
+            run = self.block(index)
+            pulls, sums = self.back(run, stage, inputs.pop(), rows, pulls, list(run.leaves.values()))
+            for value, gradient in zip(run.scaled.values(), sums, strict=True):
+                self._add(value, gradient)
+        return total
+
+    def pulls(
+        self, rows: Sequence[int], hidden: Sequence[Tensor], places: Sequence[Tensor] = ()
+    ) -> tuple[float, list[Tensor], list[Tensor]]:
+        """Return the loss of some sequences, its gradients by their last hidden states, and by parameters outside."""
+        total, share = 0.0, 1 / (len(rows) * self.tokens)
+        pulls, sums = [], [torch.zeros_like(one) for one in places]
         for one, row in zip(hidden, rows, strict=True):
 
             def loss(logits: Tensor, part: slice, row: int = row) -> Tensor:
@@ -187,23 +231,31 @@ class Student:
             with self._narrow():
                 pull, *others = Answers(self._head, self._ids[row : row + 1], one).pull(0, loss, places)
             pulls.append(pull)
-            for (name, before), gradient in zip(self._gains.items(), others, strict=True):
-                self._add(self.gain(name, before, stored=False), gradient)
-        for stage, index in reversed(list(enumerate(self.stream.visits))):
-            run, scaled, leaves = self._block(index)
-            sums = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in leaves.values()]
-            for place, (one, row) in enumerate(zip(inputs.pop(), rows, strict=True)):
-                start = one.detach().requires_grad_(True)
-                with torch.enable_grad(), self._narrow():
-                    end = self._row(run, stage, start, row)
-                wanted = [start, *leaves.values()]
-                how = {"allow_unused": True, "materialize_grads": True}
-                pulls[place], *gradients = torch.autograd.grad(end, wanted, pulls[place].to(end), **how)
-                for sum_, gradient in zip(sums, gradients, strict=True):
-                    sum_.add_(gradient)
-            for value, gradient in zip(scaled.values(), sums, strict=True):
-                self._add(value, gradient)
-        return total
+            for sum_, other in zip(sums, others, strict=True):
+                sum_.add_(other)
+        return total, pulls, sums
+
+    def back(
+        self,
+        run: Trainable,
+        stage: int,
+        hidden: Sequence[Tensor],
+        rows: Sequence[int],
+        pulls: Sequence[Tensor],
+        leaves: Sequence[Tensor] = (),
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the gradients by a stage's hidden states, and the sums of those by leaves, float32."""
+        sums, before = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in leaves], []
+        for one, row, pull in zip(hidden, rows, pulls, strict=True):
+            start = one.detach().requires_grad_(True)
+            with torch.enable_grad(), self._narrow():
+                end = self._row(run, stage, start, row)
+            how: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+            first, *gradients = torch.autograd.grad(end, [start, *leaves], pull.to(end), **how)
+            before.append(first)
+            for sum_, gradient in zip(sums, gradients, strict=True):
+                sum_.add_(gradient)
+        return before, sums
 
     def stored(self) -> dict[str, Tensor]:
         """Return trained scales and gains by the names of stored results, in their stored dtypes."""
@@ -222,12 +274,17 @@ class Student:
 
     def score(self, rows: Sequence[int]) -> list[float]:
         """Return the loss of some sequences, nats a token, with everything as it is stored."""
-        hidden = self._forward(rows, stored=True, note=lambda _: None)
+        hidden = self.forward(rows, self.states(rows), self.stages)
         self._settle(stored=True)
+        return self.losses(rows, hidden)
+
+    @torch.no_grad()
+    def losses(self, rows: Sequence[int], hidden: Sequence[Tensor]) -> list[float]:
+        """Return the loss of some sequences, nats a token, from their last hidden states."""
         losses = []
         for one, row in zip(hidden, rows, strict=True):
-            answers, tokens = Answers(self._head, self._ids[row : row + 1], one), self._ids.shape[1]
-            with torch.no_grad(), self._narrow():
+            answers, tokens = Answers(self._head, self._ids[row : row + 1], one), self.tokens
+            with self._narrow():
                 parts = [slice(start, min(start + PULLED, tokens)) for start in range(0, tokens, PULLED)]
                 losses.append(sum(float(self._loss(answers(0, part), row, part)) for part in parts) / tokens)
         return losses
@@ -239,9 +296,16 @@ def recover(prepared: Prepared, build: Build, progress: Progress) -> None:
     if _DONE in build.done():
         return
     assert prepared.training is not None
-    begun, name, settings, ids = time.process_time(), step.run.name, step.settings, prepared.training.ids
+    name, settings, ids = step.run.name, step.settings, prepared.training.ids
     progress.at("train", 0.0, f"{name}: the original's answers")
-    model = Student(prepared.values(build), prepared.stream.answers(ids), ids, half=_halves(prepared))
+    answers = prepared.stream.answers(ids)
+
+    def student() -> Student:
+        return Student(prepared.values(build), answers, ids, half=_halves(prepared))
+
+    if settings.flips:
+        flip(prepared, build, progress, settings, student)
+    begun, model = time.process_time(), student()
     held = list(range(settings.sequences, len(ids)))
     optimizer = torch.optim.Adam(model.trained.values(), lr=settings.rate)
     at, scores, best = _resumed(build, model, optimizer) or (0, [model.score(held)], _copied(model.trained))
@@ -260,7 +324,8 @@ def recover(prepared: Prepared, build: Build, progress: Progress) -> None:
             scores.append(model.score(held))
             best = _copied(model.trained) if _least(scores) == len(scores) - 1 else best
             _keep(build, at, scores, model, optimizer, best)
-    gain, least = _gain(scores), _least(scores)
+    least = _least(scores)
+    gain = gained(scores[0], scores[least])
     before, after = (float(np.mean(scores[place])) for place in (0, least))
     kl = f"KL of {len(held)} held sequences {before:.4f} -> {after:.4f} nats a token"
     record: dict[str, Any] = {"layers": [], "scores": scores}
@@ -297,12 +362,6 @@ def _copied(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _least(scores: Sequence[Sequence[float]]) -> int:
     """Return the number of the best score; the first of equals."""
     return int(np.argmin([np.mean(losses) for losses in scores]))
-
-
-def _gain(scores: Sequence[Sequence[float]]) -> float:
-    """Return how much better the best score is than the first, less what chance makes of as many sequences."""
-    gains = np.asarray(scores[0]) - np.asarray(scores[_least(scores)])
-    return float(gains.mean() - student(_LEVEL, len(gains) - 1) * gains.std(ddof=1) / math.sqrt(len(gains)))
 
 
 def _keep(
