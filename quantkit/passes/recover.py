@@ -48,9 +48,14 @@ class Recover(Pass):
 
         @model_validator(mode="after")
         def _enough(self) -> Self:
-            if self.flips and self.flips + max(2, self.flips // 2) > self.sequences:
-                raise ValueError(f"`flips: {self.flips}` needs {self.flips + max(2, self.flips // 2)} `sequences`")
+            if self.flips and self.flips + self.tests > self.sequences:
+                raise ValueError(f"`flips: {self.flips}` needs {self.flips + self.tests} `sequences`")
             return self
+
+        @property
+        def tests(self) -> int:
+            """Number of sequences to test the codes of a block on."""
+            return max(2, self.flips // 2)
 
 
 PASS = Recover()

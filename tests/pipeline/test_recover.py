@@ -21,7 +21,8 @@ from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.pipeline import Request, compile_model, prepare
 from quantkit.pipeline.blocks import flips
-from quantkit.pipeline.blocks.recover import UNGAINED, Student
+from quantkit.pipeline.blocks.recover import UNGAINED
+from quantkit.pipeline.blocks.student import Student
 from quantkit.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("few_scored")

@@ -4,6 +4,10 @@ The loss around the codes is `<G, D> + ½ tr(Dᵀ F D H)`, G its gradient by the
 that by inputs (Martens and Grosse, 2015, arXiv 1503.05671). One round of coordinate descent goes through the columns,
 the most important inputs first; rows of a column move at once. A row counts what all others that move would add to
 the curvature, as if all of it were in its way, so every column lowers the model.
+
+That scalar codes, moved by what the model's own loss asks for, come near to trellises is shown by GSQ (Dadgarnia et
+al., 2026, arXiv 2604.18556), which relaxes them and draws samples. Here nothing is relaxed: a descent as in QuantEase
+(Behdin et al., 2023, arXiv 2309.01885), whose caller tests each block's codes on text that gave no gradients.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ from torch import Tensor
 
 # columns whose errors reach the others together
 _BLOCK = 48
-# times that the rows of a column are thinned out
+# share taken off the off-diagonal entries of curvatures
+_SHRINK = 0.2
+# times that the rows of a column are thinned out, until all gain
 _THINNED = 6
 
 
@@ -21,6 +27,8 @@ def flipped(
     codes: Tensor, steps: Tensor, gradient: Tensor, outputs: Tensor, inputs: Tensor, low: float, high: float
 ) -> Tensor:
     """Return codes [N, K] of which some are one larger or smaller.
+
+    No input is modified.
 
     Args:
         codes: codes [N, K], float32.
@@ -53,3 +61,21 @@ def flipped(
         codes[:, columns] = block
         gradient.addmm_(sent, inputs[columns])
     return codes
+
+
+def curvature(parts: list[Tensor], damping: float, *, even: bool = False) -> Tensor:
+    """Return the mean of outer products of rows [n, n], shrunk and damped.
+
+    Args:
+        parts: rows [tokens, n] of every sequence, inputs or gradients by outputs.
+        damping: share of the mean diagonal that is added to the diagonal.
+        even: whether rows are divided by the root of their length first: a few tokens have gradients a thousand times
+            longer than the others.
+    """
+    rows, size = torch.cat(parts).float(), torch.ones(())
+    if even:
+        lengths = rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        rows, size = rows / lengths.sqrt(), lengths.mean()
+    matrix = rows.T @ rows * (size / len(rows))
+    diagonal = matrix.diagonal().clone()
+    return matrix.mul_(1 - _SHRINK) + torch.diag(_SHRINK * diagonal + damping * diagonal.mean())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,13 +26,14 @@ from quantkit.model import finished
 from quantkit.model.structure.traced import is_transposed
 from quantkit.passes import NOTE, decision
 from quantkit.passes.solvers import one_thread
-from quantkit.passes.solvers.flips import flipped
+from quantkit.passes.solvers.flips import curvature, flipped
 from quantkit.stats.clustered import gained
 
 if TYPE_CHECKING:
     from quantkit.bundle import Build
     from quantkit.pipeline.blocks.prepared import Prepared
-    from quantkit.pipeline.blocks.recover import Student
+    from quantkit.pipeline.blocks.student import Student
+    from quantkit.pipeline.blocks.work import PassRun
     from quantkit.pipeline.progress import Progress
 
 # decision: what codes were flipped is not shown to be better
@@ -40,25 +41,20 @@ UNGAINED = "flips-without-gain"
 _DONE, _BEFORE, _BLOCK = "recovered-codes", "flips", "flipped"
 # share of codes that may move in a block; the first trust, its steps, its ends, and trials
 _FEWEST, _MOST, _TRUST, _WIDER, _NARROWER, _TRIALS = 0.01, 0.05, 0.004, 2.5, 0.5, 5
-# share taken off the off-diagonal entries of curvatures, and share of their mean that is added
-_SHRINK, _DAMPING = 0.2, (0.1, 0.05)
+# share of its mean that is added to the diagonal of the curvature by outputs, and by inputs
+_DAMPING = 0.1, 0.05
 
 
-def tested(flips: int) -> int:
-    """Count the sequences that test codes which others proposed."""
-    return max(2, flips // 2)
-
-
-def flip(prepared: Prepared, build: Build, progress: Progress, settings: Any, student: Callable[[], Student]) -> None:
+def flip(prepared: Prepared, build: Build, progress: Progress, step: PassRun, student: Callable[[], Student]) -> None:
     """Flip the codes of every block as the recipe asks, and commit them.
 
     Args:
-        settings: settings of the pass.
+        step: the pass with its settings.
         student: function that makes the student from what is committed.
     """
     if _DONE in build.done():
         return
-    begun, model = time.process_time(), student()
+    begun, name, settings, model = time.process_time(), step.run.name, step.settings, student()
     rows, held = range(settings.sequences), range(settings.sequences, settings.sequences + settings.held)
     if _BEFORE not in build.done():
         build.commit(_BEFORE, {"scores": model.score(held)}, {})
@@ -67,9 +63,10 @@ def flip(prepared: Prepared, build: Build, progress: Progress, settings: Any, st
     for number, (stage, index) in enumerate(model.stages):
         progress.at("train", number / len(model.stages), f"codes of block {number + 1} of {len(model.stages)}")
         count = settings.flips
-        chosen = torch.randperm(len(rows), generator=generator)[: count + tested(count)].tolist()
+        chosen = torch.randperm(len(rows), generator=generator)[: count + settings.tests].tolist()
         key = f"{_BLOCK}-{index:06}"
-        if key in build.done():
+        # a block that runs twice would move at one place what it needs at the other
+        if key in build.done() or model.stream.visits.count(index) > 1:
             hidden = model.forward(rows, hidden, [(stage, index)])
         else:
             block = _Block(model, number, chosen, [hidden[row] for row in chosen], count)
@@ -79,13 +76,14 @@ def flip(prepared: Prepared, build: Build, progress: Progress, settings: Any, st
             record = {"moved": block.moved, "trust": block.trust, "scores": block.scores}
             build.commit(key, record, {place: build.steps / f"{key}.safetensors"}, hashes=hashes)
             hidden = model.through(block.run, stage, hidden, rows)
-        moved, trust = moved + build.done()[key]["moved"], build.done()[key]["trust"]
+        if record := build.done().get(key):
+            moved, trust = moved + record["moved"], record["trust"]
     before, after = build.done()[_BEFORE]["scores"], student().score(held)
     kl = f"KL of {len(held)} held sequences {np.mean(before):.4f} -> {np.mean(after):.4f} nats a token"
     kept = gained(before, after) > 0
     reason = f"{moved:,} codes moved by one; {kl}" if kept else f"{kl} is no more than chance: kept as they were"
-    step = decision("recover", NOTE if kept else UNGAINED, "codes", reason)
-    record = {"layers": [], "decisions": [step.as_dict()], "cpu_seconds": time.process_time() - begun}
+    taken = decision(name, NOTE if kept else UNGAINED, "codes", reason)
+    record = {"layers": [], "decisions": [taken.as_dict()], "cpu_seconds": time.process_time() - begun}
     build.commit(_DONE, record, {}, remove=[] if kept else build.steps.glob(f"{_BLOCK}-*.safetensors"))
 
 
@@ -210,32 +208,18 @@ class _Side:
         form = load_grid(self._before.scheme.format)
         more = self.codes.shape[1] - self._inputs[0].shape[-1]
         with one_thread(self.codes):
-            inputs = nn.functional.pad(_curvature(self._inputs, _DAMPING[1]), (0, more, 0, more))
-            outputs = _curvature(self._outputs, _DAMPING[0], even=True) * self._scale
+            inputs = nn.functional.pad(curvature(self._inputs, _DAMPING[1]), (0, more, 0, more))
+            outputs = curvature(self._outputs, _DAMPING[0], even=True) * self._scale
             aimed = trust * self._gradient
             return flipped(self.codes, self._steps, aimed, outputs, inputs, form.low, form.high)
 
     def moved(self, codes: Tensor) -> int:
-        """Count the codes that moved."""
+        """Count the moved codes."""
         return int((codes != self.codes).sum())
 
     def with_codes(self, codes: Tensor) -> QuantTensor:
         """Return the linear with other codes."""
         return self._before.replace(codes=codes.to(self._before.codes))
-
-
-def _curvature(parts: list[Tensor], damping: float, *, even: bool = False) -> Tensor:
-    """Return the mean of outer products, shrunk and damped; `even`: each divided by its row's length.
-
-    A few tokens have gradients a thousand times longer than the others.
-    """
-    rows, size = torch.cat(parts).float(), torch.ones(())
-    if even:
-        lengths = rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        rows, size = rows / lengths.sqrt(), lengths.mean()
-    matrix = rows.T @ rows * (size / len(rows))
-    diagonal = matrix.diagonal().clone()
-    return matrix.mul_(1 - _SHRINK) + torch.diag(_SHRINK * diagonal + damping * diagonal.mean())
 
 
 @contextmanager
