@@ -76,8 +76,8 @@ def flip(prepared: Prepared, build: Build, progress: Progress, step: PassRun, st
             record = {"moved": block.moved, "trust": block.trust, "scores": block.scores}
             build.commit(key, record, {place: build.steps / f"{key}.safetensors"}, hashes=hashes)
             hidden = model.through(block.run, stage, hidden, rows)
-        if record := build.done().get(key):
-            moved, trust = moved + record["moved"], record["trust"]
+        if key in build.done():
+            moved, trust = moved + build.done()[key]["moved"], build.done()[key]["trust"]
     before, after = build.done()[_BEFORE]["scores"], student().score(held)
     kl = f"KL of {len(held)} held sequences {np.mean(before):.4f} -> {np.mean(after):.4f} nats a token"
     kept = gained(before, after) > 0
