@@ -53,7 +53,7 @@ def flipped(
                 gain = slope[rows].abs() - 0.5 * curve * (absolute[rows][:, rows] @ size)
                 if bool((gain > 0).all()):
                     break
-                rows = rows[gain > gain.median().clamp(min=0)]
+                rows = rows[gain > gain.median().clamp(max=0)]
             else:
                 rows = rows[:0]
             block[rows, place] += way[rows]

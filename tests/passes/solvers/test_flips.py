@@ -65,7 +65,7 @@ def slowly(
             ]
             if all(gain > 0 for gain in gains):
                 break
-            least = max(sorted(gains)[(len(gains) - 1) // 2], 0.0)
+            least = min(sorted(gains)[(len(gains) - 1) // 2], 0.0)
             rows = [row for row, gain in zip(rows, gains, strict=True) if gain > least]
         else:
             rows = []
