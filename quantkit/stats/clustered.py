@@ -197,7 +197,8 @@ def _interval(above: Array, below: Array, level: float, resamples: int, seed: in
     whole = below[0] * below.size if np.ptp(below) == 0 else None
 
     def ratio(index: Array) -> Array:
-        result: Array = above[index].sum(axis=-1) / (below[index].sum(axis=-1) if whole is None else whole)
+        with np.errstate(divide="ignore"):  # a draw without any of few things is infinite
+            result: Array = above[index].sum(axis=-1) / (below[index].sum(axis=-1) if whole is None else whole)
         return result
 
     # resamples at a time that fit in a few hundred MB

@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,22 +79,27 @@ def opened(names: Sequence[str], data: Path | None) -> list[OpenTask]:
         `task-unsupported`.
     """
     with MissingDependency.unless_found("lm_eval", extra="tasks", purpose="a task"), quiet():
-        from lm_eval.tasks import TaskManager
+        import lm_eval.tasks  # noqa: F401
     if data is not None and not data.is_dir():
         raise InputError("task-data-missing", "--task-data", data, "a folder with a file NAME.jsonl for each task")
     tasks: list[OpenTask] = []
-    manager = None
     for name in names:
         if is_path(name) or name.endswith(SUFFIX):
             tasks.append(_own(Path(name).expanduser()))
             continue
-        if manager is None:
-            with quiet():
-                manager = TaskManager()
-        tasks += _defined(manager, name, data)
+        tasks += _defined(_manager(), name, data)
     if len({task.name for task in tasks}) < len(tasks):
         raise InputError("usage", "--tasks", ",".join(names), "every task is asked once")
     return tasks
+
+
+@cache
+def _manager() -> Any:
+    """Return lm-eval's definitions, of which the index alone takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    with quiet():
+        return TaskManager()
 
 
 def _own(path: Path) -> OpenTask:
