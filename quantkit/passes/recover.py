@@ -7,9 +7,7 @@ work is in `pipeline/blocks/recover.py`.
 
 from __future__ import annotations
 
-from typing import Self
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from quantkit.content import Closed
 from quantkit.passes import ANSWERS, Pass
@@ -34,8 +32,6 @@ class Recover(Pass):
                 better is not kept.
             steps: number of steps.
             batch: sequences of a step.
-            flips: number of sequences whose gradients move codes of a block by one, before scales are trained; 0 leaves
-                all codes as they are. Half as many more test each block. For integers.
             rate: size of the first steps, as a share of a scale or gain; falls to 0 along a cosine.
         """
 
@@ -43,19 +39,7 @@ class Recover(Pass):
         held: int = Field(default=8, ge=2)
         steps: int = Field(default=96, ge=1)
         batch: int = Field(default=4, ge=1)
-        flips: int = Field(default=0, ge=0)
         rate: float = Field(default=0.002, gt=0, lt=1)
-
-        @model_validator(mode="after")
-        def _enough(self) -> Self:
-            if self.flips and self.flips + self.tests > self.sequences:
-                raise ValueError(f"`flips: {self.flips}` needs {self.flips + self.tests} `sequences`")
-            return self
-
-        @property
-        def tests(self) -> int:
-            """Number of sequences to test the codes of a block on."""
-            return max(2, self.flips // 2)
 
 
 PASS = Recover()

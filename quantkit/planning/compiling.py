@@ -448,14 +448,7 @@ def _recovering(spec: CompileSpec, settings: Any) -> dict[str, float]:
         "states": 4.0 * settings.batch * spec.length * model.hidden * len(model.layers),
         "activations": 4.0 * spec.length * sum(matrix.active * (matrix.N + matrix.K) for matrix in layer.matrices),
         "logits": 4.0 * min(spec.length, _PULLED) * (model.vocabulary or 0),
-        "flips": _flipping(layer.matrices, settings.flips * spec.length) if settings.flips else 0.0,
     }
-
-
-def _flipping(matrices: Sequence[Matrix], tokens: int) -> float:
-    """Return the bytes of a block's gradients, its inputs and outputs by token, and curvatures of one linear."""
-    by_token = sum(matrix.active * (matrix.N + matrix.K) for matrix in matrices)
-    return 4.0 * (elements(matrices) + tokens * by_token + 3 * max(one.N**2 + one.K**2 for one in matrices))
 
 
 def _beside(spec: CompileSpec, tokens: int) -> float:

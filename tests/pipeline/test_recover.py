@@ -16,11 +16,9 @@ from zoo import shrink
 from quantkit.bundle import Bundle
 from quantkit.errors import InputError, QuantkitError
 from quantkit.exporters.values import Values
-from quantkit.formats import QuantTensor
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.pipeline import Request, compile_model, prepare
-from quantkit.pipeline.blocks import flips
 from quantkit.pipeline.blocks.recover import UNGAINED
 from quantkit.pipeline.blocks.student import Student
 from quantkit.recipe import Recipe
@@ -131,34 +129,6 @@ def test_scales_and_gains_alone_change_for_a_gain_and_a_resume_ends_in_the_same(
     assert again.manifest.content_sha256 == whole.manifest.content_sha256
 
 
-def test_codes_are_flipped_where_sequences_that_gave_no_gradients_gain(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = asked(trained(flips=3, steps=1, rate=1e-6))
-    whole, before = made(llama, chosen, tmp_path / "whole"), made(llama, asked(), tmp_path / "before")
-    reasons = [step.reason for step in whole.manifest.decisions if step.pass_ == "recover"]
-    assert any("codes moved by one" in reason for reason in reasons), reasons
-    now, then = tensors(whole), tensors(before)
-    changed = {name for name, value in now.items() if not torch.equal(value, then[name])}
-    assert {name.rpartition(".")[2] for name in changed} <= {"weight_packed", "weight_scale", "weight"}
-    assert any(name.endswith("weight_packed") for name in changed)
-
-    solve, calls = flips._Block.solve, list[object]()
-
-    def stopped(self: flips._Block, trust: float) -> dict[str, QuantTensor]:
-        calls.append(trust)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return solve(self, trust)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(flips._Block, "solve", stopped)
-        with pytest.raises(QuantkitError, match=r"\[interrupted\]"):
-            made(llama, chosen, tmp_path / "out")
-    again = made(llama, chosen, tmp_path / "out", resume=True)
-    assert again.manifest.content_sha256 == whole.manifest.content_sha256
-
-
 def test_what_is_no_gain_is_not_kept(llama: Path, tmp_path: Path) -> None:
     bundle = made(llama, asked(trained(rate=0.99, steps=2)), tmp_path / "out")
     assert UNGAINED in [step.code for step in bundle.manifest.decisions]
@@ -178,15 +148,6 @@ def test_what_is_no_gain_is_not_kept(llama: Path, tmp_path: Path) -> None:
             "recover-scales",
         ),
         ("LlamaForCausalLM", asked("recover", weights={"format": "int8", "granularity": "tensor"}), "recover-scales"),
-        (
-            "LlamaForCausalLM",
-            asked(
-                trained(flips=2),
-                weights={"format": "fp8_e4m3", "granularity": "channel"},
-                export=[{"checkpoint": {"layout": "float-quantized"}}],
-            ),
-            "recover-codes",
-        ),
         ("LlamaForCausalLM", asked({"recover": {"sequences": 10**6}}), "recover-text"),
         ("LlamaForCausalLM", asked({"recover": {"sequences": 3}}), "recover-text"),
         ("LlamaForCausalLM", asked("recover", "fuse_qkv"), "pass-order"),

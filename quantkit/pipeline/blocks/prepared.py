@@ -116,8 +116,8 @@ class Prepared:
         from quantkit.model.finished import Finished
         from quantkit.model.streaming.stream import CPU as PROCESSOR
 
-        # flipped codes, then recovered scales and gains replace those before
-        names = ("block-*", "head", "tower", "rest", "flipped-*", "recovered")
+        # recovered scales and gains replace those before
+        names = ("block-*", "head", "tower", "rest", "recovered")
         files = [path for name in names for path in sorted(build.steps.glob(f"{name}.safetensors"))]
         cache = self.request.recipe.scheme.kv_cache
         stream = self.stream.on(PROCESSOR) if written and not self.device.is_cpu else self.stream
@@ -335,9 +335,6 @@ def _training(
         if not scheme.trains_scale:
             rule = "a scale is trained where it is stored as a float of its own"
             raise InputError("recover-scales", f"passes: {name}", f"{scheme.format} in {linear}", rule, without)
-        if step.settings.flips and not (scheme.format.startswith("int") and scheme.rows_apart):
-            rule, instead = "codes are flipped where they are integers", f"--set {name}.flips=0"
-            raise InputError("recover-codes", f"passes: {name}", f"{scheme.format} in {linear}", rule, instead)
     return tokens.training(recipe, source, name, step.settings, scoring)
 
 

@@ -3,7 +3,7 @@
     loss     KL(original || quantized), nats a token, mean of a batch's tokens
     trained  d of each scale and gain, which becomes scale (1 + d), gain + d mean|gain|;  Adam (Kingma and Ba, 2015)
 
-`student.py` has the forward and the backward; before it, codes may be moved (`flips.py`). Every few steps the held
+`student.py` has the forward and the backward. Every few steps the held
 sequences are scored with scales as they are stored. The best state so far is committed with the optimizer's, and a
 resume goes on from there. The best is kept if it is better than the beginning by more than chance (Student's t of the
 sequences' differences, one-sided 97.5 %).
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from quantkit.model.source.weights import write_tensors
 from quantkit.passes import ANSWERS, NOTE, decision
-from quantkit.pipeline.blocks.flips import flip
 from quantkit.pipeline.blocks.student import Student
 from quantkit.stats.clustered import gained
 
@@ -46,14 +45,8 @@ def recover(prepared: Prepared, build: Build, progress: Progress) -> None:
     assert prepared.training is not None
     name, settings, ids = step.run.name, step.settings, prepared.training.ids
     progress.at("train", 0.0, f"{name}: the original's answers")
-    answers = prepared.stream.answers(ids)
-
-    def student() -> Student:
-        return Student(prepared.values(build), answers, ids, half=_halves(prepared))
-
-    if settings.flips:
-        flip(prepared, build, progress, step, student)
-    begun, model = time.process_time(), student()
+    begun = time.process_time()
+    model = Student(prepared.values(build), prepared.stream.answers(ids), ids, half=_halves(prepared))
     held = list(range(settings.sequences, len(ids)))
     optimizer = torch.optim.Adam(model.trained.values(), lr=settings.rate)
     at, scores, best = _resumed(build, model, optimizer) or (0, [model.score(held)], _copied(model.trained))
