@@ -33,6 +33,9 @@ class Tokenizer:
         self._where = str(path)
         with reading(self._damaged):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        # A file may hold a cut and a fill (sentence-transformers' do); transformers applies neither unasked.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.config = json_or_empty(folder / "tokenizer_config.json")
         self.generation = json_or_empty(folder / "generation_config.json")
         self._template = folder / "chat_template.jinja"

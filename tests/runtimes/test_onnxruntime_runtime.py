@@ -14,6 +14,7 @@ import small_onnx
 import torch
 import zoo
 from small_onnx import TEXT, Small, export, scheme
+from transformers import AutoTokenizer
 
 from quantkit import machine
 from quantkit.bundle import Bundle
@@ -113,6 +114,19 @@ def test_text_in_text_out(small: Small) -> None:
     assert made["tokens_per_s"] is None or made["tokens_per_s"] > 0
     assert RUNTIME.generate(bundle, "The state of", new_tokens=8)["text"] == made["text"]
     assert RUNTIME.generate(bundle, "The", new_tokens=1)["tokens_per_s"] is None
+
+
+def test_a_tokenizer_file_that_cuts_and_fills_gives_the_ids_of_transformers(tmp_path: Path, bos_tokenizer: Any) -> None:
+    bos_tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    stated = json.loads(path.read_text())
+    stated["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    fill = {"pad_id": 257, "pad_type_id": 0, "pad_token": "</s>", "pad_to_multiple_of": None}
+    stated["padding"] = {"strategy": {"Fixed": 16}, "direction": "Right", **fill}
+    path.write_text(json.dumps(stated))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("The state of the art", "an"):
+        assert Tokenizer(tmp_path).encode(text) == theirs(text)["input_ids"]
 
 
 def test_generation_ends_where_the_model_says(own: Path) -> None:
