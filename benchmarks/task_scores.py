@@ -1,13 +1,12 @@
-"""Score a float model by lm-eval's tasks, in torch and in other runtimes, and quantized bundles beside it.
+"""Score a float model by lm-eval's tasks, in torch and in other runtimes.
 
     python benchmarks/task_scores.py --tasks piqa,hellaswag --task-data DIR          scores in torch, float32
     python benchmarks/task_scores.py ... --against hflm,onnxruntime,llama_cpp --limit 100      item by item
-    python benchmarks/task_scores.py ... --bundles DIR --limit 500                   recovery of each bundle
 
 `--against` names other ways to run the same float weights: `hflm` is lm-eval's own model on transformers; a runtime
 reads quantkit's export of the floats. Each item is compared: the largest difference of a log-likelihood, and the items
-whose score differs, with the distance between the two likeliest answers in torch (a tie is near 0). `--bundles` is a
-folder of bundles of the model; `--table` prints the rows of docs/figures.md from a record.
+whose score differs, with the distance between the two likeliest answers in torch (a tie is near 0).
+`task_recovery.py` scores quantized models.
 
 Answers are kept in quantkit's cache: a run that was killed goes on, and a larger limit asks what is new.
 """
@@ -21,8 +20,6 @@ from typing import Any
 import numpy as np
 
 from quantkit import machine
-from quantkit.bundle import Bundle
-from quantkit.bundle.manifest import MANIFEST
 from quantkit.measurement.accuracy.labelled import share_interval
 from quantkit.measurement.tasks.defined import opened
 from quantkit.measurement.tasks.scored import answered, build
@@ -30,7 +27,7 @@ from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.model.structure.kinds import positions
 from quantkit.pipeline.baseline import float_export
-from quantkit.pipeline.tasks import TaskQuestion, asked_side, measure_tasks
+from quantkit.pipeline.tasks import asked_side
 from quantkit.pipeline.verdict import export_of
 from quantkit.runtimes import load_runtime
 from quantkit.runtimes.generate import LocalAnswers
@@ -46,16 +43,8 @@ def main() -> None:
     parser.add_argument("--task-data", type=Path)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--against", default="")
-    parser.add_argument("--bundles", type=Path)
-    parser.add_argument("--table", type=Path)
     arguments = parser.parse_args()
-    if arguments.table:
-        print("\n".join(table(json.loads(arguments.table.read_text()))))
-        return
     names = arguments.tasks.split(",")
-    if arguments.bundles:
-        quantized(arguments, names)
-        return
     source = open_model(arguments.model)
     context = positions(source.config) or 1 << 30
     answers = LocalAnswers(lambda: StreamedModel(source).as_it_runs(), lambda: RUNTIME.writer(source.path))
@@ -104,30 +93,6 @@ def other(way: str, source: Any, context: int) -> Any:
     folder = float_export(source, export_of(way), FLOATS.get(export_of(way), {}))
     answers = LocalAnswers(lambda: runtime.opens(folder), lambda: runtime.writer(folder))
     return asked_side(source.sha256, f"{way} float32", answers, source, context, lambda done, of: None).lm
-
-
-def quantized(arguments: argparse.Namespace, names: list[str]) -> None:
-    """Print the rows of every bundle of a folder: recovery, its interval and flips."""
-    for folder in sorted(path.parent for path in arguments.bundles.glob(f"*/{MANIFEST}")):
-        started = time.process_time()
-        question = TaskQuestion(names, arguments.task_data, arguments.limit)
-        for row in measure_tasks(Bundle.load(folder), question, runtime="torch"):
-            known = {"bundle": folder.name, "cpu_s": round(time.process_time() - started), **row.as_dict()}
-            print(json.dumps(known), flush=True)
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Write the lines of a table of recovery."""
-    head = ["bundle", "task", "items", "original", "bundle's", "recovery", "lost, gained", "p"]
-    lines = [f"| {' | '.join(head)} |", "|---|---" + "|--:" * 6 + "|"]
-    for row in rows:
-        base, told, shape = row["baseline"], row["settings"], row["shape"]
-        low, high = (f"{100 * end:.1f}" for end in base["ratio_ci95"])
-        cells = [row["bundle"], f"{told['task']} {told['metric']}", f"{row['n']:,}"]
-        cells += [f"{100 * base['value']:.1f} %", f"{100 * row['value']:.1f} %"]
-        cells += [f"{100 * base['ratio']:.1f} % ({low} to {high})", f"{shape['lost']}, {shape['gained']}"]
-        lines.append(f"| {' | '.join([*cells, format(base['p_value'], '.2g')])} |")
-    return lines
 
 
 if __name__ == "__main__":

@@ -187,10 +187,9 @@ def _per_cluster(values: Array, clusters: Array | None) -> tuple[Array, Array]:
 def _interval(above: Array, below: Array, level: float, resamples: int, seed: int) -> tuple[float, float]:
     if above.size < 2:
         raise ValueError("a bootstrap needs at least two clusters")
-    shares = above / below
-    if np.ptp(shares) <= 1e-12 * np.max(np.abs(shares)):
+    point = float(above.sum() / below.sum())
+    if np.max(np.abs(above - point * below)) <= 1e-12 * np.max(np.abs(above)):
         # every resample gives the same number; BCa would divide by a spread of zero
-        point = float(above.sum() / below.sum())
         return point, point
 
     # clusters of equal size: the denominator of a resample is constant
