@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from yaml.composer import Composer
 
 from quantkit import limits
-from quantkit.errors import InputError, Unbounded, absent, from_validation, unknown_name
+from quantkit.errors import InputError, Inside, absent, from_validation, unknown_name
 
 Document = TypeVar("Document", bound=BaseModel)
 Kind = Literal["recipes", "calibration", "export"]
@@ -53,15 +53,15 @@ class Closed(Bounded):
 
 
 def demand_bounded(data: Any) -> None:
-    """Raise Unbounded for a number in a document that is not finite, or an integer beyond 64 bits."""
+    """Raise Inside for a number in a document that is not finite, or an integer beyond 64 bits."""
     waiting: list[tuple[tuple[str, ...], Any]] = [((), data)]
     met = set()
     while waiting:
         place, value = waiting.pop()
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-            raise Unbounded("a whole number has 64 bits", place, value)
+            raise Inside("a whole number has 64 bits", place, value)
         if isinstance(value, float) and not math.isfinite(value):
-            raise Unbounded("a number is finite", place, value)
+            raise Inside("a number is finite", place, value)
         if isinstance(value, dict | list | tuple) and id(value) not in met:  # a document may contain itself
             met.add(id(value))
             parts = value.items() if isinstance(value, dict) else enumerate(value)

@@ -214,14 +214,15 @@ def absent(where: object, remedy: str = "check the path") -> InputError:
     return InputError("file-missing", where=str(where), value="no such file or folder", remedy=remedy)
 
 
-class Unbounded(ValueError):
-    """Error for a number that no field of a document can hold.
+class Inside(ValueError):
+    """Error for a value inside a field that pydantic takes as a whole.
 
     Args:
-        place: keys that lead to the number, from the top of the document.
+        place: keys that lead to the value, from the field; of a document's root, from its top.
+        value: value that is refused; a mapping is not shown, as its rule names what it is about.
     """
 
-    def __init__(self, rule: str, place: tuple[str, ...], value: float) -> None:
+    def __init__(self, rule: str, place: tuple[str, ...], value: Any) -> None:
         super().__init__(rule)
         self.place, self.value = place, value
 
@@ -245,7 +246,8 @@ def from_validation(
     # report a misspelt key before the key that is missing because of it
     first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     parts, value = [str(part) for part in first["loc"]], first.get("input")
-    if isinstance(within := first.get("ctx", {}).get("error"), Unbounded):
+    within = first.get("ctx", {}).get("error")
+    if isinstance(within, Inside):
         parts, value = [*parts, *within.place], within.value
     place = ".".join(parts)
     remedy = ""
@@ -254,7 +256,8 @@ def from_validation(
         remedy = did_you_mean(parts[-1], known[parent]) if known is not None and parent in known else ""
     else:
         # the input of a rule about the whole document is the document, too long for one line
-        got = f"got {_shown(value)}" if place and first["type"] != "missing" else ""
+        whole = isinstance(within, Inside) and isinstance(value, dict)
+        got = f"got {_shown(value)}" if place and first["type"] != "missing" and not whole else ""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     rule = first["msg"].removeprefix("Value error, ")
     where = f"{where}: {place}" if place else where

@@ -94,7 +94,7 @@ def test_what_is_misspelt_is_named_with_its_nearest(changes: dict[str, Any], say
         ({"passes": [["gptq"]]}, "each entry is one name"),
         ({"passes": [{"gptq": 3}]}, "settings of gptq are a mapping"),
         ({"passes": [{"gptq": {1: 2}}]}, "Keys should be strings"),
-        ({"passes": [{"gptq": {"damping": -1}}]}, "pass gptq: damping"),
+        ({"passes": [{"gptq": {"damping": -1}}]}, "passes.gptq.damping: got -1"),
         ({"passes": [{"gptq": {"range": "best"}}]}, "'minmax'"),
         ({"passes": ["fold_norms"]}, "assigns the codes; found none"),
         ({"passes": ["rtn", "gptq"]}, "found rtn, gptq"),

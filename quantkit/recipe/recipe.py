@@ -24,7 +24,7 @@ from pydantic import (
 
 from quantkit import content, given, plugins
 from quantkit.content import Closed, Document, read_yaml, validated
-from quantkit.errors import InputError, did_you_mean
+from quantkit.errors import InputError, Inside, did_you_mean
 from quantkit.kinds import Kind, Said, today
 from quantkit.plugins.outside import CodeFile
 from quantkit.recipe.changes import apply_change, demand_changes, steps_of
@@ -183,16 +183,16 @@ class Gates(Closed):
     recovery_min: dict[str, float] | None = None
 
 
-def _checked(what: str, model: type[Document], values: dict[str, Any]) -> Document:
-    """Validate values as a document; raises ValueError with one line."""
+def _checked(name: str, model: type[Document], values: dict[str, Any]) -> Document:
+    """Validate the values of a named entry as a document; raises Inside."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
         problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        known = did_you_mean(key, model.model_fields) if problem["type"] == "extra_forbidden" else ""
-        place = f"{what}: {key}" if key else what
-        raise ValueError(f"{place}: {problem['msg'].removeprefix('Value error, ')}; {known}".rstrip("; ")) from None
+        keys = tuple(str(part) for part in problem["loc"])
+        known = did_you_mean(".".join(keys), model.model_fields) if problem["type"] == "extra_forbidden" else ""
+        rule = f"{problem['msg'].removeprefix('Value error, ')}; {known}".rstrip("; ")
+        raise Inside(rule, (name, *keys), problem["input"]) from None
 
 
 class Recipe(Closed):
@@ -237,7 +237,7 @@ class Recipe(Closed):
                 step = _own(reference, **(info.context or {}))
             elif reference not in plugins.PASSES:
                 raise ValueError(f"no pass is called {reference!r}; {did_you_mean(reference, plugins.PASSES.names())}")
-            checked = _checked(f"pass {reference}", plugins.PASSES.of(step).Settings, settings)
+            checked = _checked(reference, plugins.PASSES.of(step).Settings, settings)
             steps.append(step.model_copy(update={"settings": checked}))
         return steps
 
@@ -248,7 +248,7 @@ class Recipe(Closed):
         for name, options in steps_of(value):
             if name not in plugins.EXPORTERS:
                 raise ValueError(f"no exporter is called {name!r}; {did_you_mean(name, plugins.EXPORTERS.names())}")
-            _checked(f"export {name}", plugins.EXPORTERS.load(name).Options, options)
+            _checked(name, plugins.EXPORTERS.load(name).Options, options)
             steps.append(ExportStep(name=name, options=options))
         twice = [step.name for step in steps if sum(other.name == step.name for other in steps) > 1]
         if twice:
