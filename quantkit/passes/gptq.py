@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from quantkit.content import Closed
 from quantkit.lazy import torch
-from quantkit.passes import GRADIENTS, UNGRADED, Outcome, Pass, decision
+from quantkit.passes import GRADIENTS, Outcome, Pass, decision
 
 if TYPE_CHECKING:
     from quantkit.passes import Block, InputStats, Moments, QuantTensor, SharedInput, Stats, Tensor, WeightScheme
@@ -50,7 +50,8 @@ class Gptq(Pass):
             sweeps: rounds of coordinate descent on the codes afterwards.
             refit: whether to fit the scales to the codes between sweeps; for groups up to 64.
             gradients: number of calibration sequences whose gradients weigh the errors of outputs, so that later rows
-                compensate those of earlier ones. For decoders; costs three forwards of each sequence.
+                compensate those of earlier ones, and sweeps heed those of all. For linears of a decoder's blocks, not
+                for its head; costs three forwards of each sequence.
             unsaturated: whether to bound int8 codes, with one scale a channel, by their neighbours, so that two
                 products with unsigned bytes fit 16 bits, as x86 processors without VNNI add them. Signed codes are then
                 exact in the fastest kernels everywhere, for 1.5 times the squared error (`int7`: 4 times).
@@ -71,8 +72,8 @@ class Gptq(Pass):
         def _each_alone(self) -> Self:
             if self.unsaturated and self.sweeps:
                 raise ValueError("`unsaturated` needs `sweeps: 0`: sweeps ignore its bounds")
-            if self.gradients and (self.sweeps or self.unsaturated):
-                raise ValueError("`gradients` needs `sweeps: 0` and `unsaturated: false`: these see one row alone")
+            if self.gradients and self.unsaturated:
+                raise ValueError("`gradients` needs `unsaturated: false`: its bounds see one row alone")
             return self
 
     def needs_with(self, settings: Settings) -> frozenset[str]:
@@ -155,10 +156,6 @@ class Gptq(Pass):
 
         if moments is None or (len(moments.hessian) > 1 and not scheme.rows_apart):
             return nearest(weight, scheme)
-        if settings.gradients:
-            reason = "only linears of a decoder's blocks have gradients"
-            taken = decision(self.name, UNGRADED, moments.name, reason, settings.gradients, 0)
-            moments.once("gradients", lambda: moments.decisions.append(taken))
         groups, width = moments.hessian.shape[:2]
         parts = weight.reshape(groups, -1, width)
         if settings.correction and (cross := moments.cross) is not None:

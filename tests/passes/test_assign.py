@@ -121,11 +121,3 @@ def test_hqq_and_round_alone_start_from_the_weight(site: Site) -> None:
     for passes in ({"hqq": Hqq.Settings()}, {"round": Round.Settings()}):
         found = product(matrix(site), seen(0.5), CHANNEL, passes)
         assert torch.equal(found.codes, INT8.encode(matrix(site), found.scale, None))
-
-
-def test_a_graph_s_product_has_no_gradients_and_says_so_once() -> None:
-    sums = Moments(torch.eye(8, dtype=torch.float64)[None], name="product")
-    asked = {"gptq": Gptq.Settings(gradients=4)}
-    for _ in range(2):  # as for two pieces of a weight
-        product(torch.randn(4, 8), sums, CHANNEL, asked)
-    assert [(each.code, each.from_, each.to) for each in sums.decisions] == [("gradients-unavailable", 4, 0)]

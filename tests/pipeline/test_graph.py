@@ -92,6 +92,9 @@ def test_the_passes_of_a_recipe_do_what_they_are_called(files: tuple[Path, Path]
     assert set(said) == {"smoothquant", "fold_norms"}
     assert "equalize" in said["smoothquant"]
     assert "batch norms" in said["fold_norms"]
+    solved = compiled(files, tmp_path / "gptq", changes=["passes=[{gptq: {gradients: 2}}]"])
+    (taken,) = (found for found in solved.manifest.decisions if found.code != "note")
+    assert (taken.code, taken.from_, taken.to) == ("gradients-unavailable", 2, 0)
 
 
 def test_symmetric_ranges_by_entropy(files: tuple[Path, Path], tmp_path: Path) -> None:

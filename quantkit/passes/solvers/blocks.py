@@ -69,11 +69,11 @@ def spanning(target: Tensor, form: BlockFormat, scheme: WeightScheme) -> BlockGr
     return form.held(*form.parameters(*extremes(target.T, scheme), scheme))
 
 
-def storable(scale: Tensor, place: int, grid: BlockGrid, form: BlockFormat) -> Tensor:
-    """Round scales [N] of group `place` to the nearest that a grid can hold without changing another scale."""
-    if grid.super_blocks is None or not isinstance(form, SuperBlockFormat):
+def storable(scale: Tensor, place: int, coarse: Tensor | None, form: BlockFormat) -> Tensor:
+    """Round scales [N] of group `place` to the nearest that fit `coarse`, the scales of super-blocks [N, S], if any."""
+    if coarse is None or not isinstance(form, SuperBlockFormat):
         return float16(scale).float()
-    step = grid.super_blocks.d[:, place * form.group // SUPER_BLOCK].float()
+    step = coarse[:, place * form.group // SUPER_BLOCK].float()
     return step * form.whole(_quotient(scale, step))
 
 

@@ -53,6 +53,9 @@ Range = Literal["minmax", "mse", "hessian"]
 _BLOCK = 32
 # bands of rows that compensate one another, and columns that a band is ahead of the next
 _BANDS, _STEP = 32, 16
+# bands of rows that descend in turns: the first number in which rows of a band are coupled by no more than this (the
+# largest eigenvalue of their correlations, after steps of the power method; 1: not at all)
+_TURNS, _COUPLED, _POWERS = (1, 2, 4, 8), 1.6, 8
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -109,8 +112,7 @@ def gptq_shared(
             whose columns are visited together.
         neighbours: [K], column that each is added to in 16 bits (`unsaturated`). For int8, a scale a channel, no zero
             points or sweeps.
-        outputs: factors of `E[g gᵀ]` [N_i, N_i] of the weights, one at a time, g the gradient of its output; without
-            sweeps.
+        outputs: factors of `E[g gᵀ]` [N_i, N_i] of the weights, one at a time, g the gradient of its output.
 
     Raises:
         InputError: `hessian-nonfinite`, `hessian-not-positive`, `group-indivisible`, `format-without-scale`.
@@ -142,19 +144,20 @@ def gptq_shared(
             scale, zero = _place(target, lots, group, scheme, solved, range)
         else:
             scale = unsaturated.scales(target, neighbours, solved.hessian.diagonal())[None]
-        grid = _Grid(form, scheme, group, scale, zero, block)
+        coarse = None if block is None or block.super_blocks is None else block.super_blocks.d
+        grid = _Grid(form, scheme, group, scale, zero, coarse)
+        refit = refit and isinstance(form, IntegerFormat | BlockFormat) and group <= 64
+        refit = refit and scheme.granularity in ("group", "channel")
         if outputs is not None:
             ends = torch.tensor(rows).cumsum(0).tolist()
             own = [slice(end - count, end) for end, count in zip(ends, rows, strict=True)]
             pairs = zip(own, outputs, strict=True)
-            apiece = [_choose_by_rows(target[:, one], solved, grid.of(one), by) for one, by in pairs]
-            codes, errors, delta = (torch.cat(parts, dim=-1) for parts in zip(*apiece, strict=True))
+            apiece = [_choose_by_rows(target[:, one], solved, grid.of(one), sweeps, refit, by) for one, by in pairs]
+            codes, errors = (torch.cat(parts, dim=-1) for parts in zip(*apiece, strict=True))
         else:
             codes, errors, delta = _choose(target, solved, grid, neighbours)
-        if sweeps:
-            refit = refit and isinstance(form, IntegerFormat | BlockFormat) and group <= 64
-            refit = refit and scheme.granularity in ("group", "channel")
-            errors = _descend(target, codes, delta, solved.hessian, grid, sweeps, refit)
+            if sweeps:
+                errors = _descend(target, codes, delta, solved.hessian, grid, sweeps, refit)
         if isinstance(form, BlockFormat) and block is not None:
             block = blocks.rescaled(block, form, scale)
             tensors = apart(form.on(form.coded(codes.T.contiguous()), block, scheme), rows)
@@ -170,14 +173,14 @@ def gptq_shared(
 
 @dataclass(frozen=True)
 class _Grid:
-    """Grid of the codes: scale, updated by a descent, and zero [G, N] float32; `block`: grid of a GGUF format."""
+    """Grid of the codes: scale, updated by a descent, and zero [G, N] float32; `coarse`: super-scales [N, S]."""
 
     form: GridFormat
     scheme: WeightScheme
     group: int
     scale: Tensor
     zero: Tensor | None
-    block: BlockGrid | None
+    coarse: Tensor | None
 
     def launch(self, target: Tensor) -> tuple[Any, ...]:
         """Return the grid as the kernels take it, from scales to the ends."""
@@ -218,8 +221,9 @@ class _Grid:
 
     def of(self, rows: slice) -> _Grid:
         """Return the grid of some rows."""
-        zero = None if self.zero is None else self.zero[:, rows]
-        return replace(self, scale=self.scale[:, rows], zero=zero)
+        zero, coarse = self.zero, self.coarse
+        zero, coarse = (None if zero is None else zero[:, rows]), (None if coarse is None else coarse[rows])
+        return replace(self, scale=self.scale[:, rows], zero=zero, coarse=coarse)
 
 
 def together(form: GridFormat) -> int:
@@ -311,8 +315,10 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
     return codes[back], cost, delta[back]
 
 
-def _choose_by_rows(target: Tensor, solved: Factor, grid: _Grid, outputs: Factor) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose as `_choose`, for one weight; a band of rows also compensates the errors of the bands before it.
+def _choose_by_rows(
+    target: Tensor, solved: Factor, grid: _Grid, sweeps: int, refit: bool, outputs: Factor
+) -> tuple[Tensor, Tensor]:
+    """Return values and costs as `_choose`, of one weight; a band of rows also compensates errors of those before it.
 
     Band b is b steps of columns behind the first, so that all bands choose at once, each in columns of its own.
     """
@@ -361,7 +367,9 @@ def _choose_by_rows(target: Tensor, solved: Factor, grid: _Grid, outputs: Factor
         delta[column, active] = errors + asked - wanted[column, active]
     back = solved.order.argsort()[:, None], outputs.order.argsort()
     codes, delta = codes.flatten(1)[back], delta.flatten(1)[back]
-    return codes, (solved.hessian @ delta).mul_(delta).sum(dim=0), delta
+    if sweeps:
+        _descend_by_rows(target, codes, delta, solved.hessian, grid, sweeps, refit, outputs.hessian)
+    return codes, (solved.hessian @ delta).mul_(delta).sum(dim=0)
 
 
 def _inverse(scale: Tensor) -> Tensor:
@@ -399,8 +407,8 @@ def _descend(
                 step = scale[place] - along / (codes[block] * bent).sum(dim=0)
                 fits = torch.isfinite(step) & (step * scale[place] > 0)
                 step = torch.where(fits, step, scale[place])
-                if isinstance(form, BlockFormat) and grid.block is not None:
-                    step = blocks.storable(step, place, grid.block, form)
+                if isinstance(form, BlockFormat):
+                    step = blocks.storable(step, place, grid.coarse, form)
                 else:
                     step = torch.where(fits, form.stored(step, grid.scheme).float(), scale[place])
                 change = step - scale[place]
@@ -433,6 +441,43 @@ def _descend(
                     wish[offset + 1 :].addr_(inside[offset, offset + 1 :], moved)
             gradient.addmm_(hessian[:, block], delta[block] - before)
     return (gradient * delta).sum(dim=0)
+
+
+def _descend_by_rows(
+    target: Tensor, codes: Tensor, delta: Tensor, hessian: Tensor, grid: _Grid, sweeps: int, refit: bool, curve: Tensor
+) -> None:
+    """Run `_descend` on bands of rows in turns, in place; a band answers for the errors of all rows.
+
+    With S the curvature of the outputs, the cost `tr(S D H Dᵀ)` is, for row n with the others fixed, that of the error
+    `(S D)_n / S_nn` alone. Rows of one band move at once, so their curvature is raised as far as they are coupled.
+    """
+    bands, coupled = _bands(curve)
+    pull = curve / (max(1.0, coupled / _COUPLED) * curve.diagonal())
+    for number in [*range(bands)] * sweeps:
+        band = slice(number, None, bands)
+        felt, chosen, part = delta @ pull[:, band], codes[:, band].contiguous(), grid.of(band)
+        part, moved = replace(part, scale=part.scale.contiguous()), target[:, band] + delta[:, band]
+        moved -= felt
+        _descend(moved, chosen, felt, hessian, part, 1, refit)
+        codes[:, band], grid.scale[:, band] = chosen, part.scale
+        delta[:, band] = felt.add_(moved).sub_(target[:, band])
+
+
+def _bands(curve: Tensor) -> tuple[int, float]:
+    """Return a number of bands of every n-th row, and how rows of one band are coupled by their curvature [N, N]."""
+    pull = curve / curve.diagonal()
+    for bands in _TURNS:
+        coupled = 1.0
+        for number in range(bands):
+            inside = pull[number::bands, number::bands]
+            shape, size = torch.ones(len(inside), device=curve.device), torch.ones((), device=curve.device)
+            for _ in range(_POWERS):
+                shape = inside @ (shape / size)
+                size = shape.norm()
+            coupled = max(coupled, float(size))
+        if coupled <= _COUPLED:
+            break
+    return bands, coupled
 
 
 def corrected(

@@ -24,7 +24,7 @@ from quantkit.exporters import LayerSpec, load_exporter
 from quantkit.exporters.tensorrt import EXPORT as TENSORRT
 from quantkit.model.device import AUTO, CPU
 from quantkit.model.source.files import remember
-from quantkit.passes import NOTE, decision, pass_of
+from quantkit.passes import GRADIENTS, NOTE, UNGRADED, decision, pass_of
 from quantkit.passes.gptq import Gptq
 from quantkit.passes.mixed import Mixed
 from quantkit.passes.rtn import Rtn
@@ -133,6 +133,9 @@ def prepare(request: Request) -> PreparedGraph:
         if run.on_graphs:
             code = NOTE if run.for_blocks else "declined"
             decisions.append(decision(step.name, code, graph.name, run.on_graphs))
+        elif GRADIENTS in run.needs_with(step.settings):
+            reason = "only linears of a decoder's blocks have gradients"
+            decisions.append(decision(step.name, UNGRADED, graph.name, reason, step.settings.gradients, 0))
     grouped = [site.name for site in chosen if site.group > 1]
     if by_tensor and grouped and any(step.name == Gptq.name for step in recipe.passes):
         reason = f"{len(grouped)} convolutions in groups have one scale, which no group can choose alone"

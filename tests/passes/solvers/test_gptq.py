@@ -481,3 +481,38 @@ def test_rows_that_make_up_for_each_other_cost_the_loss_less(rows):
         costs = [float(((curve.hessian.double() @ e) * (e @ solved.hessian.double())).sum()) for e in errors]
         assert costs[1] < 0.9 * costs[0]
         assert torch.equal(before.tensor.scale, after.tensor.scale)
+
+
+def test_after_sweeps_no_code_alone_lowers_the_loss():
+    weight, hessian = problem(9, 32)
+    solved, outputs = factor(hessian), factor(problem(4, 9, seed=5, outlier=False)[1], shrink=0.6)
+    found = gptq_shared([weight], solved, scheme(), outputs=[outputs], sweeps=30, refit=False)[0]
+    error = (read(found) - weight).double()
+    force, tensor = outputs.hessian.double() @ error @ solved.hessian.double(), found.tensor
+    curve = outputs.hessian.double().diagonal()[:, None] * solved.hessian.double().diagonal()
+    step, form = tensor.scale.double().repeat_interleave(16, dim=1), load_grid("int4")
+    for way in (-1, 1):
+        inside = (tensor.codes + way >= form.low) & (tensor.codes + way <= form.high)
+        gained = (2 * way * step * force + step.square() * curve)[inside]
+        assert float((gained / (step.square() * curve)[inside]).min()) > -1e-3
+
+
+@pytest.mark.parametrize("choice", [scheme(), scheme("group", 32, True, "q4_0"), scheme(name="int2")], ids=str)
+@pytest.mark.parametrize("common", [0.0, 5.0])
+def test_sweeps_of_rows_that_answer_for_each_other_cost_the_loss_less(choice, common):
+    """Also where all rows' gradients are nearly one, so that they would overshoot together."""
+    weights, hessian = [problem(rows, 64)[0] for rows in (33, 12)], problem(4, 64)[1]
+    generator = torch.Generator().manual_seed(3)
+    seen = [
+        torch.randn(400, len(weight), generator=generator) + common * torch.randn(400, 1, generator=generator)
+        for weight in weights
+    ]
+    solved, outputs = factor(hessian), [factor(one.T @ one, shrink=0.1) for one in seen]
+    before, after = (gptq_shared(weights, solved, choice, outputs=outputs, sweeps=sweeps) for sweeps in (0, 2))
+    for weight, curve, *both in zip(weights, outputs, before, after, strict=True):
+        errors = [(read(one) - weight).double() for one in both]
+        costs = [float(((curve.hessian.double() @ e) * (e @ solved.hessian.double())).sum()) for e in errors]
+        assert costs[1] < (1 if common else 0.99) * costs[0]
+        assert float(both[1].error) == pytest.approx(
+            float(((errors[1] @ solved.hessian.double()) * errors[1]).sum()), rel=1e-3
+        )
