@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from quantkit.content import Closed
 from quantkit.lazy import torch
-from quantkit.passes import GRADIENTS, Outcome, Pass, decision
+from quantkit.passes import GRADIENTS, UNGRADED, Outcome, Pass, decision
 
 if TYPE_CHECKING:
     from quantkit.passes import Block, InputStats, Moments, QuantTensor, SharedInput, Stats, Tensor, WeightScheme
@@ -129,9 +129,13 @@ class Gptq(Pass):
                     )
                 bounds = neighbours(width).to(hessian.device) if settings.unsaturated and bounded(scheme) else None
                 # one at a time: each is as large as a Hessian
-                outputs = (_outputs(stats.gradients[name], block.full_name(name)) for name in names)
+                outputs = (_outputs(stats.gradients.get(name), block.full_name(name)) for name in names)
                 how = {**_chosen(settings), "neighbours": bounds, "outputs": outputs if settings.gradients else None}
                 results = gptq_shared(weights, factors[key], scheme, **how)
+                for name in names if settings.gradients else ():
+                    if name not in stats.gradients:  # an expert
+                        reason = "no token of the sequences with gradients reaches it"
+                        outcome.note(self.name, UNGRADED, block.full_name(name), reason, settings.gradients, 0)
                 for name, result in zip(names, results, strict=True):
                     if drift is not None:  # the cost of the codes shows whether there was a second factor
                         stats.doubt(result.costs, whole.name, again=True)
@@ -151,7 +155,8 @@ class Gptq(Pass):
         from quantkit.passes.assign import nearest
         from quantkit.passes.solvers import one_thread
         from quantkit.passes.solvers.factor import awaited
-        from quantkit.passes.solvers.gptq import gptq, gptq_rows, together
+        from quantkit.passes.solvers.gptq import gptq, together
+        from quantkit.passes.solvers.gptq_rows import gptq_rows
         from quantkit.passes.solvers.unsaturated import bounded, neighbours
 
         if moments is None or (len(moments.hessian) > 1 and not scheme.rows_apart):
@@ -199,11 +204,13 @@ class Gptq(Pass):
         return joined(tensors)
 
 
-def _outputs(gradients: Tensor, name: str) -> Factor:
+def _outputs(gradients: Tensor | None, name: str) -> Factor | None:
     """Factor the curvature of the loss by a linear's outputs, shrunk by what two halves of the tokens agree on."""
     from quantkit.calibrate.statistics.gradients import curvature
     from quantkit.passes.solvers.factor import factor
 
+    if gradients is None:
+        return None
     seen = curvature(gradients, name)
     return factor(seen.hessian, damping=_DAMPING, shrink=seen.noise, where=name)
 

@@ -16,6 +16,7 @@ from thorough import beside
 from zoo import shrink
 
 from quantkit.bundle import Bundle
+from quantkit.calibrate.statistics.gradients import collect
 from quantkit.errors import GateError, InputError, QuantkitError
 from quantkit.model.source import pretrained
 from quantkit.model.source.open import open_model
@@ -554,6 +555,16 @@ def test_gradients_change_codes_and_end_in_the_same_bundle_when_resumed(
             run(llama, asked, tmp_path / "out")
     monkeypatch.setattr("quantkit.pipeline.blocks.quantize.collect", stopped)
     assert run(llama, asked, tmp_path / "out", resume=True).manifest.content_sha256 == whole.manifest.content_sha256
+
+    def few(stream: Any, ids: Any, seed: int, write: Any) -> None:
+        """Collect as if no token reached `up_proj`, an expert."""
+        collect(stream, ids, seed, lambda n, all_: write(n, {name: all_[name] for name in all_ if "up" not in name}))
+
+    monkeypatch.setattr("quantkit.pipeline.blocks.quantize.collect", few)
+    taken = run(llama, asked, tmp_path / "few").manifest.decisions
+    assert {(one.code, one.where.rpartition(".")[2], one.to) for one in taken} == {
+        ("gradients-unavailable", "up_proj", 0)
+    }
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,6 @@ codes (Chen et al., "The Geometry of LLM Quantization", 2025).
 On X the matrix `W + W ΔᵀX H⁻¹` comes closest to `W (X + Δ)ᵀ` (Li et al., "GPTAQ", 2025, arXiv 2504.02692). If the
 output is added to a stream that differs from the original by R, `W + (W ΔᵀX + RᵀX) H⁻¹` compensates that too. The
 regression is a ridge, `(H + λ D)⁻¹` with D the diagonal of H: a drift in many tokens is corrected fully, in few hardly.
-
-`gptq_rows` solves at once rows with a small Hessian each: the filters of a depthwise convolution.
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ def gptq_shared(
     sweeps: int = 0,
     refit: bool = True,
     neighbours: Tensor | None = None,
-    outputs: Iterable[Factor] | None = None,
+    outputs: Iterable[Factor | None] | None = None,
 ) -> list[GptqResult]:
     """Choose the codes of weights with one input, by one factor of their Hessian.
 
@@ -112,7 +110,8 @@ def gptq_shared(
             whose columns are visited together.
         neighbours: [K], column that each is added to in 16 bits (`unsaturated`). For int8, a scale a channel, no zero
             points or sweeps.
-        outputs: factors of `E[g gᵀ]` [N_i, N_i] of the weights, one at a time, g the gradient of its output.
+        outputs: factors of `E[g gᵀ]` [N_i, N_i] of the weights, one at a time, g the gradient of its output; None for
+            a weight whose outputs are equally dear.
 
     Raises:
         InputError: `hessian-nonfinite`, `hessian-not-positive`, `group-indivisible`, `format-without-scale`.
@@ -152,12 +151,10 @@ def gptq_shared(
             ends = torch.tensor(rows).cumsum(0).tolist()
             own = [slice(end - count, end) for end, count in zip(ends, rows, strict=True)]
             pairs = zip(own, outputs, strict=True)
-            apiece = [_choose_by_rows(target[:, one], solved, grid.of(one), sweeps, refit, by) for one, by in pairs]
+            apiece = [_by_outputs(target[:, one], solved, grid.of(one), sweeps, refit, by) for one, by in pairs]
             codes, errors = (torch.cat(parts, dim=-1) for parts in zip(*apiece, strict=True))
         else:
-            codes, errors, delta = _choose(target, solved, grid, neighbours)
-            if sweeps:
-                errors = _descend(target, codes, delta, solved.hessian, grid, sweeps, refit)
+            codes, errors = _by_inputs(target, solved, grid, neighbours, sweeps, refit)
         if isinstance(form, BlockFormat) and block is not None:
             block = blocks.rescaled(block, form, scale)
             tensors = apart(form.on(form.coded(codes.T.contiguous()), block, scheme), rows)
@@ -315,10 +312,31 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
     return codes[back], cost, delta[back]
 
 
-def _choose_by_rows(
-    target: Tensor, solved: Factor, grid: _Grid, sweeps: int, refit: bool, outputs: Factor
+def _by_inputs(
+    target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | None, sweeps: int, refit: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return values and costs as `_choose`, of one weight; a band of rows also compensates errors of those before it.
+    """Return values in units of the scale [K, N], and the cost of every row [N], after sweeps."""
+    codes, errors, delta = _choose(target, solved, grid, neighbours)
+    return codes, _descend(target, codes, delta, solved.hessian, grid, sweeps, refit) if sweeps else errors
+
+
+def _by_outputs(
+    target: Tensor, solved: Factor, grid: _Grid, sweeps: int, refit: bool, outputs: Factor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the same for one weight, whose errors cost what its outputs' do."""
+    if outputs is None:
+        own = replace(grid, scale=grid.scale.contiguous())
+        codes, errors = _by_inputs(target.contiguous(), solved, own, None, sweeps, refit)
+        grid.scale.copy_(own.scale)
+        return codes, errors
+    codes, delta = _choose_by_rows(target, solved, grid, outputs)
+    if sweeps:
+        _descend_by_rows(target, codes, delta, solved.hessian, grid, sweeps, refit, outputs.hessian)
+    return codes, (solved.hessian @ delta).mul_(delta).sum(dim=0)
+
+
+def _choose_by_rows(target: Tensor, solved: Factor, grid: _Grid, outputs: Factor) -> tuple[Tensor, Tensor]:
+    """Return values and `D` as `_choose`, of one weight; a band of rows also compensates errors of those before it.
 
     Band b is b steps of columns behind the first, so that all bands choose at once, each in columns of its own.
     """
@@ -367,9 +385,7 @@ def _choose_by_rows(
         delta[column, active] = errors + asked - wanted[column, active]
     back = solved.order.argsort()[:, None], outputs.order.argsort()
     codes, delta = codes.flatten(1)[back], delta.flatten(1)[back]
-    if sweeps:
-        _descend_by_rows(target, codes, delta, solved.hessian, grid, sweeps, refit, outputs.hessian)
-    return codes, (solved.hessian @ delta).mul_(delta).sum(dim=0)
+    return codes, delta
 
 
 def _inverse(scale: Tensor) -> Tensor:
@@ -526,70 +542,3 @@ def corrected(
             added = torch.linalg.solve_triangular(root.T, added, upper=False, left=False)
             added = torch.linalg.solve_triangular(root, added, upper=True, left=False)
         return list(whole.add_(added, alpha=share / (1 + ridge)).split(rows))
-
-
-# shares of the largest weight to try as the end of the grid
-_SHARES = tuple(torch.linspace(1.0, 0.6, 81).tolist())
-_ATTEMPTS = 6
-
-
-def gptq_rows(
-    weight: Tensor, hessian: Tensor, scheme: WeightScheme, *, damping: float = 0.01, shrink: float = 0.3
-) -> tuple[Tensor, Tensor]:
-    """Choose codes [N, K] int8 and scales [N] float32 for rows with a Hessian each.
-
-    Args:
-        hessian: [N, K, K], of every row's inputs; an identity replaces one without inputs.
-        scheme: integers without zero points, one scale a row.
-        damping, shrink: as for `factor`; a row without a Cholesky factor is damped more.
-    """
-    with one_thread(weight):
-        form = load_grid(scheme.format)
-        columns = weight.shape[1]
-        eye = torch.eye(columns, device=weight.device)
-        diagonal = hessian.diagonal(dim1=1, dim2=2).float()
-        empty = diagonal.mean(1) <= 0
-        hessian = torch.where(empty[:, None, None], eye, hessian.float())
-        diagonal = torch.where(empty[:, None], 1.0, diagonal)
-        scale = _scales(weight, diagonal, scheme)
-        order = diagonal.argsort(dim=1, descending=True, stable=True)
-        unit = _unit(hessian, diagonal, order, damping, shrink)
-        wanted = weight.gather(1, order)
-        codes, delta = torch.empty_like(wanted), torch.zeros_like(wanted)
-        for column in range(columns):
-            aim = wanted[:, column] - (delta[:, :column] * unit[:, :column, column]).sum(1)
-            codes[:, column] = form.snap(aim / scale)
-            delta[:, column] = codes[:, column] * scale - wanted[:, column]
-        return torch.empty_like(codes).scatter_(1, order, codes).to(torch.int8), scale
-
-
-def _scales(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
-    """Return the scale of every row [N] with the least weighted squared error, among shares of its largest weight."""
-    form = load_grid(scheme.format)
-    top = weight.abs().amax(1, keepdim=True)
-    best, least = form.parameters(-top, top, scheme)[0].float(), torch.full_like(top, torch.inf)
-    for share in _SHARES:
-        scale = form.parameters(-top * share, top * share, scheme)[0].float()
-        error = (importance * (form.snap(weight / scale) * scale - weight).square()).sum(1, keepdim=True)
-        best, least = torch.where(error < least, scale, best), torch.where(error < least, error, least)
-    return best[:, 0]
-
-
-def _unit(hessian: Tensor, diagonal: Tensor, order: Tensor, damping: float, shrink: float) -> Tensor:
-    """Return factors [N, K, K], upper triangular with unit diagonal; see `factor`."""
-    mean = diagonal.mean(1, keepdim=True)
-    backwards = order.flip(1)
-    whole = hessian * (1 - shrink)
-    share = torch.full_like(mean, damping)
-    rows = torch.arange(len(hessian), device=hessian.device)[:, None, None]
-    for _ in range(_ATTEMPTS):
-        raised = diagonal + share * mean + torch.where(diagonal <= 0, mean, 0.0)
-        damped = whole - torch.diag_embed(whole.diagonal(dim1=1, dim2=2)) + torch.diag_embed(raised)
-        lower, info = torch.linalg.cholesky_ex(damped[rows, backwards[:, :, None], backwards[:, None, :]])
-        # rows that have their factor compute it again: testing them would wait for the device
-        if not device.launched(hessian) and not bool(info.any()):
-            break
-        share = torch.where(info[:, None] > 0, (share * 10).clamp(min=1e-4), share)
-    lower = torch.where(info[:, None, None] > 0, torch.eye(diagonal.shape[1], device=lower.device), lower)
-    upper = lower.flip(1, 2)
-    return upper / upper.diagonal(dim1=1, dim2=2)[:, None, :]

@@ -9,7 +9,8 @@ from quantkit.formats.base.integers import IntegerFormat
 from quantkit.passes.solvers import gptq as solver
 from quantkit.passes.solvers import one_thread
 from quantkit.passes.solvers.factor import factor
-from quantkit.passes.solvers.gptq import corrected, gptq, gptq_rows, gptq_shared
+from quantkit.passes.solvers.gptq import corrected, gptq, gptq_shared
+from quantkit.passes.solvers.gptq_rows import gptq_rows
 from quantkit.scheme import WeightScheme
 
 INT4 = load_format("int4")
@@ -481,6 +482,18 @@ def test_rows_that_make_up_for_each_other_cost_the_loss_less(rows):
         costs = [float(((curve.hessian.double() @ e) * (e @ solved.hessian.double())).sum()) for e in errors]
         assert costs[1] < 0.9 * costs[0]
         assert torch.equal(before.tensor.scale, after.tensor.scale)
+
+
+@pytest.mark.parametrize("sweeps", [0, 1])
+def test_a_weight_without_gradients_is_solved_as_before_beside_one_with_them(sweeps):
+    weights, hessian = [problem(rows, 64, seed=rows)[0] for rows in (12, 7)], problem(4, 64)[1]
+    outputs = factor(problem(4, 7, seed=5, outlier=False)[1])
+    alone = gptq_shared(weights, factor(hessian), scheme(), sweeps=sweeps)[0]
+    beside = gptq_shared(weights, factor(hessian), scheme(), sweeps=sweeps, outputs=[None, outputs])
+    assert torch.equal(beside[0].tensor.codes, alone.tensor.codes)
+    assert torch.equal(beside[0].tensor.scale, alone.tensor.scale)
+    lone = gptq_shared(weights[1:], factor(hessian), scheme(), sweeps=sweeps, outputs=[outputs])[0]
+    assert torch.equal(beside[1].tensor.codes, lone.tensor.codes)
 
 
 def test_after_sweeps_no_code_alone_lowers_the_loss():
