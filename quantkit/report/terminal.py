@@ -95,14 +95,14 @@ def entry(shown: CatalogEntry) -> list[Part]:
     return [title, Remark(shown.summary), *facts, *source]
 
 
-def machine(report: Mapping[str, Any], runtimes: Mapping[str, str]) -> list[Part]:
-    """Build the report of `doctor`; `runtimes`: those with a Python of their own."""
+def machine(report: Mapping[str, Any], programs: Mapping[str, str]) -> list[Part]:
+    """Build the report of `doctor`; `programs`: runtimes with a Python of their own, the compiler."""
     from quantkit.measurement.doctor import place_of
 
     about = report["machine"]
     gpus = ", ".join(str(gpu.get("name", gpu)) for gpu in about.get("gpus") or [])
     packages, cache = about.get("packages", {}), about.get("last_level_cache")
-    missing = [name for name, version in packages.items() if version is None and name not in runtimes]
+    missing = [name for name, version in packages.items() if version is None and name not in programs]
     rows: _Rows = [
         ("processor", f"{about['device']['name']}, {words.plural(about['cores'], 'core')}"),
         ("instructions", ", ".join(about["isa"])),
@@ -112,7 +112,7 @@ def machine(report: Mapping[str, Any], runtimes: Mapping[str, str]) -> list[Part
         ("packages", ", ".join(f"{name} {version}" for name, version in packages.items() if version)),
         *([("not installed", Styled(", ".join(missing), "dim"))] if missing else []),
         *((library["library"], _library(library)) for library in report.get("tensorrt", [])),
-        *runtimes.items(),
+        *programs.items(),
     ]
     measured: _Rows = []
     for row in report["measurements"]:

@@ -22,6 +22,7 @@ def doctor(
     as_json: Json = False,
 ) -> Answer:
     """Measure the limits of this machine, or of a device."""
+    from quantkit.kernels.cpu import library
     from quantkit.measurement.doctor import doctor as examine
     from quantkit.measurement.doctor import runtimes
     from quantkit.pipeline.request import this_machine
@@ -37,7 +38,8 @@ def doctor(
     with showing() as progress:
         progress.begin("measuring this machine")
         report = examine(aimed, write=write)
-    return Answer(report, terminal.machine(report, runtimes()), warnings=report["warnings"])
+    programs = {**runtimes(), "C compiler": library.told()}
+    return Answer(report, terminal.machine(report, programs), warnings=report["warnings"])
 
 
 def on_device(on: str, *, write: bool, wheelhouse: Path | None = None) -> Answer:

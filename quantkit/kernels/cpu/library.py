@@ -1,4 +1,4 @@
-"""Library of CPU operators, compiled by the machine's own C compiler at the first use.
+"""Library of CPU operators and of loops of `gptq`, compiled by the machine's own C compiler at the first use.
 
 This process will run the library's code. So its folder is writable for this user alone, a file beside it holds its
 hash, and it is loaded once in another process before the hash is written.
@@ -28,7 +28,7 @@ from quantkit.errors import InputError
 if TYPE_CHECKING:
     import onnxruntime
 
-_SOURCES = ("operators.c", "products.c", "attention.c")
+_SOURCES = ("operators.c", "products.c", "attention.c", "columns.c")
 _HEADERS = ("ort.h", "products.h", "attention.h", "exponential.h")
 # sums may be reordered for vectors; NaN stays NaN
 _FLAGS = (
@@ -91,6 +91,12 @@ def _compiler() -> list[str] | None:
     if words:
         return words if shutil.which(words[0]) else None
     return next(([path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+
+
+def told() -> str:
+    """Name the compiler, or say what its absence costs."""
+    compiler = _compiler()
+    return shlex.join(compiler) if compiler else f"{_missing()}; `gptq` then solves in torch, which takes longer"
 
 
 def _missing() -> str:

@@ -41,6 +41,7 @@ from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.lattice import LatticeFormat
 from quantkit.formats.base.layout import by_row, groups_of
 from quantkit.formats.base.scaled import ScaledFormat
+from quantkit.kernels.cpu import columns as loops
 from quantkit.passes.solvers import blocks, device, lattice, one_thread, ranges, unsaturated
 from quantkit.passes.solvers.factor import Factor, factor
 from quantkit.scheme import WeightScheme
@@ -211,12 +212,21 @@ class _Grid:
         low, high = (torch.full_like(self.scale, end) for end in (self.form.low, self.form.high))
         return [low - zero[0], high - zero[0]] if zero else [low, high]
 
+    def compiled(self, target: Tensor) -> bool:
+        """Tell whether the loops over columns run in C: clamped integers on a CPU, and a C compiler."""
+        clamped = self._clamps and self.points is None and not device.launched(target)
+        return clamped and loops.ready() is not None
+
+    def tables(self) -> tuple[Tensor, ...]:
+        """Return scales, their inverses, and `ends`, [G, N] each."""
+        return self.scale, _inverse(self.scale), *self.ends()
+
     @property
     def points(self) -> LatticeFormat | None:
         """Return the format if neighbouring columns are chosen together."""
         return self.form if isinstance(self.form, LatticeFormat) else None
 
-    def of(self, rows: slice) -> _Grid:
+    def of(self, rows: slice | Tensor) -> _Grid:
         """Return the grid of some rows."""
         zero, coarse = self.zero, self.coarse
         zero, coarse = (None if zero is None else zero[:, rows]), (None if coarse is None else coarse[rows])
@@ -277,6 +287,10 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
     ordered = target[solved.order]
     back = torch.empty_like(solved.order)
     back[solved.order] = torch.arange(columns, device=target.device)
+    if neighbours is None and grid.compiled(target):
+        place_of, unit = solved.order // grid.group, loops.laid(solved.unit)
+        codes, delta, cost = loops.choose(unit, place_of, solved.pivots, grid.tables(), ordered)
+        return codes[back], cost, delta[back]
     beside = None if neighbours is None else back[neighbours[solved.order]].tolist()
     groups = (solved.order // grid.group).tolist()
     inverse, steps = _inverse(grid.scale).unbind(0), grid.scale.unbind(0)
@@ -338,10 +352,23 @@ def _by_outputs(
 def _choose_by_rows(target: Tensor, solved: Factor, grid: _Grid, outputs: Factor) -> tuple[Tensor, Tensor]:
     """Return values and `D` as `_choose`, of one weight; a band of rows also compensates errors of those before it.
 
-    Band b is b steps of columns behind the first, so that all bands choose at once, each in columns of its own.
+    Where the loops over columns are compiled, bands choose one after another. Else band b is b steps of columns behind
+    the first, so that all choose at once, each in columns of its own.
     """
     columns, rows = target.shape
     size = -(-rows // _BANDS)
+    back = solved.order.argsort()[:, None], outputs.order.argsort()
+    if grid.compiled(target):
+        wanted, laid = target[solved.order][:, outputs.order], loops.laid(solved.unit)
+        codes, delta = torch.empty_like(wanted), torch.empty_like(wanted)
+        place, turned = solved.order // grid.group, [table[:, outputs.order] for table in grid.tables()]
+        for start in range(0, rows, size):
+            band = slice(start, start + size)
+            asked = wanted[:, band] - delta[:, :start] @ outputs.unit[:start, band]
+            on = [table[:, band] for table in turned]
+            codes[:, band], off, _ = loops.choose(laid, place, solved.pivots, on, asked)
+            delta[:, band] = off.add_(asked).sub_(wanted[:, band])
+        return codes[back], delta[back]
     bands, strides = -(-rows // size), -(-columns // _STEP)
     # the last band is filled up with the last row; the last step with columns of no cost
     position = torch.arange(bands * size).clamp(max=rows - 1)
@@ -351,7 +378,7 @@ def _choose_by_rows(target: Tensor, solved: Factor, grid: _Grid, outputs: Factor
     order = torch.cat((solved.order, solved.order[-1:].expand(more)))
     group, wanted = order // grid.group, target[order][:, row]
     codes, delta, missed = (torch.empty_like(wanted) for _ in range(3))  # `missed`: of what is asked of a column
-    tables, snap = (grid.scale, _inverse(grid.scale), *grid.ends()), grid.snap()
+    tables, snap = grid.tables(), grid.snap()
     form = grid.points
     for step in range(strides + bands - 1):
         active = torch.arange(max(0, step - strides + 1), min(bands, step + 1))
@@ -383,7 +410,6 @@ def _choose_by_rows(target: Tensor, solved: Factor, grid: _Grid, outputs: Factor
                 aims[offset + 1 :].addcmul_(within[offset, offset + 1 :], error, value=-1)
         codes[column, active], missed[column, active] = chosen.view_as(asked), errors
         delta[column, active] = errors + asked - wanted[column, active]
-    back = solved.order.argsort()[:, None], outputs.order.argsort()
     codes, delta = codes.flatten(1)[back], delta.flatten(1)[back]
     return codes, delta
 
@@ -408,7 +434,7 @@ def _descend(
     points, gradient = grid.points, hessian @ delta
     pull = (hessian / hessian.diagonal()).contiguous()  # pull[i, j] = H_ij / H_jj
     snap, ends = grid.snap(), [*zip(*grid.ends(), strict=True)] or [()] * len(scale)
-    free = target.new_empty(target.shape[1])
+    free, compiled = target.new_empty(target.shape[1]), grid.compiled(target)
     # a block has one scale, so it ends at the end of a group
     length = max(size for size in range(1, 65) if grid.group % size == 0)
     for _ in range(sweeps):
@@ -446,7 +472,10 @@ def _descend(
                     moved = codes[part] * scale[place] - target[part] - delta[part]
                     delta[part] += moved
                     wish[offset + size :].addmm_(inside[own, offset + size :].T, moved)
-            for offset, slope in enumerate(wish.unbind(0) if size == 1 else ()):
+            if compiled:
+                tables = (scale[place], inverse, *ends[place])
+                loops.descend(inside, tables, target[block], wish, codes[block], delta[block])
+            for offset, slope in enumerate(wish.unbind(0) if size == 1 and not compiled else ()):
                 column = start + offset
                 code, error = codes[column], delta[column]
                 snap(torch.add(target[column], error, out=free).sub_(slope).mul_(inverse), code, *ends[place])

@@ -6,6 +6,7 @@ from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.formats.base.grid import GridFormat, load_grid
 from quantkit.formats.base.integers import IntegerFormat
+from quantkit.kernels.cpu import columns as loops
 from quantkit.passes.solvers import gptq as solver
 from quantkit.passes.solvers import one_thread
 from quantkit.passes.solvers.factor import factor
@@ -529,3 +530,27 @@ def test_sweeps_of_rows_that_answer_for_each_other_cost_the_loss_less(choice, co
         assert float(both[1].error) == pytest.approx(
             float(((errors[1] @ solved.hessian.double()) * errors[1]).sum()), rel=1e-3
         )
+
+
+@pytest.mark.skipif(loops.ready() is None, reason="no C compiler is installed")
+@pytest.mark.parametrize("name", ["int4", "int8", "q4_0"])
+@pytest.mark.parametrize("shape", [(1, 32), (17, 96), (70, 160)])
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_compiled_loops_choose_as_torch_does(name, shape, by_rows, monkeypatch):
+    choice = scheme("group", 32, name == "q4_0", name)
+    weight, hessian = problem(*shape)
+    outputs = [factor(problem(4, shape[0], seed=5, outlier=False)[1])] if by_rows else None
+    for sweeps in (0, 2):
+        fast = gptq_shared([weight], factor(hessian), choice, outputs=outputs, sweeps=sweeps)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(loops, "ready", lambda: None)
+            slow = gptq_shared([weight], factor(hessian), choice, outputs=outputs, sweeps=sweeps)[0]
+        assert float((read(fast) == read(slow)).float().mean()) > 0.99, "but for ties and for what follows them"
+        assert float(fast.error) == pytest.approx(float(slow.error), rel=0.01)
+
+
+@pytest.mark.skipif(loops.ready() is None, reason="no C compiler is installed")
+def test_compiled_loops_keep_what_is_not_a_number():
+    weight, hessian = problem(5, 32)
+    weight[3, 4] = float("nan")
+    assert not gptq(weight, factor(hessian), scheme()).costs[3].isfinite()

@@ -1,0 +1,107 @@
+/* Loops of GPTQ over the columns of a weight, for rows side by side: rows are independent (passes/solvers/gptq.py).
+ *
+ * Matrices are stored by column of the weight: [columns, rows]. */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define API __attribute__((visibility("default")))
+#define ROWS 32 /* at a time: two vectors */
+#define PANEL 32 /* columns that are chosen one by one before the next are updated */
+#define TILE 8 /* columns that an earlier column is taken off at a time: their sums stay in registers */
+
+typedef float vector __attribute__((vector_size(64), aligned(4)));
+
+static inline float within(float value, float low, float high) {
+    value = value < low ? low : value; /* NaN stays NaN */
+    return value > high ? high : value;
+}
+
+/* Takes off `aim` [PANEL, ROWS] what the errors [columns, ROWS] of all earlier columns cost. */
+static void take_off(long columns, long wide, long width, const float *restrict unit, const float *restrict errors,
+                     float *restrict aim) {
+    for (long tile = 0; tile < wide; tile += TILE) {
+        vector sums[TILE][ROWS / 16];
+        memcpy(sums, aim + tile * ROWS, sizeof sums);
+        for (long column = 0; column < columns; column++) {
+            const float *weights = unit + column * width + tile;
+            for (int part = 0; part < ROWS / 16; part++) {
+                const vector error = *(const vector *)(errors + column * ROWS + 16 * part);
+                for (int one = 0; one < TILE; one++) sums[one][part] -= weights[one] * error;
+            }
+        }
+        memcpy(aim + tile * ROWS, sums, sizeof sums);
+    }
+}
+
+/* Rounds each column to its grid, after those before it: what they miss moves its aim. 1 without memory.
+ *
+ * `unit` [width, width] is M_ij / M_jj, of `columns` columns and zeros up to a multiple of TILE; `place` names the row
+ * of the tables [groups, rows] that a column's scale and ends are in; `costs` [columns] are the pivots, `cost` [rows]. */
+API int quantkit_choose(long columns, long rows, long width, const float *restrict unit, const long *restrict place,
+                        const float *restrict costs, const float *restrict scale, const float *restrict inverse,
+                        const float *restrict low, const float *restrict high, const float *restrict wanted,
+                        float *restrict codes, float *restrict errors, float *restrict cost) {
+    float *missed = malloc((size_t)(columns + PANEL) * ROWS * sizeof(float));
+    if (!missed) return 1;
+    for (long first = 0; first < rows; first += ROWS) {
+        const long count = rows - first < ROWS ? rows - first : ROWS;
+        float total[ROWS] = {0};
+        for (long start = 0; start < columns; start += PANEL) {
+            const long wide = columns - start < PANEL ? columns - start : PANEL;
+            float aim[PANEL][ROWS] = {{0}};
+            for (long column = 0; column < wide; column++)
+                memcpy(aim[column], wanted + (start + column) * rows + first, (size_t)count * sizeof(float));
+            take_off(start, wide, width, unit + start, missed, aim[0]);
+            for (long column = 0; column < wide; column++) {
+                const long at = start + column, table = place[at] * rows + first, own = at * rows + first;
+                float *off = missed + at * ROWS;
+                memset(off, 0, ROWS * sizeof(float));
+                for (long row = 0; row < count; row++) {
+                    const float step = rintf(aim[column][row] * inverse[table + row]);
+                    codes[own + row] = within(step, low[table + row], high[table + row]);
+                    const float value = codes[own + row] * scale[table + row];
+                    off[row] = errors[own + row] = value - wanted[own + row];
+                    total[row] += costs[at] * (value - aim[column][row]) * (value - aim[column][row]);
+                }
+                for (long later = column + 1; later < wide; later++) {
+                    const float weight = unit[at * width + start + later];
+                    for (int row = 0; row < ROWS; row++) aim[later][row] -= weight * off[row];
+                }
+            }
+        }
+        memcpy(cost + first, total, (size_t)count * sizeof(float));
+    }
+    free(missed);
+    return 0;
+}
+
+/* Moves each column to the best place on its grid; its change moves the wishes of the later columns of the block.
+ * The block is in one group: `scale`, `inverse`, `low` and `high` are [rows]. */
+API int quantkit_descend(long length, long rows, const float *restrict inside, const float *restrict scale,
+                         const float *restrict inverse, const float *restrict low, const float *restrict high,
+                         const float *restrict target, float *restrict wish, float *restrict codes,
+                         float *restrict errors) {
+    for (long first = 0; first < rows; first += ROWS) {
+        const long count = rows - first < ROWS ? rows - first : ROWS;
+        for (long column = 0; column < length; column++) {
+            const long own = column * rows + first;
+            float moved[ROWS];
+            for (long row = 0; row < count; row++) {
+                const float free = target[own + row] + errors[own + row] - wish[own + row];
+                const float unit = rintf(free * inverse[first + row]);
+                codes[own + row] = within(unit, low[first + row], high[first + row]);
+                const float error = codes[own + row] * scale[first + row] - target[own + row];
+                moved[row] = error - errors[own + row];
+                errors[own + row] = error;
+            }
+            for (long later = column + 1; later < length; later++) {
+                const float weight = inside[column * length + later];
+                float *pulled = wish + later * rows + first;
+                for (long row = 0; row < count; row++) pulled[row] += weight * moved[row];
+            }
+        }
+    }
+    return 0;
+}

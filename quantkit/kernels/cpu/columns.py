@@ -1,0 +1,82 @@
+"""Loops of GPTQ over the columns of a block, compiled by the machine's own C compiler: `columns.c`.
+
+In torch each column is ten operations of a few microseconds, most of which is not arithmetic. Here a block is one call,
+without Python's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import InputError
+from quantkit.kernels.cpu import library
+
+# `TILE` of columns.c
+_TILE = 8
+
+
+@cache
+def ready() -> ctypes.CDLL | None:
+    """Return the library, compiled at the first use; None where nothing compiles it."""
+    try:
+        return ctypes.CDLL(str(library.library()))
+    except InputError:
+        return None
+
+
+def laid(unit: Tensor) -> Tensor:
+    """Lay a factor [K, K] out as `choose` reads it: by row, with zeros up to whole tiles of columns."""
+    return torch.nn.functional.pad(unit, (0, -len(unit) % _TILE)).contiguous()
+
+
+def choose(
+    unit: Tensor, place: Tensor, costs: Tensor, tables: Sequence[Tensor], wanted: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Round each column to its grid, after those before it; returns values in units of the scale, errors and costs.
+
+    Args:
+        unit: `M_ij / M_jj` in the order of the columns, `laid`.
+        place: [K] int64, group of each column.
+        costs: [K], pivots.
+        tables: scales, their inverses, and both ends in units of the scale, [G, N] each.
+        wanted: [K, N], weights.
+
+    Returns:
+        Values [K, N], errors [K, N], and the cost of every row [N].
+    """
+    columns, rows = wanted.shape
+    written = torch.empty_like(wanted), torch.empty_like(wanted), wanted.new_empty(rows)
+    _call("quantkit_choose", (columns, rows, unit.shape[1]), (unit, place, costs, *tables, wanted), written)
+    return written
+
+
+def descend(
+    inside: Tensor, tables: Sequence[Tensor], target: Tensor, wish: Tensor, codes: Tensor, errors: Tensor
+) -> None:
+    """Move each column of a block to the best place on its grid; its change moves the wishes of the later ones.
+
+    Args:
+        inside: [L, L], `H_ij / H_jj` of the block.
+        tables: scales, their inverses, and both ends in units of the scale, [N] each.
+        target, wish: [L, N], the weights, and gradients over curvature; wishes are changed.
+        codes, errors: [L, N], values in units of the scale and what they miss; changed.
+    """
+    _call("quantkit_descend", tuple(codes.shape), (inside, *tables, target), (wish, codes, errors))
+
+
+def _call(name: str, sizes: Sequence[int], read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    """Call a function on float32 (places: int64) tensors; those that it writes are contiguous.
+
+    Raises MemoryError.
+    """
+    loaded = ready()
+    assert loaded is not None and all(tensor.is_contiguous() for tensor in written)
+    tensors = [*(tensor.contiguous() for tensor in read), *written]
+    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
+    if getattr(loaded, name)(*map(ctypes.c_long, sizes), *pointers):
+        raise MemoryError
