@@ -39,7 +39,7 @@ RECIPES = [
     *("int3-recovered", "int3", "int2-recovered", "int2"),
 ]
 COLUMNS = layout(
-    "name | task | metric | n=items:,d | original:.1%=original | value=quantized:.1% | ratio=recovery:.1% | "
+    "name | task | metric | n=items:,d | original:.1% | value=quantized:.1% | ratio=recovery:.1% | "
     "ratio_ci95=95 %:.1% | lost:d | gained:d | p_value=McNemar's p:.2g"
 )
 
