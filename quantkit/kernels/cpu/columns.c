@@ -37,7 +37,7 @@ static void take_off(long columns, long wide, long width, const float *restrict 
 
 /* Rounds each column to its grid, after those before it: what they miss moves its aim. 1 without memory.
  *
- * `unit` [width, width] is M_ij / M_jj, of `columns` columns and zeros up to a multiple of TILE; `place` names the row
+ * `unit` [columns, width] is M_ij / M_jj, with zeros up to a multiple of TILE columns; `place` [columns] names the row
  * of the tables [groups, rows] that a column's scale and ends are in; `costs` [columns] are the pivots, `cost` [rows]. */
 API int quantkit_choose(long columns, long rows, long width, const float *restrict unit, const long *restrict place,
                         const float *restrict costs, const float *restrict scale, const float *restrict inverse,

@@ -1,7 +1,7 @@
-"""Loops of GPTQ over the columns of a block, compiled by the machine's own C compiler: `columns.c`.
+"""Loops of GPTQ over columns, compiled by the machine's own C compiler: `columns.c`.
 
-In torch each column is ten operations of a few microseconds, most of which is not arithmetic. Here a block is one call,
-without Python's lock.
+In torch each column is ten operations of a few microseconds, most of which is not arithmetic. Here a weight's choice
+or a block's descent is one call, without Python's lock.
 """
 
 from __future__ import annotations
