@@ -64,6 +64,8 @@ def place(tmp_path: Path, merging_tokenizer: Any) -> Path:
     zoo.save(folder / "my-model", merging_tokenizer, "llama", vocab_size=len(merging_tokenizer), **sizes)
     prose = content.find("calibration", "prose-en").parent / "tune.txt"
     shutil.copy(ROOT / "docs" / "nightly" / "nightly.yaml", folder)
+    batch = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "scale.md").read_text(encoding="utf-8"), re.DOTALL)
+    (folder / "jobs.yaml").write_text(batch[0], encoding="utf-8")
     (folder / "my-text.txt").write_text(prose.read_text(encoding="utf-8")[:60_000], encoding="utf-8")
     return folder
 
@@ -147,7 +149,7 @@ def test_the_examples_run(
         command = stated
         if "hf:org/name" in command or (command[0] == "measure" and "--quick" not in command):
             continue  # untimed, both of `measure` do the same
-        if command[0] in ("device", "runtime") or "--on" in command or "vllm" in command:
+        if command[0] in ("device", "runtime") or {"--on", "--executor"} & set(command) or "vllm" in command:
             continue  # what needs another machine runs in `devices/test_asked.py`, vLLM in `runtimes/test_vllm.py`
         if set(OTHERS) & set(command):
             continue
@@ -158,7 +160,8 @@ def test_the_examples_run(
         with monkeypatch.context() as patch:
             if command[0] == "doctor":
                 patch.setenv("QUANTKIT_CACHE", str(place / "cache"))
-            code = cli.run([*command, "--dry-run"] if default and "--dry-run" not in command else command)
+            look = (default or command[0] == "batch") and "--dry-run" not in command
+            code = cli.run([*command, "--dry-run"] if look else command)
         captured = capfd.readouterr()
         # four bits are worse than the float model, within what the recipe allows: `compare` agrees with `compile`
         assert code == 0, (command, captured.err)

@@ -23,6 +23,7 @@ from quantkit import machine
 from quantkit._version import __version__
 from quantkit.cli.answer import Answer
 from quantkit.cli.commands import device, nightly, runtime
+from quantkit.cli.commands.batch import batch
 from quantkit.cli.commands.compare import compare
 from quantkit.cli.commands.compile import compile  # noqa: A004 (the word of the command line)
 from quantkit.cli.commands.doctor import doctor
@@ -81,7 +82,7 @@ app = typer.Typer(
 # in the order of the help
 _COMMANDS = (
     *(compile, recommend, plan, measure, compare, tax, tune, export, verify, sign, list_, show, doctor, generate),
-    imatrix,
+    *(imatrix, batch),
 )
 # a group has commands of its own: `quantkit nightly query`
 _GROUPS = {

@@ -41,6 +41,10 @@ On = Annotated[
         "--on", metavar="DEVICE", help="Device of `quantkit device list`, or ssh://USER@HOST.", show_default=False
     ),
 ]
+OnCluster = Annotated[
+    str | None,
+    typer.Option("--on", metavar="ray://HOST:PORT", help="Ray cluster to compile on; `ray`: this machine's own."),
+]
 Wheelhouse = Annotated[
     Path | None,
     typer.Option(metavar="PATH", help="With --on: local folder of wheels; default: the device's, or pip's index."),

@@ -28,8 +28,7 @@ from quantkit.nightly.bundles import Bundles
 from quantkit.nightly.config import Nightly
 from quantkit.nightly.evidence import UNASKED, UNLOADABLE
 from quantkit.nightly.items import Answered
-from quantkit.nightly.jobs import BuildJob
-from quantkit.nightly.records import BaselineKind, Item, NightCell, Result, Side
+from quantkit.nightly.records import BaselineKind, BuildJob, Item, NightCell, Result, Side
 from quantkit.nightly.store import Store
 from quantkit.pipeline.graphs.bundles import holds_graph
 from quantkit.pipeline.measure import measure_bundle

@@ -25,7 +25,7 @@ from quantkit.measurement.tasks.defined import opened
 from quantkit.model.source.adapter import Adapter
 from quantkit.model.source.alias import ALIASES, unknown_model
 from quantkit.nightly.records import HERE, ON, SEPARATOR, BaselineKind, NightCell
-from quantkit.pipeline.request import Request, kind_of, with_own_runtime
+from quantkit.pipeline.request import Request, kind_of, parted, with_own_runtime
 from quantkit.pipeline.tasks import TaskQuestion
 from quantkit.planning import support
 from quantkit.report.kit import words
@@ -33,8 +33,6 @@ from quantkit.stats.decision import ALPHA
 from quantkit.stats.slowdown import BLOCKS, MARGIN, ROUNDS
 
 NAME = "nightly.yaml"
-# what joins a model and its adapters
-PLUS = " + "
 Name = Annotated[str, Field(min_length=1, pattern=rf"^[^{SEPARATOR}]+$")]
 Batch = Annotated[int, Field(gt=0)]
 Margin = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -375,7 +373,7 @@ class Nightly(Closed):
         """Return the compile request of a build. Raises InputError."""
         calibration = None if self.calibration is None else self.reference(self.calibration)
         how: dict[str, Any] = {"recipe": self.reference(recipe), "target": self.reference(target), **others}
-        base, *adapters = map(self.reference, _parts(model))
+        base, *adapters = map(self.reference, parted(model))
         return Request.of(base, adapters=adapters, calibration=calibration, changes=self.set_, **how)
 
 
@@ -460,7 +458,7 @@ def _runtimes(config: Nightly, where: str) -> RuntimeOf:
     requested."""
 
     def chosen(model: str, recipe: str, target: str, asked: str | None) -> str:
-        kind, request = kind_of(_parts(model)[0]), config.request(model, recipe, target)
+        kind, request = kind_of(parted(model)[0]), config.request(model, recipe, target)
         request = request if kind is None else with_own_runtime(request, kind)
         aimed = request.target
         if asked is not None:
@@ -473,7 +471,7 @@ def _runtimes(config: Nightly, where: str) -> RuntimeOf:
 
     def runtime_of(model: str, recipe: str, target: str, asked: str | None) -> str:
         # models of one kind have the same runtime
-        key = (kind_of(_parts(model)[0]), recipe, target, asked)
+        key = (kind_of(parted(model)[0]), recipe, target, asked)
         try:
             if key not in alike:
                 alike[key] = chosen(model, recipe, target, asked)
@@ -490,7 +488,7 @@ def _runtimes(config: Nightly, where: str) -> RuntimeOf:
 
 def _demand_model(config: Nightly, model: str, where: str) -> None:
     """Refuse an unknown model or adapter; the hub is not asked."""
-    base, *adapters = _parts(model)
+    base, *adapters = parted(model)
     if base not in ALIASES and not base.startswith("hf:") and not is_path(base):
         raise unknown_model(base, where=f"{where}: models")
     for part in (base, *adapters):
@@ -501,11 +499,6 @@ def _demand_model(config: Nightly, model: str, where: str) -> None:
             raise InputError("file-missing", where=f"{where}: models", value=value, rule=rule, remedy="check the path")
         if part in adapters:
             Adapter.at(config.reference(part))
-
-
-def _parts(model: str) -> list[str]:
-    """Split `MODEL + ADAPTER + ...`."""
-    return [part.strip() for part in model.split(PLUS)]
 
 
 def _demand_bundles(config: Nightly, where: str) -> None:

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
+from quantkit.pipeline.many.jobs import Job
+
 State = Literal["done", "failed", "missing"]
 Side = Literal["candidate", "baseline", "release"]
 BaselineKind = Literal["accepted", "bundle", "release"]
@@ -89,6 +91,49 @@ class Record:
     """A row of a table."""
 
     table: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class BuildJob(Job):
+    """A build with cells to measure.
+
+    Args:
+        config: path of the `nightly.yaml`.
+        config_sha256: hash of that file when the night began.
+        cells: keys of cells, all of one build.
+        attempt: 1, or 2 for the repetition after an alarm.
+        limit: see `Job`.
+        device: YAML of the device to measure on; a cluster's node need not know the device.
+    """
+
+    night: str
+    config: str
+    config_sha256: str
+    cells: tuple[str, ...]
+    attempt: int
+    limit: float
+    device: str = ""
+    alone: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """Key of the build."""
+        return NightCell.of(self.cells[0]).build
+
+    @property
+    def place(self) -> str:
+        """Device, or target: a cluster's node offers its name."""
+        return self.on or NightCell.of(self.cells[0]).target
+
+    @property
+    def on(self) -> str:
+        """See `Job`."""
+        return NightCell.of(self.cells[0]).on
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """See `Job`."""
+        return (self.config,)
 
 
 @dataclass(frozen=True)

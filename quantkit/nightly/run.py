@@ -25,9 +25,9 @@ from quantkit.nightly.build import build
 from quantkit.nightly.bundles import Bundles
 from quantkit.nightly.config import Nightly, builds
 from quantkit.nightly.decide import decide_night
-from quantkit.nightly.jobs import BuildJob, Executor, Work
-from quantkit.nightly.records import Night, NightCell, Result, StoredDecision, night_id
+from quantkit.nightly.records import BuildJob, Night, NightCell, Result, StoredDecision, night_id
 from quantkit.nightly.store import Store, plain
+from quantkit.pipeline.many.jobs import Executor, Work
 from quantkit.pipeline.progress import Progress
 
 # last nights whose bundles are kept, whatever their decisions
@@ -160,7 +160,7 @@ class _Running:
             )
             for members in builds(cell for cell in cells if cell.key not in done).values()
         ]
-        self.progress.plan({job.build: float(len(job.cells)) for job in jobs})
+        self.progress.plan({job.name: float(len(job.cells)) for job in jobs})
         for outcome in self.executor.run(jobs, self.work, self.progress):
             if outcome.state == "done":
                 continue

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 DEFAULT_MODEL = "smollm2-135m"
+# what joins a model and its adapters
+PLUS = " + "
 REF = "module:"
 
 
@@ -277,6 +279,11 @@ def default_out(model: str, recipe: str, *, resume: bool) -> Path:
         number += 1
         path = Path(f"{base}-{number}")
     return path
+
+
+def parted(model: str) -> list[str]:
+    """Split `MODEL + ADAPTER + ...`."""
+    return [part.strip() for part in model.split(PLUS)]
 
 
 def place(sha256: str) -> Path:

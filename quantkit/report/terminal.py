@@ -77,6 +77,35 @@ def planned(plan: Mapping[str, Any]) -> list[Part]:
     ]
 
 
+def batch(told: Mapping[str, Any]) -> list[Part]:
+    """Build the table of `quantkit batch` from `result` of its JSON envelope; of a dry run, the states of its jobs."""
+
+    def sure(row: Mapping[str, Any], name: str) -> str:
+        ends = row.get(f"{name}_ci95")
+        more = f"\u00a0±{words.figure((ends[1] - ends[0]) / 2, 1)}" if ends else ""
+        return words.or_dash(row.get(name), lambda value: f"{words.short(value)}{more}")
+
+    rows: list[list[Cell]] = []
+    for row in told["jobs"]:
+        error = row.get("error")
+        ended = row.get("verdict") or (row["state"] if row["state"] != "done" else "not timed")
+        ended = f"[{error['code']}] {error['value']}" if error else ended
+        figured = [
+            sure(row, "kl"),
+            words.or_dash(row.get("bits_per_weight"), words.short),
+            words.or_dash(row.get("bytes"), words.size).replace(" ", "\u00a0"),
+            sure(row, "speed_ratio"),
+            words.or_dash(row.get("seconds"), lambda seconds: f"{seconds:,.0f}\u00a0s"),
+        ]
+        last = [Styled(ended, "bad" if error else ""), Styled(row.get("node") or "", "dim")]
+        rows.append([row["model"], row["recipe"], *figured, *last])
+    head = ["model", "recipe", "KL (nats)", "bits", "size", "speed-up", "took", "verdict", "node"]
+    few = len({row.get("node") for row in told["jobs"]}) < 2
+    rows = [row[:-1] for row in rows] if few else rows
+    sheet = Sheet(head[:-1] if few else head, rows, words=2, remarks=2 - few)
+    return [sheet, Remark(Styled(told["out"], "dim"))]
+
+
 def listing(kinds: Mapping[str, Mapping[str, str]]) -> list[Part]:
     """Build the names and summaries of each kind."""
     width = max((len(name) for names in kinds.values() for name in names), default=1)

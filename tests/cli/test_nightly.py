@@ -206,10 +206,13 @@ def test_a_night_that_cannot_begin_is_refused(options: list[str], code: str, con
 def test_a_night_says_what_was_answered_and_exits_0_whatever_that_is(
     config: Path, quantkit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantkit.nightly import executors
-    from quantkit.nightly.jobs import BuildJob, JobOutcome
+    from quantkit.nightly.records import BuildJob
+    from quantkit.pipeline.many import executors
+    from quantkit.pipeline.many.jobs import JobOutcome
 
     class Failing:
+        def __init__(self, prepare: Any) -> None: ...
+
         def ready(self) -> None: ...
 
         def run(self, jobs: list[BuildJob], work: Any, progress: Any) -> Any:
@@ -218,7 +221,7 @@ def test_a_night_says_what_was_answered_and_exits_0_whatever_that_is(
                 store.commit(Result.of(job.night, NightCell.of(job.cells[0]), "done", bytes=10, seconds=61.0))
                 yield JobOutcome(job, "failed", {"code": "process-died", "value": "SIGKILL"})
 
-    monkeypatch.setitem(executors.NAMES, "local", Failing)
+    monkeypatch.setattr(executors, "Local", Failing)
     ran = quantkit("nightly", "run", config, "--json")
     assert ran.code == 0
     assert [each["state"] for each in ran.envelope["result"]["cells"]] == ["done", "failed"]
@@ -231,16 +234,18 @@ def test_a_night_says_what_was_answered_and_exits_0_whatever_that_is(
 def test_the_remedy_of_a_store_of_parquet_files_makes_a_new_one(
     config: Path, quantkit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quantkit.nightly import executors
-    from quantkit.nightly.jobs import JobOutcome
+    from quantkit.pipeline.many import executors
+    from quantkit.pipeline.many.jobs import JobOutcome
 
     class Failing:
+        def __init__(self, prepare: Any) -> None: ...
+
         def ready(self) -> None: ...
 
         def run(self, jobs: Any, work: Any, progress: Any) -> Any:
             return (JobOutcome(job, "failed", {"code": "process-died", "value": "SIGKILL"}) for job in jobs)
 
-    monkeypatch.setitem(executors.NAMES, "local", Failing)
+    monkeypatch.setattr(executors, "Local", Failing)
     (config.parent / "kept").mkdir()
     (config.parent / "kept" / "store.json").write_text('{"schema": 1, "quantkit": "0.1.0"}')
     remedy = quantkit("nightly", "run", config, "--json").envelope["error"]["remedy"]

@@ -42,6 +42,7 @@ OTHERS = {
     "--loadEngine": "trtexec",
     "--resources": "ray",
     "--head": "ray",
+    **dict.fromkeys(("--num-cpus", "--num-gpus"), "ray"),
 }
 # words after `quantkit` in sentences that name no command
 PROSE = {"again", "raw", "reads", "that", "never"}

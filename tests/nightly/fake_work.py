@@ -7,8 +7,7 @@ from pathlib import Path
 
 from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError
-from quantkit.nightly.jobs import BuildJob
-from quantkit.nightly.records import NightCell, Result, Time
+from quantkit.nightly.records import BuildJob, NightCell, Result, Time
 from quantkit.nightly.store import Store
 from quantkit.pipeline.progress import Progress
 
@@ -19,7 +18,7 @@ def work(job: BuildJob, progress: Progress) -> None:
     home = Path(job.config).parent
     store = Store.open(home / "store")
     with (home / "log").open("a") as log:
-        log.write(f"{job.build} {os.getpid()} {time.monotonic()} {os.environ.get('NODE')} {_address(job)}\n")
+        log.write(f"{job.name} {os.getpid()} {time.monotonic()} {os.environ.get('NODE')} {_address(job)}\n")
     recipe = NightCell.of(job.cells[0]).recipe
     if recipe == "raises":
         raise InputError("planted", where="here", value="1", rule="2", remedy="3")

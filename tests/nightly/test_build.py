@@ -23,8 +23,7 @@ from quantkit.nightly.build import build, request_of, why_not_here
 from quantkit.nightly.bundles import Bundles, inputs_sha256
 from quantkit.nightly.config import Nightly
 from quantkit.nightly.decide import decide_night
-from quantkit.nightly.jobs import BuildJob
-from quantkit.nightly.records import Night, Result
+from quantkit.nightly.records import BuildJob, Night, Result
 from quantkit.nightly.store import Store
 from quantkit.pipeline.progress import Progress
 from quantkit.runtimes import apart

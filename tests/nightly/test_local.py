@@ -11,10 +11,10 @@ import pytest
 
 from quantkit.devices.named import NamedDevice
 from quantkit.errors import Stopped
-from quantkit.nightly.executors import Local
-from quantkit.nightly.jobs import BuildJob, JobOutcome
-from quantkit.nightly.records import NightCell
+from quantkit.nightly.records import BuildJob, NightCell
 from quantkit.nightly.store import Store
+from quantkit.pipeline.many.executors import Local
+from quantkit.pipeline.many.jobs import JobOutcome
 from quantkit.pipeline.progress import Progress
 
 from . import fake_work

@@ -12,10 +12,9 @@ import pytest
 
 from quantkit.devices.named import NamedDevice
 from quantkit.errors import InputError
-from quantkit.nightly.executors import Ray
-from quantkit.nightly.jobs import BuildJob
-from quantkit.nightly.records import NightCell
+from quantkit.nightly.records import BuildJob, NightCell
 from quantkit.nightly.store import Store
+from quantkit.pipeline.many.executors import Ray
 from quantkit.pipeline.progress import Progress
 
 from . import fake_work
@@ -66,7 +65,7 @@ def test_every_cell_is_committed_once_though_a_node_dies(cluster: Any, tmp_path:
     outcomes = list(Ray(cluster.address, patience=1.0).run(jobs, fake_work.work, Progress()))
     killer.join()
     assert not [each.error for each in outcomes if each.state == "failed"]
-    states = {each.job.build: each.state for each in outcomes}
+    states = {each.job.name: each.state for each in outcomes}
     assert states == {each.build: "missing" if each is elsewhere else "done" for each in (*cells, elsewhere, on_pi5)}
     (missing,) = [each.error for each in outcomes if each.state == "missing"]
     assert missing is not None and missing["code"] == "no-machine" and "h100" in missing["value"]

@@ -15,11 +15,11 @@ import yaml
 
 from quantkit.errors import InputError, Stopped
 from quantkit.nightly.config import Nightly
-from quantkit.nightly.executors import Local
-from quantkit.nightly.jobs import BuildJob, JobOutcome, Work
-from quantkit.nightly.records import NightCell
+from quantkit.nightly.records import BuildJob, NightCell
 from quantkit.nightly.run import KEPT, Summary, run_night
 from quantkit.nightly.store import FILE, Store
+from quantkit.pipeline.many.executors import Local
+from quantkit.pipeline.many.jobs import JobOutcome, Work
 from quantkit.pipeline.progress import Progress
 
 from .fake_work import work
@@ -108,7 +108,7 @@ def test_what_alarms_is_measured_once_more_and_then_called_worse(home: Path) -> 
 
 def test_a_build_that_fails_is_a_result_and_the_others_go_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(job: BuildJob, progress: Progress) -> None:
-        if "rtn-int4" in job.build:
+        if "rtn-int4" in job.name:
             raise InputError("planted", where="here", remedy="mend it")
         work(job, progress)
 

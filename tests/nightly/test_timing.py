@@ -23,10 +23,10 @@ from quantkit.nightly import timing
 from quantkit.nightly.build import build
 from quantkit.nightly.config import TimeBudget
 from quantkit.nightly.evidence import paired
-from quantkit.nightly.jobs import BuildJob, JobOutcome, Work
-from quantkit.nightly.records import Time
+from quantkit.nightly.records import BuildJob, Time
 from quantkit.nightly.run import run_night
 from quantkit.nightly.timing import times
+from quantkit.pipeline.many.jobs import JobOutcome, Work
 from quantkit.pipeline.progress import Progress
 from quantkit.stats.slowdown import BURST, SETTLE
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from quantkit.cli.answer import Answer, showing
-from quantkit.cli.options import Adapters, AllowCode, Calibration, Changes, Json, Model, Target, TrustRemoteCode
+from quantkit.cli.options import (
+    Adapters,
+    AllowCode,
+    Calibration,
+    Changes,
+    Json,
+    Model,
+    OnCluster,
+    Target,
+    TrustRemoteCode,
+)
 
 
 def compile(  # noqa: A001 (the word of the command line)
@@ -44,6 +54,7 @@ def compile(  # noqa: A001 (the word of the command line)
         str, typer.Option(metavar="cpu|cuda[:N]|auto", help="Device to compute on; auto: the GPU, if a block fits.")
     ] = "cpu",
     tf32: Annotated[bool, typer.Option("--tf32", help="Let a GPU round the inputs of float32 products.")] = False,
+    on: OnCluster = None,
     as_json: Json = False,
 ) -> Answer:
     """Quantize a model into a bundle, reload it, score it, time it."""
@@ -55,30 +66,35 @@ def compile(  # noqa: A001 (the word of the command line)
 
     changes = list(set_ or ())
     changes += [f"tensorrt.build_timeout={build_timeout}"] if build_timeout is not None else []
-    request = asked(
-        model,
-        recipe=recipe,
-        target=target,
-        calibration=calibration,
-        out=out,
-        changes=changes,
-        imatrix=imatrix,
-        resume=resume,
-        strict=strict,
-        trust_remote_code=trust_remote_code,
-        allow_code=allow_code,
-        speed=speed,
-        vllm=vllm,
-        device=device,
-        tf32=tf32,
-        adapters=adapter or (),
-    )
+    how: dict[str, Any] = {
+        "recipe": recipe,
+        "target": target,
+        "calibration": calibration,
+        "changes": changes,
+        "imatrix": imatrix,
+        "resume": resume,
+        "strict": strict,
+        "trust_remote_code": trust_remote_code,
+        "allow_code": allow_code,
+        "speed": speed,
+        "vllm": vllm,
+        "device": device,
+        "tf32": tf32,
+        "adapters": adapter or (),
+    }
+    request = asked(model, out=out, **how) if on is None or dry_run else None
     with showing() as progress:
         progress.begin(f"opening {model}")
-        if dry_run:
+        if request is None:
+            from quantkit.pipeline.many.batch import compile_on
+            from quantkit.pipeline.many.executors import named
+
+            compiled = compile_on(model, named(str(on), where="--on"), out, progress, **how)
+        elif dry_run:
             plan = opened(request, dry=True).planned()
             return Answer(plan, terminal.planned(plan), plan["decisions"], plan["notes"])
-        compiled = compile_model(request, progress)
+        else:
+            compiled = compile_model(request, progress)
     manifest = compiled.bundle.manifest
     shown = brief(
         manifest,

@@ -33,19 +33,20 @@ def run(
         str | None, typer.Option(metavar="GLOB", help="Only these cells: '*|awq-int4|*'.", show_default=False)
     ] = None,
     executor: Annotated[
-        str, typer.Option(metavar="local|ray", help="Build here, or on this machine's Ray cluster.")
+        str, typer.Option(metavar="local|ray|ray://HOST:PORT", help="Build here, or on a Ray cluster.")
     ] = "local",
     as_json: Json = False,
 ) -> Answer:
     """Measure and decide all cells; exits 0 even if some are worse (see gate)."""
-    from quantkit.nightly import executors
     from quantkit.nightly import gate as gates
     from quantkit.nightly import run as nights
+    from quantkit.nightly.build import prepare
     from quantkit.nightly.config import Nightly
     from quantkit.nightly.store import QueryRows
+    from quantkit.pipeline.many import executors
     from quantkit.report.kit import words
 
-    chosen = executors.named(executor)
+    chosen = executors.named(executor, where="--executor", prepare=prepare)
     if dry_run:
         expected = nights.dry_run(Nightly.load(config), only)
         names = ("model", "recipe", "target", "runtime", "batch", "baseline")
