@@ -39,7 +39,8 @@ PACKAGES = (
 )
 # a cgroup without a limit says "max" (version 2) or a huge page-aligned number (version 1)
 _NO_LIMIT = 1 << 60
-# of mallopt(3), and bytes of the largest freed block to keep: a larger one is of a model that fills the memory
+# of mallopt(3), and bytes of the largest freed block to keep, where memory is plenty: a larger one is of a model that
+# fills the memory
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT = 512 << 20
 
@@ -207,9 +208,9 @@ def keep_heap() -> None:
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        mallopt(_MMAP_THRESHOLD, _KEPT)
-        mallopt(_TRIM_THRESHOLD, 2 * _KEPT)
+        mallopt, kept = ctypes.CDLL("libc.so.6").mallopt, min(_KEPT, memory_limit() // 64)
+        mallopt(_MMAP_THRESHOLD, kept)
+        mallopt(_TRIM_THRESHOLD, 2 * kept)
 
 
 def trim_heap() -> None:

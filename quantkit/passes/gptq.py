@@ -95,26 +95,15 @@ class Gptq(Pass):
         def visit(whole: SharedInput, seen: InputStats) -> None:
             factors: dict[tuple[int, int], Factor] = {}
             raised, where = stats.raised.get(whole.name, 0), block.full_name(whole.name)
-            for names in block.alike(whole.members):
+            share = seen.noise if settings.shrink == "auto" else settings.shrink
+            alike = block.alike(whole.members)
+            for names in alike:
                 scheme = block.scheme(names[0])
                 weights = [block.weight(name) for name in names]
                 width = weights[0].shape[1]
-                hessian = filled(seen.hessian, width, width)
+                # of linears stored alike, this is its last use
+                hessian = filled(seen.taken() if len(alike) == 1 else seen.hessian, width, width)
                 key = width, together(load_grid(scheme.format))
-                if key not in factors:
-                    factors[key] = solved = factor(
-                        hessian,
-                        damping=settings.damping,
-                        shrink=seen.noise if settings.shrink == "auto" else settings.shrink,
-                        act_order=settings.act_order,
-                        together=key[1],
-                        raised=raised,
-                        where=where,
-                    )
-                    stats.doubt(solved.pivots, whole.name, again=True)
-                    if solved.raised:
-                        reason = f"the Hessian of {seen.tokens} tokens had no Cholesky factor"
-                        outcome.note(self.name, "damping-raised", where, reason, settings.damping, solved.damping)
                 drift = seen.drift if settings.correction else None
                 if drift is not None:
                     lags = [filled(seen.lag(name), width) for name in names]
@@ -127,11 +116,31 @@ class Gptq(Pass):
                         share=settings.correction,
                         damping=raised_damping(settings.damping, raised),
                     )
-                bounds = neighbours(width).to(hessian.device) if settings.unsaturated and bounded(scheme) else None
+                if key not in factors:
+                    factors[key] = factor(
+                        hessian,
+                        damping=settings.damping,
+                        shrink=share,
+                        act_order=settings.act_order,
+                        together=key[1],
+                        raised=raised,
+                        where=where,
+                        own=len(alike) == 1,
+                        whole=bool(settings.sweeps or settings.gradients),
+                    )
+                    stats.doubt(factors[key].pivots, whole.name, again=True)
+                    if factors[key].raised:
+                        reason = f"the Hessian of {seen.tokens} tokens had no Cholesky factor"
+                        raised_to = factors[key].damping
+                        outcome.note(self.name, "damping-raised", where, reason, settings.damping, raised_to)
+                del hessian
+                bounds = neighbours(width).to(weights[0].device) if settings.unsaturated and bounded(scheme) else None
                 # one at a time: each is as large as a Hessian
                 outputs = (_outputs(stats.gradients.get(name), block.full_name(name)) for name in names)
                 how = {**_chosen(settings), "neighbours": bounds, "outputs": outputs if settings.gradients else None}
                 results = gptq_shared(weights, factors[key], scheme, **how)
+                if len(alike) == 1:
+                    factors.clear()
                 for name in names if settings.gradients else ():
                     if name not in stats.gradients:  # an expert
                         reason = "no token of the sequences with gradients reaches it"

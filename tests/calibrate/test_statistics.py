@@ -224,6 +224,26 @@ def test_noise_is_the_share_of_a_correlation_that_is_chance() -> None:
     assert InputStats([more[:1]]).noise == 1.0, "one sequence says nothing about another"
 
 
+def test_a_hessian_that_is_taken_is_the_same_and_leaves_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 16, 300, generator=generator) + torch.randn(6, 16, 1, generator=generator)
+    kept, taken = InputStats([x]), InputStats([x])
+    assert taken.noise == kept.noise
+    hessian = taken.taken()
+    assert torch.equal(hessian, kept.hessian) and torch.equal(hessian, hessian.T)
+    flat = x.reshape(-1, 300).double()
+    assert relative(hessian.double(), flat.T @ flat / len(flat)) < 1e-6
+    assert kept.noise == taken_noise(kept), "as from the Hessian itself"
+    assert taken._hessian is None and not taken._halves
+
+
+def taken_noise(seen: InputStats) -> float:
+    """By the definition, from correlations."""
+    size = seen.hessian.diagonal().sqrt()
+    first, second, whole = ((part / size / size[:, None]).triu(1) for part in (*seen.halves, seen.hessian))
+    return pytest.approx(float((first - second).square().sum() / 4 / whole.square().sum()), rel=1e-4)  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("chunk", [5, 2])
 def test_drift_is_how_far_inputs_are_from_the_original_ones(name: str, chunk: int) -> None:

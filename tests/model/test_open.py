@@ -94,6 +94,21 @@ def test_shards_give_the_same_model(tmp_path: Path) -> None:
     assert one.sha256 != many.sha256
 
 
+def test_first_blocks_are_loaded_without_the_shards_of_the_others(tmp_path: Path) -> None:
+    folder = saved(tmp_path, max_shard_size="20KB", changes={"num_hidden_layers": 3})
+    shards = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    source = open_model(str(folder))
+    expected = source.load(1).state_dict()
+    first = {shard for name, shard in shards.items() if ".1." not in name and ".2." not in name}
+    others = set(shards.values()) - first
+    assert others
+    for shard in others:
+        (folder / shard).write_bytes(b"")
+    found = source.load(1).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
 def test_an_image_model_is_a_network(tmp_path: Path) -> None:
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=16, patch_size=8

@@ -71,7 +71,8 @@ def test_one_factor_a_shared_input(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert len(calls) == 3 * 4
     where = "model.layers.0.self_attn.q_proj"
-    assert calls[0] == {"damping": 0.02, "act_order": False, "shrink": 0.5, "together": 1, "raised": 0, "where": where}
+    how = {"together": 1, "raised": 0, "where": where, "own": True, "whole": False}
+    assert calls[0] == {"damping": 0.02, "act_order": False, "shrink": 0.5, **how}
 
 
 def test_members_of_one_input_may_have_schemes_of_their_own() -> None:

@@ -88,6 +88,10 @@ def _high_water() -> int:
 def _fork_and_weigh(model: str, out: str, report: str) -> None:
     child = os.fork()
     if child == 0:
+        from quantkit.pipeline.blocks.subject import TransformerSubject
+
+        # plain transformers holds all of a small model at once: here as many blocks as of a large one
+        TransformerSubject._fitting_blocks = lambda _: 1  # type: ignore[method-assign]
         _compile(model, out, False)
         Path(report).write_text(json.dumps({"peak": _high_water()}))
         os._exit(0)

@@ -16,6 +16,7 @@ import zoo
 
 from quantkit import machine
 from quantkit.model.source.open import open_model
+from quantkit.model.streaming.calls import is_in_file
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.pipeline.blocks.subject import TransformerSubject
 
@@ -42,6 +43,21 @@ def test_peak_memory_does_not_grow_with_the_number_of_layers(
     subprocess.run(command, env=env, check=True)
     few, many = (json.loads(report.read_text())["peak"] for report in reports.values())
     assert many - few < BLOCK
+
+
+def test_a_block_that_is_large_for_the_memory_is_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    zoo.tiny("llama").save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    stream = StreamedModel(open_model(str(tmp_path / "model")))
+    plain = stream.load(0)
+    assert not any(is_in_file(value) for value in plain.parameters())
+    size = 4 * sum(value.numel() for value in plain.parameters() if value.dim() == 2)
+    for limit, filed in ((4 * size, False), (4 * size - 4, True)):
+        monkeypatch.setattr(machine, "memory_limit", lambda limit=limit: limit)
+        block = stream.load(0)
+        assert all(is_in_file(value) == (filed and value.dim() == 2) for value in block.parameters())
+        pairs = zip(block.parameters(), plain.parameters(), strict=True)
+        assert all(bool((value == other).all()) for value, other in pairs)
 
 
 def test_what_is_compared_follows_from_sizes_and_from_what_is_free(

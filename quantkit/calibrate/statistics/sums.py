@@ -133,8 +133,8 @@ class InputStats:
             self._counts = [count + half for count in self._counts]
             return
         if not len(self._halves):
-            zeros = weighed.new_zeros(2, width, width)
-            self._halves = zeros if at_once else tuple(zeros)
+            apiece = [weighed.new_zeros(width, width) for _ in range(0 if at_once else 2)]  # each is freed alone
+            self._halves = apiece or weighed.new_zeros(2, width, width)
         panel = width if at_once else _PANEL
         for half, products in enumerate(self._halves):
             piece = weighed[(half + begun) % 2 :: 2].reshape(-1, width)
@@ -229,9 +229,22 @@ class InputStats:
             if isinstance(self._halves, Tensor):
                 self._hessian = self._halves.sum(dim=0).div_(self.tokens)
             else:
-                upper = (self._halves[0] + self._halves[1]).triu_()
-                self._hessian = upper.add_(upper.triu(1).T).div_(self.tokens)
+                self._hessian = _mirrored(self._halves[0] + self._halves[1]).div_(self.tokens)
         return self._hessian
+
+    def taken(self) -> Tensor:
+        """Return the Hessian and let go of it and of its halves, which no property that needs products outlives.
+
+        On a CPU it takes the place of one of them.
+        """
+        if self._hessian is None and not isinstance(self._halves, Tensor) and self.tokens:
+            first, second = self._halves
+            self._halves = ()
+            return _mirrored(first.add_(second)).div_(self.tokens)
+        whole = self.hessian
+        if not on_device(whole):
+            self._halves, self._hessian = (), None
+        return whole
 
     @property
     def halves(self) -> tuple[Tensor, ...]:
@@ -278,18 +291,20 @@ class InputStats:
 
             share: Tensor = quotient(chance(self._halves, self._counts, self.tokens), True)
             return share
-        size = self.hessian.diagonal().clamp(min=0).sqrt()
+        first, second = self._halves
+        size = ((first.diagonal() + second.diagonal()) / self.tokens).clamp(min=0).sqrt()
         size = torch.where(size > 0, size, torch.inf)
         both, apart = self.squares.new_zeros(()), self.squares.new_zeros(())
         for left in range(0, size.numel(), _PANEL):
             rows = slice(left, left + _PANEL)
             scale = size[rows].unsqueeze(1) * size[left:]
-            first, second = (
+            pair = [
                 (half[rows, left:] / count / scale).triu_(1)
                 for half, count in zip(self._halves, self._counts, strict=True)
-            )
-            apart += (first - second).square().sum()
-            both += (self.hessian[rows, left:] / scale).triu_(1).square().sum()
+            ]
+            apart += (pair[0] - pair[1]).square().sum()
+            whole = (first[rows, left:] + second[rows, left:]).div_(self.tokens)
+            both += whole.div_(scale).triu_(1).square().sum()
         return torch.where(both > 0, (apart / 4 / both).clamp(max=1.0), 1.0)
 
 
@@ -305,6 +320,16 @@ def _added(total: Tensor | None, left: Tensor, right: Tensor, before: int) -> Te
         return (total.zero_() if first else total).addmm_(left.T, right)
     tokens = max(before + len(right), 1)
     return total.addmm_(left.T, right, beta=0 if first else before / tokens, alpha=1 / tokens)
+
+
+def _mirrored(upper: Tensor) -> Tensor:
+    """Copy the upper triangle of [K, K] to the lower one, in place."""
+    for left in range(0, len(upper), _PANEL):
+        rows, after = slice(left, left + _PANEL), slice(left + _PANEL, None)
+        corner = upper[rows, rows].triu()
+        upper[rows, rows] = corner.add_(corner.triu(1).T)
+        upper[after, rows] = upper[rows, after].T
+    return upper
 
 
 def on_device(tensor: Tensor) -> bool:

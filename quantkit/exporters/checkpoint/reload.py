@@ -457,7 +457,7 @@ def loaded(
 ) -> tuple[Any, str]:
     """Load the model as plain transformers does, and describe what is wrong with its keys."""
     options = {"config": config_of(folder, blocks, apart=apart), "dtype": "auto", "output_loading_info": True}
-    model, info = pretrained.network(model_class, folder, **options)
+    model, info = pretrained.network(model_class, folder, first=blocks, **options)
     info["unexpected_keys"] = {
         name
         for name in info["unexpected_keys"]

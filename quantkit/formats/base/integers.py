@@ -102,8 +102,10 @@ class IntegerFormat(GridFormat):
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """Return `(codes - zero) * scale` in float32, by broadcasting."""
-        values = codes.float() if zero is None else codes.float() - zero.float()
-        return values * scale.float()
+        values = codes.float() if zero is None else codes - zero.float()
+        scale = scale.float()
+        alone = values is not codes and values.shape == torch.broadcast_shapes(values.shape, scale.shape)
+        return values.mul_(scale) if alone else values * scale
 
     def pack(self, codes: Tensor) -> Tensor:
         """Pack unsigned codes (code - low), least significant bit first, rows padded to whole bytes.

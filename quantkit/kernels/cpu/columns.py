@@ -31,7 +31,8 @@ def ready() -> ctypes.CDLL | None:
 
 def laid(unit: Tensor) -> Tensor:
     """Lay a factor [K, K] out as `choose` reads it: by row, with zeros up to whole tiles of columns."""
-    return torch.nn.functional.pad(unit, (0, -len(unit) % _TILE)).contiguous()
+    missing = -len(unit) % _TILE
+    return (torch.nn.functional.pad(unit, (0, missing)) if missing else unit).contiguous()
 
 
 def choose(

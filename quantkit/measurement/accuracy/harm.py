@@ -223,7 +223,8 @@ def _scaled(weight: Tensor, like: Tensor) -> Tensor:
     for _ in range(_ROUNDS):
         rows = fitted(products @ columns, squares @ columns.square(), rows)
         columns = fitted(rows @ products, rows.square() @ squares, columns)
-    return rows[:, None] * weight * columns
+    del products, squares
+    return (rows[:, None] * weight).mul_(columns)
 
 
 def _outliers(x: Tensor) -> float:

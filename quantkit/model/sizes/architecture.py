@@ -163,6 +163,8 @@ class Architecture:
 LARGEST, MOST_LAYERS = 10_000_000, 10_000
 # bytes of a layer's experts in 32-bit floats; larger ones lie in files during a compile, one in memory at a time
 EXPERTS_IN_MEMORY = 8 * 2**30
+# a block larger than the process's memory divided by this has its weights in files
+BLOCK_SHARE = 4
 _TYPES = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 

@@ -232,7 +232,9 @@ class Source:
                 folder, options["state_dict"] = None, weights.unread()
             else:
                 folder = _written(weights, Path(str(placed["offload_folder"])) / "opened")
-        model: PreTrainedModel = pretrained.network(model_class, folder, trust=self.trust_remote_code, **options)
+        model: PreTrainedModel = pretrained.network(
+            model_class, folder, trust=self.trust_remote_code, first=blocks, **options
+        )
         return in_float32(model, getattr(torch, self.dtype)).eval().requires_grad_(False)
 
     def _loadable(self) -> Weights | None:

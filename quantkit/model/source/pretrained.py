@@ -16,6 +16,7 @@ import json
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ from quantkit.bundle.disk import write_atomic
 from quantkit.content import cache_dir
 from quantkit.errors import InputError
 from quantkit.lazy import torch
-from quantkit.model.source.weights import checked_file, disk_errors
+from quantkit.model.source.weights import INDEX, checked_file, disk_errors
 
 # files that may name code
 NAMING = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
@@ -34,6 +35,8 @@ NAMING = ("config.json", "tokenizer_config.json", "processor_config.json", "prep
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _KEY = "auto_map"
 _PLAIN = re.compile(r"\w+\.\w+")
+# number of a block in the name of its tensors
+_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 # words in the names of layer counts, no sizes (`vocab_size_per_layer_input`); `depths` for networks with stages
 _COUNTS = ("layer", "block", "depth", "stage")
 _ATTENTION = (None, "eager", "sdpa", "flex_attention")
@@ -97,19 +100,39 @@ def _auto(what: str, place: str, folder: Path, trust: bool) -> Any:
         return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
 
 
-def network(model_class: Any, folder: Path | None, *, trust: bool | None = None, **options: Any) -> Any:
+def network(
+    model_class: Any, folder: Path | None, *, trust: bool | None = None, first: int | None = None, **options: Any
+) -> Any:
     """Load a model of a class, from the folder's safetensors, or from the `state_dict` among the options.
 
     Args:
         model_class: a class, not a name: `auto_map` is ignored.
         folder: None with `state_dict` and `config`.
+        first: number of the first blocks, if `config` has only these.
         options: options of `from_pretrained`; with `output_loading_info` the result is (model, loading info).
     """
     if folder is not None and "config" not in options:
         options["config"] = config(folder, trust=trust)
     fixed = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
-    with _no_code(folder):  # its class is known: no code is needed
-        return model_class.from_pretrained(folder, **{**fixed, **options})
+    with _no_code(folder), _with_first(folder, first) as place:  # its class is known: no code is needed
+        return model_class.from_pretrained(place, **{**fixed, **options})
+
+
+@contextmanager
+def _with_first(folder: Path | None, blocks: int | None) -> Iterator[Path | None]:
+    """Yield the folder, or one of links without the shards of later blocks: transformers maps each file of an index."""
+    if folder is None or blocks is None or not (folder / INDEX).is_file():
+        yield folder
+        return
+    index = json.loads(limits.read(folder / INDEX))
+    every = index["weight_map"]
+    kept = {name: shard for name, shard in every.items() if (at := _NUMBER.search(name)) is None or int(at[1]) < blocks}
+    with tempfile.TemporaryDirectory(prefix="shards-") as place:
+        for file in folder.absolute().iterdir():
+            if file.name != INDEX and (file.name not in every.values() or file.name in kept.values()):
+                (Path(place) / file.name).symlink_to(file)
+        (Path(place) / INDEX).write_text(json.dumps({**index, "weight_map": kept}), encoding="utf-8")
+        yield Path(place)
 
 
 def with_generation(model: Any, folder: Path) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from quantkit import machine
 from quantkit.errors import InputError
 from quantkit.model.device import Lane
-from quantkit.model.sizes.architecture import EXPERTS_IN_MEMORY
+from quantkit.model.sizes.architecture import BLOCK_SHARE, EXPERTS_IN_MEMORY
 from quantkit.model.source import pretrained
 from quantkit.model.source.open import Source
 from quantkit.model.streaming.answers import Answers, Ended, Head
@@ -196,15 +196,14 @@ def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
         owner._buffers[leaf] = value
 
 
-def experts_in_files(block: nn.Module) -> set[str]:
-    """Name the weights of a block's experts, if they are too large to be in memory together."""
-    weights = {
-        f"{path}.weight": module
-        for path, module in block.named_modules()
-        if isinstance(module, nn.Linear) and isinstance(block.get_submodule(path.rpartition(".")[0]), Expert)
-    }
-    size = 4 * sum(module.out_features * module.in_features for module in weights.values())
-    return set(weights) if size > EXPERTS_IN_MEMORY else set()
+def weights_in_files(block: nn.Module) -> set[str]:
+    """Name the weights of a block's linears, or of its experts alone, if together they are too large for the memory."""
+    every = {path: module for path, module in block.named_modules() if isinstance(module, nn.Linear)}
+    experts = [path for path in every if isinstance(block.get_submodule(path.rpartition(".")[0]), Expert)]
+    for paths, most in ((list(every), machine.memory_limit() // BLOCK_SHARE), (experts, EXPERTS_IN_MEMORY)):
+        if 4 * sum(every[path].out_features * every[path].in_features for path in paths) > most:
+            return {f"{path}.weight" for path in paths}
+    return set()
 
 
 class StreamedModel:
@@ -330,7 +329,7 @@ class StreamedModel:
         configs = {id(one): one for part in self.blocks[index].modules() if (one := vars(part).get("config"))}
         block: nn.Module = copy.deepcopy(self.blocks[index], configs)
         prefix = self.block_names[index] + "."
-        apart = experts_in_files(block) if self.device.type == "cpu" else set[str]()
+        apart = weights_in_files(block) if self.device.type == "cpu" else set[str]()
         for name, _ in [*block.named_parameters(), *block.named_buffers()]:
             if prefix + name in self.files:  # a class may draw a parameter's values even on the meta device
                 value = self.tensor(prefix + name)

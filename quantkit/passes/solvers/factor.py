@@ -6,13 +6,15 @@ input j at the output after all later inputs have compensated it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
 
+# rows of a matrix that are looked at, or moved, together
+_PANEL = 512
 # number of times that damping is raised tenfold before the Hessian is refused
 ATTEMPTS = 6
 
@@ -22,13 +24,13 @@ class Factor:
     """A damped Hessian, and its factor in the order in which columns are chosen.
 
     Args:
-        hessian: [K, K] float32, damped, in the order of the weights.
+        hessian: [K, K] float32, damped, in the order of the weights; [0, 0] where only its diagonal was asked for.
         order: [K], columns in the order in which they are chosen.
         unit: [K, K] upper triangular with unit diagonal, `M_ij / M_jj` in that order.
         pivots: [K], `M_jj²`: cost of a squared error of column j after all later ones have compensated it. On a device,
             without a wait, they are not finite if there is no factor.
         damping: share of the mean diagonal that was added; `raised` is how often it was raised.
-        laid: on a device, the Hessian's diagonal and `importance` as contiguous tensors.
+        laid: the Hessian's diagonal and `importance` as contiguous tensors: on a device, or without the Hessian.
     """
 
     hessian: Tensor
@@ -59,7 +61,7 @@ class Factor:
 
 def check_finite(hessian: Tensor, where: str = "") -> None:
     """Refuse a Hessian with NaN or infinity. Raises InputError (`hessian-nonfinite`)."""
-    if not bool(torch.isfinite(hessian).all()):
+    if not all(bool(torch.isfinite(rows).all()) for rows in hessian.split(_PANEL)):
         value = f"{int((~torch.isfinite(hessian)).sum())} of {hessian.numel()} entries are NaN or infinite"
         rule = "the activations of the calibration text have to be finite"
         remedy = "compute in float32, or leave this layer in high precision with an override"
@@ -89,6 +91,8 @@ def factor(
     together: int = 1,
     raised: int = 0,
     where: str = "",
+    own: bool = False,
+    whole: bool = True,
 ) -> Factor:
     """Shrink, damp and factor a Hessian; on a CPU damping is raised tenfold until that succeeds.
 
@@ -103,6 +107,8 @@ def factor(
         act_order: whether to choose columns in order of falling diagonal (ties by index), else from left to right.
         together: number of neighbouring columns, which stay so: their order is that of their sums.
         where: name of the linear, for errors.
+        own: True for a Hessian that nobody else needs: on a CPU it is overwritten.
+        whole: False to keep only the damped Hessian's diagonal, for solvers that neither sweep nor see outputs.
 
     Raises:
         InputError: on a CPU `hessian-nonfinite`; `hessian-not-positive` when no damping helps.
@@ -114,25 +120,58 @@ def factor(
     mean = float(diagonal.mean())
     if mean <= 0:  # no input was ever seen: an identity gives plain rounding, the best choice
         hessian, diagonal, mean = torch.eye(len(diagonal)), torch.ones(len(diagonal)), 1.0
-    whole = hessian.float() * (1 - shrink)
-    whole.diagonal().copy_(diagonal)
+    diagonal = diagonal.clone()
+    damped = hessian.float().mul_(1 - shrink) if own else hessian.float() * (1 - shrink)
+    del hessian
+    damped.diagonal().copy_(diagonal)
     order = _falling(diagonal, together) if act_order else torch.arange(len(diagonal))
     backwards = order.flip(0)
-    reordered = whole[backwards][:, backwards]
+    turned = torch.empty_like(damped, memory_format=torch.contiguous_format).mT
     for times in range(ATTEMPTS):
+        # one column after another, as a Cholesky in place wants them
+        for rows, place in zip(backwards.split(_PANEL), turned.split(_PANEL), strict=True):
+            place.copy_(damped[rows][:, backwards])
         share = raised_damping(damping, times)
         added = torch.zeros_like(diagonal)
         added += share * mean
         # a column without input costs nothing; a small cost keeps it at the nearest code
         added[diagonal <= 0] += mean
-        reordered.diagonal().copy_((diagonal + added)[backwards])
-        lower, info = torch.linalg.cholesky_ex(reordered)
-        if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
-            upper = lower.flip(0, 1)
-            pivots = upper.diagonal()
-            whole.diagonal().add_(added)
-            return Factor(whole, order, upper / pivots, pivots.square(), share, times)
+        turned.diagonal().copy_((diagonal + added)[backwards])
+        info = torch.empty((), dtype=torch.int32)
+        torch.linalg.cholesky_ex(turned, out=(turned, info))
+        if int(info) == 0 and bool(torch.isfinite(turned.diagonal()).all()):
+            _reverse(turned.mT.view(-1))
+            pivots = turned.diagonal().clone()
+            damped.diagonal().add_(added)
+            solved = Factor(damped, order, turned.div_(pivots), pivots.square(), share, times)
+            if whole:
+                return solved
+            unit = _transposed(turned.mT)  # by row, as compiled loops read it
+            laid = (solved.diagonal.clone(), solved.importance)
+            return replace(solved, hessian=damped.new_empty(0, 0), unit=unit, laid=laid)
     raise no_factor(f"up to {share:g}", where)
+
+
+def _reverse(values: Tensor) -> None:
+    """Reverse values [n] in place: both axes of a matrix at once."""
+    count, step = len(values), _PANEL << 10
+    for start in range(0, count // 2, step):
+        stop = min(start + step, count // 2)
+        front, back = values[start:stop], values[count - stop : count - start]
+        kept = front.flip(0)
+        front.copy_(back.flip(0))
+        back.copy_(kept)
+
+
+def _transposed(matrix: Tensor) -> Tensor:
+    """Transpose [K, K] in place."""
+    for left in range(0, len(matrix), _PANEL):
+        rows, after = slice(left, left + _PANEL), slice(left + _PANEL, None)
+        matrix[rows, rows] = matrix[rows, rows].T.clone()
+        kept = matrix[rows, after].clone()
+        matrix[rows, after] = matrix[after, rows].T
+        matrix[after, rows] = kept.T
+    return matrix
 
 
 def _falling(diagonal: Tensor, together: int) -> Tensor:

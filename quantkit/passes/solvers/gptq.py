@@ -34,7 +34,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.errors import InputError
-from quantkit.formats import QuantTensor, apart
+from quantkit.formats import QuantTensor, joined
+from quantkit.formats import apart as split_rows
 from quantkit.formats.base.blocks import BlockFormat, BlockGrid
 from quantkit.formats.base.grid import GridFormat, effective, load_grid
 from quantkit.formats.base.integers import IntegerFormat
@@ -50,6 +51,8 @@ Range = Literal["minmax", "mse", "hessian"]
 
 # columns chosen one by one before the others are updated; small enough that a block stays in the cache
 _BLOCK = 32
+# elements of a weight that are chosen together on a CPU, each held seven times in float32
+_PIECE = 1 << 23
 # bands of rows that compensate one another, and columns that a band is ahead of the next
 _BANDS, _STEP = 32, 16
 # bands of rows that descend in turns: the first number in which rows of a band are coupled by no more than this (the
@@ -122,6 +125,10 @@ def gptq_shared(
         if not isinstance(hessian, Factor):
             hessian = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, together=together(form))
         solved, rows, columns = hessian, [weight.shape[0] for weight in weights], weights[0].shape[1]
+        apart = scheme.rows_apart and isinstance(form, IntegerFormat) and outputs is None
+        if apart and sum(rows) * columns > _PIECE and not device.launched(weights[0]):
+            how: dict[str, Any] = {"range": range, "sweeps": sweeps, "refit": refit, "neighbours": neighbours}
+            return [_in_pieces(weight, solved, scheme, **how) for weight in weights]
         group = (scheme.group or columns) if scheme.granularity == "block" else columns // groups_of(columns, scheme)
         # transposed, so that work on a column of all weights is one vector operation
         if device.launched(weights[0]):
@@ -143,7 +150,7 @@ def gptq_shared(
             lots = [sum(rows)] if form.shares_scale(scheme) else rows
             scale, zero = _place(target, lots, group, scheme, solved, range)
         else:
-            scale = unsaturated.scales(target, neighbours, solved.hessian.diagonal())[None]
+            scale = unsaturated.scales(target, neighbours, solved.diagonal)[None]
         coarse = None if block is None or block.super_blocks is None else block.super_blocks.d
         grid = _Grid(form, scheme, group, scale, zero, coarse)
         refit = refit and isinstance(form, IntegerFormat | BlockFormat) and group <= 64
@@ -158,15 +165,23 @@ def gptq_shared(
             codes, errors = _by_inputs(target, solved, grid, neighbours, sweeps, refit)
         if isinstance(form, BlockFormat) and block is not None:
             block = blocks.rescaled(block, form, scale)
-            tensors = apart(form.on(form.coded(codes.T.contiguous()), block, scheme), rows)
+            tensors = split_rows(form.on(form.coded(codes.T.contiguous()), block, scheme), rows)
         elif scheme.rows_apart:
-            tensors = apart(_tensor(codes, grid, whole), rows)
+            tensors = split_rows(_tensor(codes, grid, whole), rows)
         else:
             shifts = [None] * len(rows) if zero is None else zero.split(rows, dim=1)
             parts = zip(codes.split(rows, dim=1), scale.split(rows, dim=1), shifts, strict=True)
             tensors = [_tensor(part, replace(grid, scale=own, zero=shift), whole) for part, own, shift in parts]
         results = zip(tensors, errors.split(rows), strict=True)
         return [GptqResult(tensor, solved.damping, solved.raised, costs) for tensor, costs in results]
+
+
+def _in_pieces(weight: Tensor, solved: Factor, scheme: WeightScheme, **how: Any) -> GptqResult:
+    """Choose the codes of a weight whose rows are independent, some rows at a time: each piece is held seven times."""
+    step = max(1, _PIECE // weight.shape[1])
+    parts = [gptq_shared([piece], solved, scheme, **how)[0] for piece in weight.split(step)]
+    costs = torch.cat([part.costs for part in parts])
+    return replace(parts[0], tensor=joined([part.tensor for part in parts]), costs=costs)
 
 
 @dataclass(frozen=True)
@@ -291,6 +306,7 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
         place_of, unit = solved.order // grid.group, loops.laid(solved.unit)
         codes, delta, cost = loops.choose(unit, place_of, solved.pivots, grid.tables(), ordered)
         return codes[back], cost, delta[back]
+    columnwise = solved.unit.mT.contiguous().mT
     beside = None if neighbours is None else back[neighbours[solved.order]].tolist()
     groups = (solved.order // grid.group).tolist()
     inverse, steps = _inverse(grid.scale).unbind(0), grid.scale.unbind(0)
@@ -301,8 +317,8 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
     cost = target.new_zeros(rows)
     for start in range(0, columns, _BLOCK):
         stop = min(start + _BLOCK, columns)
-        pending = torch.addmm(ordered[start:stop], solved.unit[:start, start:stop].T, delta[:start], alpha=-1)
-        within = solved.unit[start:stop, start:stop]
+        pending = torch.addmm(ordered[start:stop], columnwise[:start, start:stop].T, delta[:start], alpha=-1)
+        within = columnwise[start:stop, start:stop]
         if form is not None:
             for offset in range(0, stop - start, form.unit):
                 own, column = slice(offset, offset + form.unit), start + offset

@@ -108,6 +108,29 @@ def test_weights_that_share_an_input_are_solved_as_if_alone():
             assert float(alone.error) == pytest.approx(float(result.error), rel=0.01)
 
 
+@pytest.mark.parametrize("choice", [scheme(), scheme("channel", symmetric=True)], ids=["group", "channel"])
+def test_rows_chosen_in_pieces_have_the_same_codes(choice, monkeypatch):
+    first, hessian = problem(24, 64)
+    second = torch.randn(17, 64, generator=torch.Generator().manual_seed(3))
+    whole = gptq_shared([first, second], hessian, choice)
+    monkeypatch.setattr(solver, "_PIECE", 5 * 64)
+    for one, other in zip(whole, gptq_shared([first, second], hessian, choice), strict=True):
+        assert torch.equal(one.tensor.codes, other.tensor.codes)
+        assert torch.equal(one.tensor.scale, other.tensor.scale)
+        assert torch.allclose(one.costs, other.costs, rtol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [1, 48, 1100], ids=str)
+def test_a_factor_in_the_hessians_own_memory_is_the_same(columns):
+    _, hessian = problem(1, columns, tokens=columns + 8)
+    kept, given = factor(hessian), hessian.clone()
+    lean = factor(given, own=True, whole=False)
+    for name in ("order", "unit", "pivots", "diagonal", "importance"):
+        assert torch.equal(getattr(kept, name), getattr(lean, name)), name
+    assert kept.hessian.shape == (columns, columns) and lean.hessian.numel() == 0
+    assert not torch.equal(given, hessian), "it was overwritten"
+
+
 def test_the_same_twice_and_on_any_number_of_threads():
     weight, hessian = problem(64, 128)
     copies = weight.clone(), hessian.clone()
