@@ -42,7 +42,7 @@ _NO_LIMIT = 1 << 60
 # of mallopt(3), and bytes of the largest freed block to keep, where memory is plenty: a larger one is of a model that
 # fills the memory
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_KEPT = 512 << 20
+KEPT = 512 << 20
 
 
 def isa() -> str:
@@ -208,7 +208,7 @@ def keep_heap() -> None:
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):
-        mallopt, kept = ctypes.CDLL("libc.so.6").mallopt, min(_KEPT, memory_limit() // 64)
+        mallopt, kept = ctypes.CDLL("libc.so.6").mallopt, min(KEPT, memory_limit() // 64)
         mallopt(_MMAP_THRESHOLD, kept)
         mallopt(_TRIM_THRESHOLD, 2 * kept)
 

@@ -9,7 +9,7 @@ Time is not predicted here: a compile measures its first block and multiplies. P
     quantize   a block with its widest solve, without experts that lie in files; hidden states in and out, the other
                inputs of blocks, the activations of one forward
     check      for a checkpoint a few blocks twice; for a graph its session, and one block of the reference
-    score      both heads, both models' hidden states, a few positions of logits; for a graph its session
+    score      both heads and blocks, both models' hidden states, a few positions of logits; for a graph its session
     confirm    the original and its export, one after the other, whole; left out for large models
     speed      the float model as a graph, made and loaded
 
@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quantkit import plugins
+from quantkit import machine, plugins
 from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.formats import is_halved, load_format, stored_bits
@@ -58,6 +58,10 @@ WHOLE, CONFIRMED = 640 * 2**20, 1.25
 _PULLED = 128
 # logits of one model in memory at one time; bytes from which on hidden states are kept in a file
 _LOGITS, _ON_DISK = 1 << 23, 1 << 30
+# live tensors of a scoring forward's widest activation
+_FORWARD = 4
+# weights whose codes are chosen together, and copies of them meanwhile: `passes/solvers/gptq.py`
+_PIECE, _PIECES = 1 << 23, 7
 # bytes of a token in a tokenizer's memory: a byte-level BPE of 24,000 takes 28 MB, benchmarks/harness/tokenizer_side.py
 _TOKENIZER = 1164
 # bytes of packages that load a layout, beyond transformers: importing bitsandbytes 0.50
@@ -371,7 +375,8 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
         quantized = _quantizing(spec)
         parts["begin"] = {**libraries, "ends": spec.ends, **{name: quantized[name] for name in ("hidden", "beside")}}
         parts["quantize"] = {**libraries, **quantized}
-        left = {f"left {name}": amount for name, amount in quantized.items()}
+        kept = min(1.0, machine.KEPT / max(sum(quantized.values()), 1.0))
+        left = {f"left {name}": kept * amount for name, amount in quantized.items()}
         if (training := spec.training) is not None:
             parts["train"] = {**libraries, "ends": 3 * spec.ends, **_recovering(spec, training)}
     # a closed session leaves memory too
@@ -386,11 +391,15 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
         if _stores(name) == "engine":
             continue
         tensors = _stores(name) == "tensors"
+        scoring = _scoring(spec, cache=tensors and spec.recipe.scheme.kv_cache is not None)
+        # layers are compared before the forward, in three more copies of the largest
+        beyond = max(12.0 * largest - _FORWARD * scoring["forward"], 0.0)
         parts[f"score {name}"] = {
             **libraries,
             "ends": spec.ends * (2 if tensors and model.head is not None else 1),
-            **_scoring(spec, cache=tensors and spec.recipe.scheme.kv_cache is not None),
+            **scoring,
             "block": spec.block,
+            "compared": beyond if tensors and spec.schemes else 0.0,
             **session,
             **left,
         }
@@ -414,20 +423,31 @@ def _quantizing(spec: CompileSpec) -> dict[str, float]:
     model = spec.architecture
     layer = max(model.layers, key=lambda layer: elements(layer.matrices))
     groups = shared(layer)
-    widest = max(groups, key=lambda group: group[0].K * (group[0].K + sum(matrix.N for matrix in group)))
     at_once = min(spec.chunk, spec.sequences) * spec.length
     features = max((sum(matrix.N for matrix in group) + group[0].K for group in groups), default=0)
     hidden = 4.0 * spec.tokens * model.hidden
     kept = sum(group[0].active * group[0].K for group in groups) if spec.corrected else 0
     return {
-        "weights": 4.0 * elements(in_memory(layer.matrices)) * (2 if spec.corrected else 1),
-        "solve": 4.0 * sum(matrix.N for matrix in widest) * widest[0].K if spec.solving else 0.0,
-        "hessian": 4.0 * widest[0].K ** 2 if spec.solving else 0.0,
+        # codes of a byte beside the floats
+        "weights": (4.0 * (2 if spec.corrected else 1) + bool(spec.schemes)) * elements(in_memory(layer.matrices)),
+        "solve": max((_solving(spec, group) for group in groups), default=0.0),
         "hidden": 0.0 if hidden > _ON_DISK else hidden * (2 if spec.corrected else 1),
         "activations": 4.0 * at_once * features,
         "originals": 4.0 * at_once * kept,
         "beside": _beside(spec, spec.tokens),
     }
+
+
+def _solving(spec: CompileSpec, group: Sequence[Matrix]) -> float:
+    """Return the bytes of one input's solve: two matrices of its Hessian's size while it is summed and factored, or its
+    factor beside a piece of the weights, or the values of a weight's codes with their errors.
+    """
+    inputs, largest = group[0].K, max(matrix.N * matrix.K for matrix in group)
+    if not spec.solving:
+        return 8.0 * largest
+    hessian, rows = 4.0 * inputs**2, sum(matrix.N for matrix in group)
+    summed = (3 * hessian + 8.0 * rows * inputs) if spec.corrected else 2 * hessian
+    return max(summed, hessian + _PIECES * 4.0 * min(rows * inputs, _PIECE), 8.0 * largest)
 
 
 def _recovering(spec: CompileSpec, settings: Any) -> dict[str, float]:

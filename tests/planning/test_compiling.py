@@ -53,6 +53,29 @@ def test_memory_grows_with_the_block_and_not_with_their_number() -> None:
     assert predict(replace(spec(), architecture=wide)).memory["quantize"] > low + 2 * 4 * 4096**2
 
 
+@pytest.mark.parametrize(
+    ("hidden", "wide", "heads", "tied", "recipe", "peaks"),
+    [
+        (4096, 14336, 32, False, "gptq-int4", {"quantize": 3558, "score checkpoint": 3435}),
+        (3072, 8192, 24, True, "rtn-int4", {"score checkpoint": 2197}),
+    ],
+)
+def test_large_blocks_are_counted(
+    hidden: int, wide: int, heads: int, tied: bool, recipe: str, peaks: dict[str, float]
+) -> None:
+    """MB that one block of Llama's shapes took; 11 GB were forecast once (`benchmarks/memory.py --block`)."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "dtype": "bfloat16"}
+    config |= {"intermediate_size": wide, "num_hidden_layers": 1, "num_attention_heads": heads, "vocab_size": 4096}
+    config |= {"num_key_value_heads": 8, "max_position_embeddings": 8192, "tie_word_embeddings": tied}
+    calibration = ["calibration.samples=2", "calibration.tokens=128"] if recipe == "gptq-int4" else []
+    positions = 256 if calibration else None
+    found = predict(described(configs.from_config(config, "b"), Recipe.load(recipe, calibration), positions=positions))
+    assert found.memory["quantize"] < 4e9
+    for part, peak in peaks.items():
+        assert found.memory[part] == pytest.approx(1e6 * peak, rel=0.15), part
+    assert found.peak == pytest.approx(1e6 * max(peaks.values()), rel=0.15)
+
+
 def test_no_time_is_foretold() -> None:
     shown = predict(spec()).as_dict()
     assert [shown[name] for name in ("seconds", "total_seconds", "total_interval", "cpu_seconds")] == [None] * 4
