@@ -34,22 +34,22 @@ TOKENS = 512
 CLAIM = "KL of quantkit and of each peer at the same scheme, on the same token ids"
 # at the same bits the checkpoint alone is compared: what else a recipe exports takes time and is not scored here
 ALONE = "export=[{checkpoint: {layout: pack-quantized}}]"
-GRADED, SWEPT = "gptq.gradients=4", "gptq.sweeps=2"
+GRADED, PLAIN, SWEPT = "gptq.gradients=4", "gptq.gradients=0", "gptq.sweeps=2"
 RECIPES_OWN = "calibration.samples=32"
 CLOSE = ("gptq.shrink=auto", "gptq.ridge=1", "gptq.sweeps=2")
 # scheme -> recipes of ours, each with the changes that make it this scheme
 OURS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
-    "int4-g64": {"int4-best": ("int4-best", (ALONE,)), "int4-best, gradients": ("int4-best", (ALONE, GRADED))}
+    "int4-g64": {"int4-best": ("int4-best", (ALONE,)), "int4-best, no gradients": ("int4-best", (ALONE, PLAIN))}
     | {"int4-best, gradients and sweeps": ("int4-best", (ALONE, GRADED, SWEPT))}
     | {"int4-best, closer": ("int4-best", (ALONE, *CLOSE))}
     | {"gptq-int4": ("gptq-int4", ()), "awq-int4": ("awq-int4", (ALONE,)), "int4-fast": ("int4-fast", ())},
     "int4-g64-symmetric": {"int4-symmetric": ("int4-symmetric", (ALONE,))},
     # of `--samples 104`, 96 train, of which the first 32 calibrate, and 8 are held out
-    "int3-g64": {"int3": ("int3", (ALONE,)), "int3, gradients": ("int3", (ALONE, GRADED))}
+    "int3-g64": {"int3": ("int3", (ALONE,)), "int3, no gradients": ("int3", (ALONE, PLAIN))}
     | {"int3, gradients and sweeps": ("int3", (ALONE, GRADED, SWEPT))}
     | {"int3, gradients, as much text": ("int3", (ALONE, GRADED))}
     | {"int3-recovered": ("int3-recovered", (ALONE, RECIPES_OWN))},
-    "int2-g32": {"int2": ("int2", (ALONE,)), "int2, gradients": ("int2", (ALONE, GRADED))}
+    "int2-g32": {"int2": ("int2", (ALONE,)), "int2, no gradients": ("int2", (ALONE, PLAIN))}
     | {"int2, gradients and sweeps": ("int2", (ALONE, GRADED, SWEPT))}
     | {"int2, gradients, as much text": ("int2", (ALONE, GRADED))}
     | {"int2-recovered": ("int2-recovered", (ALONE, RECIPES_OWN))},

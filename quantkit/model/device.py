@@ -39,6 +39,13 @@ def demand_name(name: str) -> str:
     return name
 
 
+def half_pays(kind: str) -> bool:
+    """Tell whether products in bfloat16 are faster: on a GPU, and on processors with instructions for them."""
+    if kind != CPU:
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 @dataclass(frozen=True)
 class ComputeDevice:
     """Device on which blocks run and are solved.

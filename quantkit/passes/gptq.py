@@ -7,6 +7,7 @@ compensates their drift from the original ones (Li et al., "GPTAQ", 2025, arXiv 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -85,8 +86,9 @@ class Gptq(Pass):
         """Assign codes to every linear of the block, stage by stage."""
         from quantkit.formats.base.grid import load_grid
         from quantkit.passes.assign import assign
+        from quantkit.passes.solvers.correction import corrected
         from quantkit.passes.solvers.factor import factor, raised_damping
-        from quantkit.passes.solvers.gptq import corrected, gptq_shared, together
+        from quantkit.passes.solvers.gptq import gptq_shared, together
         from quantkit.passes.solvers.moments import filled
         from quantkit.passes.solvers.unsaturated import bounded, neighbours
 
@@ -135,9 +137,10 @@ class Gptq(Pass):
                         outcome.note(self.name, "damping-raised", where, reason, settings.damping, raised_to)
                 del hessian
                 bounds = neighbours(width).to(weights[0].device) if settings.unsaturated and bounded(scheme) else None
-                # one at a time: each is as large as a Hessian
-                outputs = (_outputs(stats.gradients.get(name), block.full_name(name)) for name in names)
-                how = {**_chosen(settings), "neighbours": bounds, "outputs": outputs if settings.gradients else None}
+                graded = settings.gradients and any(name in stats.gradients for name in names)
+                place = weights[0].device
+                outputs = [partial(_outputs, stats.gradients.get(name), block.full_name(name), place) for name in names]
+                how = {**_chosen(settings), "neighbours": bounds, "outputs": outputs if graded else None}
                 results = gptq_shared(weights, factors[key], scheme, **how)
                 if len(alike) == 1:
                     factors.clear()
@@ -162,7 +165,7 @@ class Gptq(Pass):
         from quantkit.formats import QuantTensor, joined
         from quantkit.formats.base.grid import load_grid
         from quantkit.passes.assign import nearest
-        from quantkit.passes.solvers import one_thread
+        from quantkit.passes.solvers.correction import corrected_by_moments
         from quantkit.passes.solvers.factor import awaited
         from quantkit.passes.solvers.gptq import gptq, together
         from quantkit.passes.solvers.gptq_rows import gptq_rows
@@ -172,18 +175,8 @@ class Gptq(Pass):
             return nearest(weight, scheme)
         groups, width = moments.hessian.shape[:2]
         parts = weight.reshape(groups, -1, width)
-        if settings.correction and (cross := moments.cross) is not None:
-
-            def held() -> tuple[Tensor, Tensor]:
-                size = moments.hessian.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
-                unit = torch.eye(width, dtype=torch.float64, device=size.device)
-                lower, pivots = torch.linalg.lu_factor(moments.hessian + settings.ridge * size[:, None, None] * unit)
-                return lower, pivots
-
-            # W' − W = W (E[x x̂ᵀ] − E[x̂ x̂ᵀ]) (E[x̂ x̂ᵀ] + λ)⁻¹: a large λ leads back to W, not to zero
-            lost = (parts.double() @ (cross - moments.hessian)).transpose(1, 2)
-            moved = torch.linalg.lu_solve(*moments.once(("held", settings.ridge), held), lost).transpose(1, 2)
-            parts = parts.double() + settings.correction * moved
+        if settings.correction:
+            parts = corrected_by_moments(parts, moments, ridge=settings.ridge, share=settings.correction)
         shrink = moments.noise if settings.shrink == "auto" else settings.shrink
         how = {"damping": settings.damping, "shrink": shrink}
         unit = together(load_grid(scheme.format))
@@ -198,10 +191,9 @@ class Gptq(Pass):
         for number, (part, hessian) in enumerate(zip(parts.float(), moments.hessian, strict=True)):
 
             def solved(hessian: Tensor = hessian) -> Factor:
-                with one_thread(hessian):
-                    factor = awaited(
-                        hessian.float(), act_order=settings.act_order, together=unit, where=moments.name, **how
-                    )
+                factor = awaited(
+                    hessian.float(), act_order=settings.act_order, together=unit, where=moments.name, **how
+                )
                 if factor.raised:
                     reason = "the Hessian of its inputs had no Cholesky factor"
                     figures = (settings.damping, factor.damping)
@@ -213,15 +205,15 @@ class Gptq(Pass):
         return joined(tensors)
 
 
-def _outputs(gradients: Tensor | None, name: str) -> Factor | None:
+def _outputs(gradients: Tensor | None, name: str, place: torch.device) -> Factor | None:
     """Factor the curvature of the loss by a linear's outputs, shrunk by what two halves of the tokens agree on."""
     from quantkit.calibrate.statistics.gradients import curvature
-    from quantkit.passes.solvers.factor import factor
+    from quantkit.passes.solvers.factor import awaited
 
     if gradients is None:
         return None
-    seen = curvature(gradients, name)
-    return factor(seen.hessian, damping=_DAMPING, shrink=seen.noise, where=name)
+    seen = curvature(gradients.to(place), name)
+    return awaited(seen.hessian, damping=_DAMPING, shrink=seen.noise, act_order=True, where=name)
 
 
 def _chosen(settings: Gptq.Settings) -> dict[str, Any]:

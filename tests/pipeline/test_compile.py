@@ -556,9 +556,11 @@ def test_gradients_change_codes_and_end_in_the_same_bundle_when_resumed(
     monkeypatch.setattr("quantkit.pipeline.blocks.quantize.collect", stopped)
     assert run(llama, asked, tmp_path / "out", resume=True).manifest.content_sha256 == whole.manifest.content_sha256
 
-    def few(stream: Any, ids: Any, seed: int, write: Any) -> None:
+    def few(stream: Any, ids: Any, seed: int, write: Any, **how: Any) -> None:
         """Collect as if no token reached `up_proj`, an expert."""
-        collect(stream, ids, seed, lambda n, all_: write(n, {name: all_[name] for name in all_ if "up" not in name}))
+        collect(
+            stream, ids, seed, lambda n, all_: write(n, {name: all_[name] for name in all_ if "up" not in name}), **how
+        )
 
     monkeypatch.setattr("quantkit.pipeline.blocks.quantize.collect", few)
     taken = run(llama, asked, tmp_path / "few").manifest.decisions

@@ -35,6 +35,8 @@ from quantkit.recipe import Recipe
 
 FAILED = "calibrate/statistics/collected.py:failed"
 LOOKED = "calibrate/statistics/scales.py:look"
+INVERTED = "passes/solvers/gptq.py:_inverse"
+FACTORED = "passes/solvers/factor.py:awaited"
 PROVED = "model/structure/traced.py:__torch_dispatch__"
 # operators that a block may launch, and those of them that are not its own forward
 LAUNCHES, BESIDES = 200, 110
@@ -45,7 +47,11 @@ ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", 
 
 
 def on_gpu(
-    model: torch.nn.Module, recipe: str, *changes: str, planted: dict[torch.dtype, object] | None = None
+    model: torch.nn.Module,
+    recipe: str,
+    *changes: str,
+    planted: dict[torch.dtype, object] | None = None,
+    graded: bool = False,
 ) -> tuple[list[Worked], list[Counter[str]], list[list[str]]]:
     """The blocks, how many operators which function has launched on each, and what each has waited for."""
     chosen = Recipe.load(recipe, [*changes])
@@ -70,12 +76,18 @@ def on_gpu(
             activations=layers.activations,
             cache=chosen.scheme.kv_cache,
             known=Known(folds=(there, declined)),
+            gradients=(lambda _: gradients(block)) if graded else None,
         ):
             counts, waits = watch.taken()
             worked.append(each)
             launched.append(counts)
             waited.append(waits)
     return worked, launched, waited
+
+
+def gradients(block: torch.nn.Module) -> dict[str, torch.Tensor]:
+    linears = [(name, one) for name, one in block.named_modules() if isinstance(one, torch.nn.Linear)]
+    return {name: fake_gpu.like(torch.zeros(4, 16, one.out_features, dtype=torch.bfloat16)) for name, one in linears}
 
 
 def demand_on_gpu(worked: list[Worked]) -> None:
@@ -164,6 +176,14 @@ def test_recipes_wait_for_what_decides(recipe: str, changes: list[str], waits: l
     # a list of values is asked for one by one here, and is one wait
     assert all([*dict.fromkeys(each)] == waits for each in waited[1:])
     assert len(waited) > 1
+
+
+def test_gradients_are_used_on_the_card() -> None:
+    planted: dict[torch.dtype, object] = {torch.bool: True}
+    how = {"planted": planted, "graded": True}
+    worked, _, waited = on_gpu(zoo.tiny("llama", num_hidden_layers=2), "int4-best", "scheme.weights.group=32", **how)
+    demand_on_gpu(worked)
+    assert {*waited[1]} == {FAILED, FACTORED, INVERTED}
 
 
 def test_folds_are_proved_again_where_another_thing_is_computed() -> None:

@@ -163,7 +163,7 @@ def test_a_target_names_the_runtime_and_its_support(
             "cpu-x86",
             None,
             "layout-unsupported",
-            ["MatMulNBits supports", "--recipe int4-best"],
+            ["MatMulNBits supports", "--recipe int4-cpu"],
         ),
         (
             ["int4-best", "models=[network]"],

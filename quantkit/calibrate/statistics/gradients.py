@@ -27,7 +27,7 @@ from quantkit.model.structure.traced import hooked, is_linear
 
 
 def collect(
-    stream: StreamedModel, ids: Tensor, seed: int, write: Callable[[int, Mapping[str, Tensor]], object]
+    stream: StreamedModel, ids: Tensor, seed: int, write: Callable[[int, Mapping[str, Tensor]], object], *, half: bool
 ) -> None:
     """Collect the gradients of all linears of the blocks, the last block first.
 
@@ -37,34 +37,39 @@ def collect(
         seed: seed of the drawn answers.
         write: function of a block's number and its gradients, linear -> [samples, tokens, N] bfloat16; for an expert
             [tokens that it saw, N]. A block that is called several times is written each time.
+        half: whether products are computed in bfloat16.
 
     Raises:
         InputError: `gradients-none`, before anything is written.
     """
     calls = stream.begin(ids, 1)
-    kept, hidden = Shelf(), calls.hidden
-    inputs = []
-    for stage, index in enumerate(stream.visits):
-        inputs.append(kept.copy(hidden))
-        hidden = calls.pass_on(stage, calls.run_all(stream.load(index), stage, hidden))
-    answers, generator = stream.answers_of(calls, ids, hidden), torch.Generator().manual_seed(seed)
+    with torch.autocast(stream.device.type, torch.bfloat16, enabled=half):
+        kept, hidden = Shelf(), calls.hidden
+        inputs = []
+        for stage, index in enumerate(stream.visits):
+            inputs.append(kept.copy(hidden))
+            hidden = calls.pass_on(stage, calls.run_all(stream.load(index), stage, hidden))
+        answers, generator = stream.answers_of(calls, ids, hidden), torch.Generator().manual_seed(seed)
 
-    def surprise(logits: Tensor, _: slice) -> Tensor:
-        """Sum -log p(y) of answers drawn from the logits."""
-        logits = logits.float()
-        drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
-        return nn.functional.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
+        def surprise(logits: Tensor, _: slice) -> Tensor:
+            """Sum -log p(y) of answers drawn from the logits."""
+            logits = logits.float()
+            sums = logits.detach().softmax(-1).cumsum(-1)
+            # several times as fast as torch.multinomial; below the last sum, which rounding keeps from 1
+            levels = torch.rand(len(sums), 1, generator=generator).to(sums) * sums[:, -1:]
+            drawn = torch.searchsorted(sums, levels)[:, 0].clamp(max=sums.shape[1] - 1)
+            return nn.functional.cross_entropy(logits, drawn, reduction="sum")
 
-    pulls = [answers.pull(row, surprise)[0] for row in range(len(ids))]
-    del answers, hidden
-    for stage, index in reversed(list(enumerate(stream.visits))):
-        block, seen = stream.load(index), dict[str, list[Tensor]]()
-        for row, pull in enumerate(pulls):
-            pulls[row], gradients = _through(calls, block, stage, inputs[stage], row, pull)
-            for name, gradient in gradients.items():
-                seen.setdefault(name, []).append(gradient)
-        inputs.pop()
-        write(index, {name: _joined(parts) for name, parts in seen.items()})
+        pulls = [answers.pull(row, surprise)[0] for row in range(len(ids))]
+        del answers, hidden
+        for stage, index in reversed(list(enumerate(stream.visits))):
+            block, seen = stream.load(index), dict[str, list[Tensor]]()
+            for row, pull in enumerate(pulls):
+                pulls[row], gradients = _through(calls, block, stage, inputs[stage], row, pull)
+                for name, gradient in gradients.items():
+                    seen.setdefault(name, []).append(gradient)
+            inputs.pop()
+            write(index, {name: _joined(parts) for name, parts in seen.items()})
 
 
 @torch.enable_grad()

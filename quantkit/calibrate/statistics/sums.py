@@ -237,6 +237,7 @@ class InputStats:
 
         On a CPU it takes the place of one of them.
         """
+        self._sum("products")
         if self._hessian is None and not isinstance(self._halves, Tensor) and self.tokens:
             first, second = self._halves
             self._halves = ()

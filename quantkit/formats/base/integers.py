@@ -73,6 +73,11 @@ class IntegerFormat(GridFormat):
         """Largest code."""
         return int(2 ** (self.bits - 1)) - 1
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Smallest and largest code."""
+        return self.low, self.high
+
     def parameters(
         self, low: Tensor, high: Tensor, scheme: WeightScheme, global_scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:

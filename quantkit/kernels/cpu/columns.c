@@ -77,6 +77,55 @@ API int quantkit_choose(long columns, long rows, long width, const float *restri
     return 0;
 }
 
+/* Finds the best of some grids for each group of `length` columns of a row: `best`, its number, and its cost, the squared
+ * errors times `costs` [columns]. `fitted` is the scale that is best for its codes; not finite if they are all zero.
+ *
+ * `weights` [columns, rows]; `scale`, `inverse`, `low` and `high` [tries, groups, rows], ends in units of the scale;
+ * `fitted` and `cost` [groups, rows]. 1 without memory. */
+API int quantkit_ranges(long groups, long length, long rows, long tries, const float *restrict weights,
+                        const float *restrict costs, const float *restrict scale, const float *restrict inverse,
+                        const float *restrict low, const float *restrict high, long *restrict best,
+                        float *restrict fitted, float *restrict cost) {
+    float(*tile)[ROWS] = calloc((size_t)length, sizeof *tile);
+    if (!tile) return 1;
+    for (long group = 0; group < groups; group++) {
+        const float *own = weights + group * length * rows, *dear = costs + group * length;
+        for (long first = 0; first < rows; first += ROWS) {
+            const long count = rows - first < ROWS ? rows - first : ROWS;
+            for (long column = 0; column < length; column++)
+                memcpy(tile[column], own + column * rows + first, (size_t)count * sizeof(float));
+            float least[ROWS], ends[4][ROWS] = {{0}};
+            long chosen[ROWS] = {0};
+            for (long one = 0; one <= tries; one++) { /* the last time, the chosen one again */
+                float missed[ROWS] = {0}, along[ROWS] = {0}, bent[ROWS] = {0};
+                for (long row = 0; row < count; row++) {
+                    const long at = ((one < tries ? one : chosen[row]) * groups + group) * rows + first + row;
+                    ends[0][row] = inverse[at], ends[1][row] = low[at], ends[2][row] = high[at];
+                    ends[3][row] = scale[at];
+                }
+                for (long column = 0; column < length; column++)
+                    for (int row = 0; row < ROWS; row++) {
+                        const float exact = tile[column][row] * ends[0][row];
+                        const float unit = rintf(within(exact, ends[1][row], ends[2][row]));
+                        const float off = unit - exact;
+                        missed[row] += dear[column] * off * off;
+                        along[row] += dear[column] * unit * tile[column][row];
+                        bent[row] += dear[column] * unit * unit;
+                    }
+                for (long row = 0; row < count; row++) {
+                    const float paid = missed[row] * ends[3][row] * ends[3][row];
+                    if (!one || paid < least[row]) least[row] = paid, chosen[row] = one < tries ? one : chosen[row];
+                    if (one < tries) continue;
+                    const long at = group * rows + first + row;
+                    best[at] = chosen[row], cost[at] = least[row], fitted[at] = along[row] / bent[row];
+                }
+            }
+        }
+    }
+    free(tile);
+    return 0;
+}
+
 /* Moves each column to the best place on its grid; its change moves the wishes of the later columns of the block.
  * The block is in one group: `scale`, `inverse`, `low` and `high` are [rows]. */
 API int quantkit_descend(long length, long rows, const float *restrict inside, const float *restrict scale,

@@ -1,4 +1,4 @@
-"""Loops of GPTQ over columns, compiled by the machine's own C compiler: `columns.c`.
+"""Loops of solvers over columns, compiled by the machine's own C compiler: `columns.c`.
 
 In torch each column is ten operations of a few microseconds, most of which is not arithmetic. Here a weight's choice
 or a block's descent is one call, without Python's lock.
@@ -53,6 +53,25 @@ def choose(
     columns, rows = wanted.shape
     written = torch.empty_like(wanted), torch.empty_like(wanted), wanted.new_empty(rows)
     _call("quantkit_choose", (columns, rows, unit.shape[1]), (unit, place, costs, *tables, wanted), written)
+    return written
+
+
+def ranges(weights: Tensor, costs: Tensor, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the best of T grids for each group of columns and each row.
+
+    Args:
+        weights: [K, N], in G groups of as many columns.
+        costs: [K], of an error in a column.
+        tables: scales, their inverses, and both ends in units of the scale, [T, G, N] each.
+
+    Returns:
+        Number of the best grid [G, N] int64, the scale that is best for its codes (not finite for zeros), and the cost
+        of its errors, [G, N] each.
+    """
+    (tries, groups, _), (columns, rows) = tables[0].shape, weights.shape
+    shape = weights.new_empty(groups, rows)
+    written = torch.empty_like(shape, dtype=torch.int64), shape, torch.empty_like(shape)
+    _call("quantkit_ranges", (groups, columns // groups, rows, tries), (weights, costs, *tables), written)
     return written
 
 

@@ -6,12 +6,16 @@ Throughout, a linear computes `y = W x` with `W` [N, K]; `X` [T, K] holds the in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+V = TypeVar("V")
 
 
 class Scaling(NamedTuple):
@@ -29,17 +33,28 @@ class Scaling(NamedTuple):
 
 
 @contextmanager
-def one_thread(of: Tensor | None = None) -> Iterator[None]:
+def one_thread(of: Tensor | None = None) -> Iterator[int]:
     """Run torch's kernels in the body on one thread; does nothing if `of` is on a device.
 
     Vectors are too short for several threads, and on one thread sums and Cholesky factors are equal on every machine.
+
+    Yields: number of threads for `spread`, those that there were.
     """
     if of is not None and of.device.type != "cpu":
-        yield
+        yield 1
         return
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        yield before
     finally:
         torch.set_num_threads(before)
+
+
+def spread(work: Callable[[T], V], parts: Iterable[T], threads: int) -> list[V]:
+    """Work on each part, on so many threads with one of torch's each; the parts, and so the bits, do not depend on
+    them."""
+    if threads == 1:
+        return [work(part) for part in parts]
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(pool.map(work, parts))

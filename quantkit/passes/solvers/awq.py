@@ -21,8 +21,10 @@ from torch import Tensor
 
 from quantkit.formats.base.blocks import BlockFormat
 from quantkit.formats.base.grid import load_grid
+from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.layout import groups_of
-from quantkit.passes.solvers import Scaling, device, one_thread, ranges
+from quantkit.kernels.cpu import columns as loops
+from quantkit.passes.solvers import Scaling, device, one_thread, ranges, spread
 from quantkit.passes.solvers.factor import check_finite
 from quantkit.scheme import WeightScheme
 
@@ -65,7 +67,7 @@ def search_scales(
     """
     if not device.launched(hessian):
         check_finite(hessian)
-    with one_thread(hessian):
+    with one_thread(hessian) as threads:
         rows = [weight.shape[0] for weight in weights]
         costs = hessian.float() if importance is None else importance.float()
         if device.launched(hessian) and device.known(load_grid(scheme.format)):
@@ -80,7 +82,8 @@ def search_scales(
         size = _shared(hessian.diagonal().float().clamp(min=0).sqrt(), producers, channels)
         exponents = torch.arange(grid + 1, dtype=torch.float64) / max(grid, 1)
         tried = [torch.ones_like(size), *(_power(size, alpha) for alpha in exponents[1:].tolist())]
-        lost = torch.tensor([_cost(target, rows, scales, costs, scheme) for scales in tried], dtype=torch.float64)
+        paid = spread(lambda scales: _cost(target, rows, scales, costs, scheme), tried, threads)
+        lost = torch.tensor(paid, dtype=torch.float64)
         best = int(lost.argmin())  # ties take the first
         return Scaling(tried[best], exponents[best], lost[best], lost[0])
 
@@ -97,8 +100,8 @@ def clip(weight: Tensor, hessian: Tensor, scheme: WeightScheme, search: ranges.S
     min-max ranges then uses these grids. Raises InputError as `search_scales`.
     """
     form = ranges.integer_format(scheme)
-    with one_thread(hessian):
-        scale, zero = ranges.for_output(weight, scheme, hessian, search)
+    with one_thread(hessian) as threads:
+        scale, zero = ranges.for_output(weight, scheme, hessian, search, threads)
     groups = scale.shape[1] if scheme.granularity != "tensor" else 1
     parts = weight.float().reshape(-1, groups, weight.shape[1] // groups_of(weight.shape[1], scheme))
     width = scale.float().unsqueeze(2)
@@ -175,7 +178,12 @@ def _cost(target: Tensor, rows: list[int], scales: Tensor, hessian: Tensor, sche
         if scheme.granularity == "tensor":
             scale, zero = ranges.transposed(part.reshape(-1, 1), part.numel(), scheme, None, plain)
         else:
-            scale, zero = ranges.transposed(part, columns // groups_of(columns, scheme), scheme, None, plain)
+            length = columns // groups_of(columns, scheme)
+            scale, zero = ranges.transposed(part, length, scheme, None, plain)
+            if isinstance(form, IntegerFormat) and ranges.compiled(form, hessian, length, part):
+                tables = ranges.tables(form, [(scale, zero)])
+                total += float(loops.ranges(part, hessian / scales.square(), tables)[2].double().sum())
+                continue
         # as many columns at a time as a cache holds, so that intermediate results stay in it
         for piece in torch.arange(part.shape[1]).split(max(1, _CHUNK // columns)):
             at = slice(int(piece[0]), int(piece[-1]) + 1)

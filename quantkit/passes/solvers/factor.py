@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.passes.solvers import one_thread, spread
 
 # rows of a matrix that are looked at, or moved, together
 _PANEL = 512
 # number of times that damping is raised tenfold before the Hessian is refused
 ATTEMPTS = 6
+# rows and columns of a block of a large matrix
+_PANEL = 512
 
 
 @dataclass(frozen=True)
@@ -137,9 +140,7 @@ def factor(
         # a column without input costs nothing; a small cost keeps it at the nearest code
         added[diagonal <= 0] += mean
         turned.diagonal().copy_((diagonal + added)[backwards])
-        info = torch.empty((), dtype=torch.int32)
-        torch.linalg.cholesky_ex(turned, out=(turned, info))
-        if int(info) == 0 and bool(torch.isfinite(turned.diagonal()).all()):
+        if not factorize(turned) and bool(torch.isfinite(turned.diagonal()).all()):
             _reverse(turned.mT.view(-1))
             pivots = turned.diagonal().clone()
             damped.diagonal().add_(added)
@@ -150,6 +151,37 @@ def factor(
             laid = (solved.diagonal.clone(), solved.importance)
             return replace(solved, hessian=damped.new_empty(0, 0), unit=unit, laid=laid)
     raise no_factor(f"up to {share:g}", where)
+
+
+def factorize(matrix: Tensor) -> int:
+    """Replace a matrix [K, K] by its lower factor; returns 0 if there is one, else what LAPACK says.
+
+    A large one is done block by block, each by one thread, so their number changes no bit.
+    """
+    info = torch.empty((), dtype=torch.int32)
+    with one_thread() as threads:
+        if len(matrix) <= 2 * _PANEL:
+            torch.linalg.cholesky_ex(matrix, out=(matrix, info))
+            return int(info)
+        for start in range(0, len(matrix), _PANEL):
+            own = slice(start, start + _PANEL)
+            corner, info = torch.linalg.cholesky_ex(matrix[own, own])
+            if int(info):
+                break
+            matrix[own, own] = corner
+            below = [slice(at, at + _PANEL) for at in range(start + _PANEL, len(matrix), _PANEL)]
+
+            def solve(rows: slice, own: slice = own, corner: Tensor = corner) -> None:
+                matrix[rows, own] = torch.linalg.solve_triangular(corner.T, matrix[rows, own], upper=True, left=False)
+
+            def update(part: tuple[slice, slice], own: slice = own) -> None:
+                rows, columns = part
+                matrix[rows, columns].addmm_(matrix[rows, own], matrix[columns, own].T, alpha=-1)
+
+            spread(solve, below, threads)
+            spread(update, [(rows, columns) for at, rows in enumerate(below) for columns in below[: at + 1]], threads)
+    matrix.tril_()
+    return int(info)
 
 
 def _reverse(values: Tensor) -> None:
@@ -183,7 +215,13 @@ def _falling(diagonal: Tensor, together: int) -> Tensor:
 
 
 def awaited(
-    hessian: Tensor, *, damping: float, shrink: float, act_order: bool, together: int = 1, where: str = ""
+    hessian: Tensor,
+    *,
+    damping: float,
+    shrink: float | Tensor,
+    act_order: bool,
+    together: int = 1,
+    where: str = "",
 ) -> Factor:
     """Call `factor` and wait for a GPU, raising the damping until it succeeds. Raises as `factor`."""
     for raised in range(ATTEMPTS):

@@ -16,24 +16,19 @@ codes (Chen et al., "The Geometry of LLM Quantization", 2025).
 - Where neighbours are coded by one point (`lattice.py`), they are chosen at once; their errors are fed back as before.
 - Sweeps of coordinate descent follow: with all other codes fixed, the best q_j is `round(w_j + d_j - (D H)_j / H_jj)`,
   and the best scale of a group has a closed form (Behdin et al., "QuantEase", 2023, arXiv 2309.01885).
-
-`corrected` compensates the drift of the inputs: X differs from the original X + Δ, since earlier layers are quantized.
-On X the matrix `W + W ΔᵀX H⁻¹` comes closest to `W (X + Δ)ᵀ` (Li et al., "GPTAQ", 2025, arXiv 2504.02692). If the
-output is added to a stream that differs from the original by R, `W + (W ΔᵀX + RᵀX) H⁻¹` compensates that too. The
-regression is a ridge, `(H + λ D)⁻¹` with D the diagonal of H: a drift in many tokens is corrected fully, in few hardly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.errors import InputError
 from quantkit.formats import QuantTensor, joined
 from quantkit.formats import apart as split_rows
 from quantkit.formats.base.blocks import BlockFormat, BlockGrid
@@ -43,7 +38,7 @@ from quantkit.formats.base.lattice import LatticeFormat
 from quantkit.formats.base.layout import by_row, groups_of
 from quantkit.formats.base.scaled import ScaledFormat
 from quantkit.kernels.cpu import columns as loops
-from quantkit.passes.solvers import blocks, device, lattice, one_thread, ranges, unsaturated
+from quantkit.passes.solvers import blocks, device, lattice, one_thread, ranges, spread, unsaturated
 from quantkit.passes.solvers.factor import Factor, factor
 from quantkit.scheme import WeightScheme
 
@@ -53,6 +48,8 @@ Range = Literal["minmax", "mse", "hessian"]
 _BLOCK = 32
 # elements of a weight that are chosen together on a CPU, each held seven times in float32
 _PIECE = 1 << 23
+# rows that the loops in C take at a time: `ROWS` of columns.c
+_ROWS = 32
 # bands of rows that compensate one another, and columns that a band is ahead of the next
 _BANDS, _STEP = 32, 16
 # bands of rows that descend in turns: the first number in which rows of a band are coupled by no more than this (the
@@ -99,7 +96,7 @@ def gptq_shared(
     sweeps: int = 0,
     refit: bool = True,
     neighbours: Tensor | None = None,
-    outputs: Iterable[Factor | None] | None = None,
+    outputs: Sequence[Callable[[], Factor | None]] | None = None,
 ) -> list[GptqResult]:
     """Choose the codes of weights with one input, by one factor of their Hessian.
 
@@ -114,21 +111,21 @@ def gptq_shared(
             whose columns are visited together.
         neighbours: [K], column that each is added to in 16 bits (`unsaturated`). For int8, a scale a channel, no zero
             points or sweeps.
-        outputs: factors of `E[g gᵀ]` [N_i, N_i] of the weights, one at a time, g the gradient of its output; None for
-            a weight whose outputs are equally dear.
+        outputs: function of each weight that factors `E[g gᵀ]` [N_i, N_i], g the gradient of its output; None from it
+            if outputs are equally dear. Called one at a time and thread, since each is as large as a Hessian.
 
     Raises:
         InputError: `hessian-nonfinite`, `hessian-not-positive`, `group-indivisible`, `format-without-scale`.
     """
     form = load_grid(scheme.format)
-    with one_thread(weights[0]):
-        if not isinstance(hessian, Factor):
-            hessian = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, together=together(form))
-        solved, rows, columns = hessian, [weight.shape[0] for weight in weights], weights[0].shape[1]
-        apart = scheme.rows_apart and isinstance(form, IntegerFormat) and outputs is None
-        if apart and sum(rows) * columns > _PIECE and not device.launched(weights[0]):
-            how: dict[str, Any] = {"range": range, "sweeps": sweeps, "refit": refit, "neighbours": neighbours}
-            return [_in_pieces(weight, solved, scheme, **how) for weight in weights]
+    if not isinstance(hessian, Factor):
+        hessian = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, together=together(form))
+    solved, rows, columns = hessian, [weight.shape[0] for weight in weights], weights[0].shape[1]
+    apart = scheme.rows_apart and isinstance(form, IntegerFormat) and outputs is None
+    if apart and sum(rows) * columns > _PIECE and not device.launched(weights[0]):
+        how: dict[str, Any] = {"range": range, "sweeps": sweeps, "refit": refit, "neighbours": neighbours}
+        return [_in_pieces(weight, solved, scheme, **how) for weight in weights]
+    with one_thread(weights[0]) as threads:
         group = (scheme.group or columns) if scheme.granularity == "block" else columns // groups_of(columns, scheme)
         # transposed, so that work on a column of all weights is one vector operation
         if device.launched(weights[0]):
@@ -148,7 +145,7 @@ def gptq_shared(
                 target = target - block.offset.T.repeat_interleave(group, dim=0)
         elif neighbours is None:
             lots = [sum(rows)] if form.shares_scale(scheme) else rows
-            scale, zero = _place(target, lots, group, scheme, solved, range)
+            scale, zero = _place(target, lots, group, scheme, solved, range, threads)
         else:
             scale = unsaturated.scales(target, neighbours, solved.diagonal)[None]
         coarse = None if block is None or block.super_blocks is None else block.super_blocks.d
@@ -156,13 +153,16 @@ def gptq_shared(
         refit = refit and isinstance(form, IntegerFormat | BlockFormat) and group <= 64
         refit = refit and scheme.granularity in ("group", "channel")
         if outputs is not None:
-            ends = torch.tensor(rows).cumsum(0).tolist()
-            own = [slice(end - count, end) for end, count in zip(ends, rows, strict=True)]
-            pairs = zip(own, outputs, strict=True)
-            apiece = [_by_outputs(target[:, one], solved, grid.of(one), sweeps, refit, by) for one, by in pairs]
+            own = [slice(end - count, end) for end, count in zip(accumulate(rows), rows, strict=True)]
+
+            def apart_of(pair: tuple[slice, Callable[[], Factor | None]]) -> tuple[Tensor, Tensor]:
+                one, by = pair
+                return _by_outputs(target[:, one], solved, grid.of(one), sweeps, refit, by())
+
+            apiece = spread(apart_of, zip(own, outputs, strict=True), threads)
             codes, errors = (torch.cat(parts, dim=-1) for parts in zip(*apiece, strict=True))
         else:
-            codes, errors = _by_inputs(target, solved, grid, neighbours, sweeps, refit)
+            codes, errors = _by_inputs(target, solved, grid, neighbours, sweeps, refit, threads)
         if isinstance(form, BlockFormat) and block is not None:
             block = blocks.rescaled(block, form, scale)
             tensors = split_rows(form.on(form.coded(codes.T.contiguous()), block, scheme), rows)
@@ -273,13 +273,13 @@ def _tensor(units: Tensor, grid: _Grid, whole: Tensor | None) -> QuantTensor:
 
 
 def _place(
-    target: Tensor, rows: list[int], group: int, scheme: WeightScheme, solved: Factor, kind: Range
+    target: Tensor, rows: list[int], group: int, scheme: WeightScheme, solved: Factor, kind: Range, threads: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return effective scale and zero [G, N] float32 of weights with these `rows`, side by side in target [K, N]."""
     search = ranges.Search(steps=0, refinements=0) if kind == "minmax" else ranges.Search()
     importance = solved.diagonal.contiguous() if kind == "hessian" else None
     if scheme.granularity not in ("tensor", "block"):
-        scale, zero = ranges.transposed(target, group, scheme, importance, search, wide=True)
+        scale, zero = ranges.transposed(target, group, scheme, importance, search, True, threads)
         return scale.float(), None if zero is None else zero.float()
     scales, zeros = [], []
     for part in torch.split(target, rows, dim=1):
@@ -290,7 +290,9 @@ def _place(
     return torch.cat(scales, dim=1), torch.cat(zeros, dim=1) if zeros else None
 
 
-def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _choose(
+    target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | None, threads: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return values in units of the scale [K, N], the cost of every row [N], and `D` [K, N], in the weights' order."""
     columns, rows = target.shape
     if device.launched(target) and device.known(grid.form) and neighbours is None:
@@ -304,7 +306,14 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
     back[solved.order] = torch.arange(columns, device=target.device)
     if neighbours is None and grid.compiled(target):
         place_of, unit = solved.order // grid.group, loops.laid(solved.unit)
-        codes, delta, cost = loops.choose(unit, place_of, solved.pivots, grid.tables(), ordered)
+        tables, step = grid.tables(), max(_ROWS, -(-rows // (threads * _ROWS)) * _ROWS)
+
+        def some(start: int) -> tuple[Tensor, ...]:
+            own = slice(start, start + step)
+            return loops.choose(unit, place_of, solved.pivots, [table[:, own] for table in tables], ordered[:, own])
+
+        parts = zip(*spread(some, range(0, rows, step), threads), strict=True)
+        codes, delta, cost = (torch.cat(part, dim=-1) for part in parts)
         return codes[back], cost, delta[back]
     columnwise = solved.unit.mT.contiguous().mT
     beside = None if neighbours is None else back[neighbours[solved.order]].tolist()
@@ -343,10 +352,16 @@ def _choose(target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | No
 
 
 def _by_inputs(
-    target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | None, sweeps: int, refit: bool
+    target: Tensor,
+    solved: Factor,
+    grid: _Grid,
+    neighbours: Tensor | None,
+    sweeps: int,
+    refit: bool,
+    threads: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Return values in units of the scale [K, N], and the cost of every row [N], after sweeps."""
-    codes, errors, delta = _choose(target, solved, grid, neighbours)
+    codes, errors, delta = _choose(target, solved, grid, neighbours, threads)
     return codes, _descend(target, codes, delta, solved.hessian, grid, sweeps, refit) if sweeps else errors
 
 
@@ -379,15 +394,16 @@ def _choose_by_rows(target: Tensor, solved: Factor, grid: _Grid, outputs: Factor
         codes, delta = torch.empty_like(wanted), torch.empty_like(wanted)
         place, turned = solved.order // grid.group, [table[:, outputs.order] for table in grid.tables()]
         for start in range(0, rows, size):
-            band = slice(start, start + size)
-            asked = wanted[:, band] - delta[:, :start] @ outputs.unit[:start, band]
-            on = [table[:, band] for table in turned]
-            codes[:, band], off, _ = loops.choose(laid, place, solved.pivots, on, asked)
-            delta[:, band] = off.add_(asked).sub_(wanted[:, band])
+            some = slice(start, start + size)
+            asked = wanted[:, some] - delta[:, :start] @ outputs.unit[:start, some]
+            on = [table[:, some] for table in turned]
+            codes[:, some], off, _ = loops.choose(laid, place, solved.pivots, on, asked)
+            delta[:, some] = off.add_(asked).sub_(wanted[:, some])
         return codes[back], delta[back]
     bands, strides = -(-rows // size), -(-columns // _STEP)
     # the last band is filled up with the last row; the last step with columns of no cost
-    position = torch.arange(bands * size).clamp(max=rows - 1)
+    there = target.device
+    position = torch.arange(bands * size, device=there).clamp(max=rows - 1)
     row, fed = outputs.order[position].view(bands, size), outputs.unit[:, position]
     more = strides * _STEP - columns
     unit = pad(solved.unit, (0, more, 0, more))
@@ -397,10 +413,11 @@ def _choose_by_rows(target: Tensor, solved: Factor, grid: _Grid, outputs: Factor
     tables, snap = grid.tables(), grid.snap()
     form = grid.points
     for step in range(strides + bands - 1):
-        active = torch.arange(max(0, step - strides + 1), min(bands, step + 1))
-        column = (step - active) * _STEP + torch.arange(_STEP)[:, None]
+        running = range(max(0, step - strides + 1), min(bands, step + 1))
+        active = torch.arange(running.start, running.stop, device=there)
+        column = (step - active) * _STEP + torch.arange(_STEP, device=there)[:, None]
         asked = wanted[column, active]
-        own = [(band, slice((step - band) * _STEP, (step - band + 1) * _STEP)) for band in active.tolist()]
+        own = [(band, slice((step - band) * _STEP, (step - band + 1) * _STEP)) for band in running]
         for aim, (band, part) in zip(asked.unbind(1), own, strict=True):
             aim.addmm_(delta[part, :band].flatten(1), fed[: band * size, band * size : (band + 1) * size], alpha=-1)
         aims = asked.clone()
@@ -539,51 +556,3 @@ def _bands(curve: Tensor) -> tuple[int, float]:
         if coupled <= _COUPLED:
             break
     return bands, coupled
-
-
-def corrected(
-    weights: Sequence[Tensor],
-    hessian: Tensor,
-    drift: Tensor,
-    lags: Sequence[Tensor | None] | None = None,
-    *,
-    ridge: float = 2.0,
-    share: float = 1.0,
-    damping: float = 0.01,
-) -> list[Tensor]:
-    """Return weights, corrected for the drift of their inputs: `W + share (W ΔᵀX + RᵀX) (H + ridge D)⁻¹`, [N_i, K].
-
-    Args:
-        weights: weights with one input; never modified.
-        hessian: [K, K] of it, `XᵀX` in any scale. Inputs never seen (zero diagonal) are allowed.
-        drift: [K, K], `ΔᵀX` in that scale, Δ the original inputs minus the present ones.
-        lags: for every weight [N_i, K], `RᵀX` in that scale, R the original stream minus the present one, to which its
-            output is added; None if it is added to nothing.
-        share: share of the correction, 0 to 1.
-        damping: share of the ridged Hessian's mean diagonal that is added to it as well; raised if necessary.
-
-    Raises:
-        InputError: `drift-nonfinite`, `hessian-nonfinite`, `hessian-not-positive`.
-    """
-    if not device.launched(drift) and not bool(torch.isfinite(drift).all()):
-        value = f"{int((~torch.isfinite(drift)).sum())} of {drift.numel()} entries are NaN or infinite"
-        rule = "the original activations of the calibration text have to be finite"
-        raise InputError("drift-nonfinite", value=value, rule=rule, remedy="compute in float32, or set correction: 0")
-    with one_thread(hessian):
-        # (H + ridge D) = (1 + ridge) times H with a share ridge / (1 + ridge) of its off-diagonal entries taken off
-        solved = factor(hessian, damping=damping, shrink=ridge / (1 + ridge), act_order=False)
-        rows = [weight.shape[0] for weight in weights]
-        whole = torch.cat([weight.float() for weight in weights])
-        added = whole @ drift
-        for part, lag in zip(added.split(rows), lags or [None] * len(rows), strict=True):
-            if lag is not None:
-                part.add_(lag)
-        if device.launched(added):  # H = unit pivots unitᵀ, without another matrix
-            sides = {"left": False, "unitriangular": True}
-            added = torch.linalg.solve_triangular(solved.unit.T, added, upper=False, **sides).div_(solved.pivots)
-            added = torch.linalg.solve_triangular(solved.unit, added, upper=True, **sides)
-        else:
-            root = solved.unit * solved.pivots.sqrt()  # H = root rootᵀ
-            added = torch.linalg.solve_triangular(root.T, added, upper=False, left=False)
-            added = torch.linalg.solve_triangular(root, added, upper=True, left=False)
-        return list(whole.add_(added, alpha=share / (1 + ridge)).split(rows))

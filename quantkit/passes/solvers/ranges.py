@@ -13,6 +13,7 @@ numbers are one launch, other formats a few (`kernels/solving/search.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +24,14 @@ from quantkit.formats import load_format
 from quantkit.formats.base.grid import GridFormat, load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.layout import groups_of, tiles
-from quantkit.passes.solvers import device
+from quantkit.kernels.cpu import columns as loops
+from quantkit.passes.solvers import device, spread
 from quantkit.scheme import WeightScheme
 
 # elements in one piece of work: few calls, and the temporaries still fit into the last-level cache
 _CHUNK = 1 << 17
+# elements in one call of the loops in C, whose tables take half as many
+_LOOPED = 1 << 19
 # a program of the kernel takes a whole group: longer groups leave too few programs, and H is a matrix product then
 LONGEST, _LONGEST_BLOCK = 1 << 15, 512
 
@@ -90,7 +94,7 @@ def searched(
 
 
 def for_output(
-    weight: Tensor, scheme: WeightScheme, hessian: Tensor, search: Search | None = None
+    weight: Tensor, scheme: WeightScheme, hessian: Tensor, search: Search | None = None, threads: int = 1
 ) -> tuple[Tensor, Tensor | None]:
     """Search ranges as `searched`, with a group's error measured at the output: `d H_gg dᵀ`, other groups exact.
 
@@ -99,7 +103,8 @@ def for_output(
     if scheme.granularity in ("tensor", "block"):
         return searched(weight, scheme, hessian.diagonal(), search)
     length = weight.shape[1] // groups_of(weight.shape[1], scheme)
-    scale, zero = transposed(weight.float().T.contiguous(), length, scheme, blocks(hessian, length), search or Search())
+    target, costs = weight.float().T.contiguous(), blocks(hessian, length)
+    scale, zero = transposed(target, length, scheme, costs, search or Search(), threads=threads)
     return scale.T.contiguous(), None if zero is None else zero.T.contiguous()
 
 
@@ -117,6 +122,7 @@ def transposed(
     importance: Tensor | None,
     search: Search,
     wide: bool = False,
+    threads: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """Search ranges as `searched` for transposed weights, as solvers hold them: every step is one vector operation.
 
@@ -125,6 +131,7 @@ def transposed(
         length: weights of a column that share a scale; divides K.
         importance: [K] float32, or the blocks of a Hessian [K / length, length, length], or None.
         wide: whether both results are wanted in float32; a kernel then returns them so.
+        threads: number of threads, under `one_thread`.
 
     Returns:
         effective scale [K / length, N], and zero of that shape, int8, None if symmetric.
@@ -164,6 +171,18 @@ def transposed(
         return best.to(grids.dtype), None
     # all groups at once: vectors of one group are so short that the calls would take longer than the computation
     laid = [form.parameters(low * share, high * share, scheme, whole) for share in (*shares, *form.stretches)]
+    if compiled(form, importance, length, target):
+        assert isinstance(form, IntegerFormat)
+        dear = target.new_ones(len(target)) if importance is None else importance
+        step = max(1, _LOOPED // len(target))
+
+        def loop(rows: slice) -> None:
+            grids = [(tried[:, rows], None if shift is None else shift[:, rows]) for tried, shift in laid]
+            own = scale[:, rows], None if zero is None else zero[:, rows]
+            _looped(target[:, rows], dear, scheme, form, search, [own, *grids])
+
+        spread(loop, [slice(start, start + step) for start in range(0, columns, step)], threads)
+        return scale, zero
     step = columns if device.launched(target) else max(1, _CHUNK // length)
     for group in range(groups):
         costs = None
@@ -177,6 +196,43 @@ def transposed(
             if zero is not None and moved is not None:
                 zero[at] = moved
     return scale, zero
+
+
+def compiled(form: GridFormat, importance: Tensor | None, length: int, target: Tensor) -> bool:
+    """Tell whether the grids of whole numbers are compared in C: where errors of a group of [K, N] cost by column."""
+    by_column = isinstance(form, IntegerFormat) and (importance is None or importance.dim() == 1)
+    return by_column and length <= LONGEST and not device.launched(target) and loops.ready() is not None
+
+
+def tables(form: IntegerFormat, grids: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
+    """Return scales of some grids, their inverses, and both ends in units of the scale, [T, G, N] float32 each."""
+    scales = torch.stack([scale.float() for scale, _ in grids])
+    shifts = [torch.zeros(()) if zero is None else zero.float() for _, zero in grids]
+    low, high = (torch.stack([(end - shift).expand(scales.shape[1:]) for shift in shifts]) for end in form.ends)
+    return scales, scales.reciprocal(), low, high
+
+
+def _looped(
+    target: Tensor,
+    costs: Tensor,
+    scheme: WeightScheme,
+    form: IntegerFormat,
+    search: Search,
+    grids: list[tuple[Tensor, Tensor | None]],
+) -> None:
+    """Write the best of some grids, [G, N] each, over the first, for all groups of [K, N]."""
+    scale, zero = grids[0]
+    target = target.contiguous()
+    best, fitted, _ = loops.ranges(target, costs, tables(form, grids))
+    for own, tried in zip((scale, zero), zip(*grids, strict=True), strict=True):
+        if own is not None:
+            own.copy_(torch.stack(tried).gather(0, best[None])[0])  # type: ignore[arg-type]
+    for _ in range(search.refinements):
+        # the best scale for these codes; a group of zeros keeps its scale
+        fitted = torch.where(torch.isfinite(fitted) & (fitted > 0), fitted, scale.float())
+        tried_next = form.stored(fitted, scheme)
+        best, fitted, _ = loops.ranges(target, costs, tables(form, [(scale, zero), (tried_next, zero)]))
+        scale.copy_(torch.where(best == 1, tried_next, scale))
 
 
 def _search(

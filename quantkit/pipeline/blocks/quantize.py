@@ -25,6 +25,7 @@ from quantkit.errors import InputError
 from quantkit.exporters import load_exporter
 from quantkit.formats import QuantTensor
 from quantkit.model import finished
+from quantkit.model.device import half_pays
 from quantkit.model.source.weights import write_tensors
 from quantkit.model.structure.traced import weight_of
 from quantkit.passes import GRADIENTS
@@ -217,7 +218,8 @@ def _collect_gradients(prepared: Prepared, build: Build, sequences: int, progres
             gradients = {name: torch.cat((before[name], value)) for name, value in gradients.items()}
         hashes[place], files[place] = write_tensors(place, gradients), final
 
-    collect(prepared.stream, prepared.calibration.ids[:sequences], prepared.request.recipe.seed, write)
+    ids, half = prepared.calibration.ids[:sequences], half_pays(prepared.stream.device.type)
+    collect(prepared.stream, ids, prepared.request.recipe.seed, write, half=half)
     build.commit("gradients", {"cpu_seconds": time.process_time() - begun}, files, hashes=hashes)
 
 

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quantkit.model.device import half_pays
 from quantkit.model.source.weights import write_tensors
 from quantkit.passes import ANSWERS, NOTE, decision
 from quantkit.pipeline.blocks.student import Student
@@ -46,7 +47,9 @@ def recover(prepared: Prepared, build: Build, progress: Progress) -> None:
     name, settings, ids = step.run.name, step.settings, prepared.training.ids
     progress.at("train", 0.0, f"{name}: the original's answers")
     begun = time.process_time()
-    model = Student(prepared.values(build), prepared.stream.answers(ids), ids, half=_halves(prepared))
+    model = Student(
+        prepared.values(build), prepared.stream.answers(ids), ids, half=half_pays(prepared.stream.device.type)
+    )
     held = list(range(settings.sequences, len(ids)))
     optimizer = torch.optim.Adam(model.trained.values(), lr=settings.rate)
     at, scores, best = _resumed(build, model, optimizer) or (0, [model.score(held)], _copied(model.trained))
@@ -87,13 +90,6 @@ def recover(prepared: Prepared, build: Build, progress: Progress) -> None:
 _DONE, _STATE = "recovered", "recovering-"
 # parts of a state: d, Adam's two moments, the best d
 _PARTS = ("d", "exp_avg", "exp_avg_sq", "best")
-
-
-def _halves(prepared: Prepared) -> bool:
-    """Tell whether products in bfloat16 are faster: on a GPU, and on processors with instructions for them."""
-    if not prepared.device.is_cpu:
-        return True
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _copied(trained: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,8 +17,9 @@ from thorough import beside
 from quantkit.formats import QuantTensor, load_format
 from quantkit.formats.base.layout import against
 from quantkit.passes.solvers import awq, device, ranges
+from quantkit.passes.solvers.correction import corrected
 from quantkit.passes.solvers.factor import Factor, factor
-from quantkit.passes.solvers.gptq import corrected, gptq_shared
+from quantkit.passes.solvers.gptq import gptq_shared
 from quantkit.passes.solvers.gptq_rows import gptq_rows
 from quantkit.passes.solvers.hqq import half_quadratic
 from quantkit.scheme import WeightScheme

@@ -9,8 +9,9 @@ from quantkit.formats.base.integers import IntegerFormat
 from quantkit.kernels.cpu import columns as loops
 from quantkit.passes.solvers import gptq as solver
 from quantkit.passes.solvers import one_thread
-from quantkit.passes.solvers.factor import factor
-from quantkit.passes.solvers.gptq import corrected, gptq, gptq_shared
+from quantkit.passes.solvers.correction import corrected
+from quantkit.passes.solvers.factor import factor, factorize
+from quantkit.passes.solvers.gptq import gptq, gptq_shared
 from quantkit.passes.solvers.gptq_rows import gptq_rows
 from quantkit.scheme import WeightScheme
 
@@ -483,7 +484,7 @@ def test_each_row_makes_up_for_those_before_it_as_each_column_does(choice, shape
     monkeypatch.setattr(solver, "_BANDS", 1000)
     weight, hessian = problem(*shape)
     solved, outputs = factor(hessian, damping=0.02), factor(problem(4, shape[0], seed=1, outlier=False)[1])
-    result = gptq_shared([weight], solved, choice, outputs=[outputs])[0]
+    result = gptq_shared([weight], solved, choice, outputs=[lambda: outputs])[0]
     given = read(result)
     rows = wanted(weight.T, given.T, outputs.hessian, outputs.order).T  # the paper's update, of rows
     asked = wanted(rows, given, solved.hessian, solved.order)
@@ -495,12 +496,16 @@ def test_each_row_makes_up_for_those_before_it_as_each_column_does(choice, shape
     assert float(result.error) == pytest.approx(cost(weight, given, solved.hessian), rel=1e-3)
 
 
+def later(factors):
+    return [lambda one=one: one for one in factors]
+
+
 @pytest.mark.parametrize("rows", [5, 33, 64])
 def test_rows_that_make_up_for_each_other_cost_the_loss_less(rows):
     weights, hessian = [problem(rows, 96)[0], problem(7, 96, seed=3)[0]], problem(4, 96)[1]
     curved = [problem(4, len(weight), seed=5, outlier=False)[1] for weight in weights]
     solved, outputs = factor(hessian), [factor(one) for one in curved]
-    plain, fed = (gptq_shared(weights, solved, scheme(), outputs=given) for given in (None, outputs))
+    plain, fed = (gptq_shared(weights, solved, scheme(), outputs=given) for given in (None, later(outputs)))
     for weight, curve, before, after in zip(weights, outputs, plain, fed, strict=True):
         errors = [(read(one) - weight).double() for one in (before, after)]
         costs = [float(((curve.hessian.double() @ e) * (e @ solved.hessian.double())).sum()) for e in errors]
@@ -513,17 +518,17 @@ def test_a_weight_without_gradients_is_solved_as_before_beside_one_with_them(swe
     weights, hessian = [problem(rows, 64, seed=rows)[0] for rows in (12, 7)], problem(4, 64)[1]
     outputs = factor(problem(4, 7, seed=5, outlier=False)[1])
     alone = gptq_shared(weights, factor(hessian), scheme(), sweeps=sweeps)[0]
-    beside = gptq_shared(weights, factor(hessian), scheme(), sweeps=sweeps, outputs=[None, outputs])
+    beside = gptq_shared(weights, factor(hessian), scheme(), sweeps=sweeps, outputs=[lambda: None, lambda: outputs])
     assert torch.equal(beside[0].tensor.codes, alone.tensor.codes)
     assert torch.equal(beside[0].tensor.scale, alone.tensor.scale)
-    lone = gptq_shared(weights[1:], factor(hessian), scheme(), sweeps=sweeps, outputs=[outputs])[0]
+    lone = gptq_shared(weights[1:], factor(hessian), scheme(), sweeps=sweeps, outputs=[lambda: outputs])[0]
     assert torch.equal(beside[1].tensor.codes, lone.tensor.codes)
 
 
 def test_after_sweeps_no_code_alone_lowers_the_loss():
     weight, hessian = problem(9, 32)
     solved, outputs = factor(hessian), factor(problem(4, 9, seed=5, outlier=False)[1], shrink=0.6)
-    found = gptq_shared([weight], solved, scheme(), outputs=[outputs], sweeps=30, refit=False)[0]
+    found = gptq_shared([weight], solved, scheme(), outputs=[lambda: outputs], sweeps=30, refit=False)[0]
     error = (read(found) - weight).double()
     force, tensor = outputs.hessian.double() @ error @ solved.hessian.double(), found.tensor
     curve = outputs.hessian.double().diagonal()[:, None] * solved.hessian.double().diagonal()
@@ -545,7 +550,7 @@ def test_sweeps_of_rows_that_answer_for_each_other_cost_the_loss_less(choice, co
         for weight in weights
     ]
     solved, outputs = factor(hessian), [factor(one.T @ one, shrink=0.1) for one in seen]
-    before, after = (gptq_shared(weights, solved, choice, outputs=outputs, sweeps=sweeps) for sweeps in (0, 2))
+    before, after = (gptq_shared(weights, solved, choice, outputs=later(outputs), sweeps=sweeps) for sweeps in (0, 2))
     for weight, curve, *both in zip(weights, outputs, before, after, strict=True):
         errors = [(read(one) - weight).double() for one in both]
         costs = [float(((curve.hessian.double() @ e) * (e @ solved.hessian.double())).sum()) for e in errors]
@@ -562,7 +567,7 @@ def test_sweeps_of_rows_that_answer_for_each_other_cost_the_loss_less(choice, co
 def test_compiled_loops_choose_as_torch_does(name, shape, by_rows, monkeypatch):
     choice = scheme("group", 32, name == "q4_0", name)
     weight, hessian = problem(*shape)
-    outputs = [factor(problem(4, shape[0], seed=5, outlier=False)[1])] if by_rows else None
+    outputs = later([factor(problem(4, shape[0], seed=5, outlier=False)[1])]) if by_rows else None
     for sweeps in (0, 2):
         fast = gptq_shared([weight], factor(hessian), choice, outputs=outputs, sweeps=sweeps)[0]
         with monkeypatch.context() as patch:
@@ -577,3 +582,45 @@ def test_compiled_loops_keep_what_is_not_a_number():
     weight, hessian = problem(5, 32)
     weight[3, 4] = float("nan")
     assert not gptq(weight, factor(hessian), scheme()).costs[3].isfinite()
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("sweeps", [0, 2])
+@pytest.mark.parametrize("name", ["int4", "nf4", "q4_0"])
+def test_threads_change_no_bit(name, sweeps, by_rows):
+    nf4 = WeightScheme(format="nf4", granularity="group", group=32, symmetric=True, scale="float32")
+    choice = nf4 if name == "nf4" else scheme("group", 32, name == "q4_0", name)
+    weights, hessian = [problem(rows, 160, seed=rows)[0] for rows in (300, 70)], problem(4, 160)[1]
+    drift, outputs = 0.01 * problem(160, 160, seed=9)[0], None
+    if by_rows:
+        outputs = later([factor(problem(4, rows, seed=5, outlier=False)[1]) for rows in (300, 70)])
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            moved = corrected(weights, hessian, drift)
+            found.append(gptq_shared(moved, factor(hessian), choice, sweeps=sweeps, outputs=outputs))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert torch.equal(one.tensor.codes, other.tensor.codes)
+            assert torch.equal(one.tensor.scale, other.tensor.scale) and torch.equal(one.costs, other.costs)
+
+
+def test_threads_change_no_bit_of_a_large_factor():
+    matrix = problem(4, 1100)[1]
+    matrix = matrix / matrix.diagonal().mean() + 0.01 * torch.eye(1100)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(matrix.clone())
+            assert not factorize(found[-1])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+    assert torch.allclose(found[0], torch.linalg.cholesky(matrix), atol=1e-4)
+    matrix[700, 700] = -1.0
+    assert factorize(matrix) > 0

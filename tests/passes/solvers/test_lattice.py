@@ -87,12 +87,12 @@ def test_rows_compensate_as_columns_do(name: str) -> None:
     form, scheme = form_of(name), WeightScheme(format=name)
     weight, hessian = problem(40, 1)
     solved = factor(hessian, shrink=0.3, together=form.unit)
-    alone = gptq(weight, solved, scheme).tensor.dense()
-    apart = gptq(weight, solved, scheme, outputs=[factor(torch.eye(40), damping=0.0, shrink=0.0)]).tensor.dense()
+    alone, plain = gptq(weight, solved, scheme).tensor.dense(), factor(torch.eye(40), damping=0.0, shrink=0.0)
+    apart = gptq(weight, solved, scheme, outputs=[lambda: plain]).tensor.dense()
     assert float((apart == alone).float().mean()) > 0.98
     mixed = torch.randn(400, 40, generator=torch.Generator().manual_seed(2)) @ problem(40, 3)[0][:, :40]
     outputs = factor(mixed.T @ mixed, shrink=0.0)
-    both = gptq(weight, solved, scheme, outputs=[outputs]).tensor.dense()
+    both = gptq(weight, solved, scheme, outputs=[lambda: outputs]).tensor.dense()
 
     def cost(values: Tensor) -> float:
         lost = values - weight

@@ -1,0 +1,95 @@
+"""Correct weights for the drift of their inputs before codes are chosen.
+
+Inputs X differ from the original X + Δ, since earlier layers are quantized. On X the matrix `W + W ΔᵀX H⁻¹` comes
+closest to `W (X + Δ)ᵀ` (Li et al., "GPTAQ", 2025, arXiv 2504.02692). If the output is added to a stream that differs
+from the original by R, `W + (W ΔᵀX + RᵀX) H⁻¹` compensates that too. The regression is a ridge, `(H + λ D)⁻¹` with D
+the diagonal of H: a drift in many tokens is corrected fully, in few hardly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import InputError
+from quantkit.passes.solvers import device, one_thread, spread
+from quantkit.passes.solvers.factor import factor
+
+if TYPE_CHECKING:
+    from quantkit.passes.solvers.moments import Moments
+
+# rows that are corrected at a time
+_SOLVED = 256
+
+
+def corrected(
+    weights: Sequence[Tensor],
+    hessian: Tensor,
+    drift: Tensor,
+    lags: Sequence[Tensor | None] | None = None,
+    *,
+    ridge: float = 2.0,
+    share: float = 1.0,
+    damping: float = 0.01,
+) -> list[Tensor]:
+    """Return weights, corrected for the drift of their inputs: `W + share (W ΔᵀX + RᵀX) (H + ridge D)⁻¹`, [N_i, K].
+
+    Args:
+        weights: weights with one input; never modified.
+        hessian: [K, K] of it, `XᵀX` in any scale. Inputs never seen (zero diagonal) are allowed.
+        drift: [K, K], `ΔᵀX` in that scale, Δ the original inputs minus the present ones.
+        lags: for every weight [N_i, K], `RᵀX` in that scale, R the original stream minus the present one, to which its
+            output is added; None if it is added to nothing.
+        share: share of the correction, 0 to 1.
+        damping: share of the ridged Hessian's mean diagonal that is added to it as well; raised if necessary.
+
+    Raises:
+        InputError: `drift-nonfinite`, `hessian-nonfinite`, `hessian-not-positive`.
+    """
+    if not device.launched(drift) and not bool(torch.isfinite(drift).all()):
+        value = f"{int((~torch.isfinite(drift)).sum())} of {drift.numel()} entries are NaN or infinite"
+        rule = "the original activations of the calibration text have to be finite"
+        raise InputError("drift-nonfinite", value=value, rule=rule, remedy="compute in float32, or set correction: 0")
+    # (H + ridge D) = (1 + ridge) times H with a share ridge / (1 + ridge) of its off-diagonal entries taken off
+    solved = factor(hessian, damping=damping, shrink=ridge / (1 + ridge), act_order=False)
+    with one_thread(hessian) as threads:
+        rows = [weight.shape[0] for weight in weights]
+        whole = torch.cat([weight.float() for weight in weights])
+        launched = device.launched(whole)
+        added = whole @ drift if launched else torch.zeros_like(whole)
+        for part, lag in zip(added.split(rows), lags or [None] * len(rows), strict=True):
+            if lag is not None:
+                part.add_(lag)
+        root = solved.unit if launched else solved.unit * solved.pivots.sqrt()  # H = root rootᵀ
+        sides = {"left": False, "unitriangular": launched}
+
+        def solve(rows: slice) -> None:
+            part = added[rows] if launched else added[rows].addmm_(whole[rows], drift)
+            part = torch.linalg.solve_triangular(root.T, part, upper=False, **sides)
+            part = part.div_(solved.pivots) if launched else part  # H = unit pivots unitᵀ, without another matrix
+            part = torch.linalg.solve_triangular(root, part, upper=True, **sides)
+            whole[rows].add_(part, alpha=share / (1 + ridge))
+
+        step = len(whole) if launched else _SOLVED
+        spread(solve, [slice(start, start + step) for start in range(0, len(whole), step)], threads)
+        return list(whole.split(rows))
+
+
+def corrected_by_moments(parts: Tensor, moments: Moments, *, ridge: float, share: float) -> Tensor:
+    """Return parts [G, N, K] of a graph's weight, corrected where the products with original inputs are known."""
+    if (cross := moments.cross) is None:
+        return parts
+
+    def held() -> tuple[Tensor, Tensor]:
+        size = moments.hessian.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
+        unit = torch.eye(parts.shape[2], dtype=torch.float64, device=size.device)
+        lower, pivots = torch.linalg.lu_factor(moments.hessian + ridge * size[:, None, None] * unit)
+        return lower, pivots
+
+    # W' − W = W (E[x x̂ᵀ] − E[x̂ x̂ᵀ]) (E[x̂ x̂ᵀ] + λ)⁻¹: a large λ leads back to W, not to zero
+    lost = (parts.double() @ (cross - moments.hessian)).transpose(1, 2)
+    moved: Tensor = torch.linalg.lu_solve(*moments.once(("held", ridge), held), lost).transpose(1, 2)
+    return parts.double() + share * moved
