@@ -66,7 +66,7 @@ def measured(
     folder = model(place, layers, shapes)
     name = f"out-{layers}-{number}-{allocator}"
     settings = SETTINGS if recipe == "awq-int4" else ["gates={}", *([] if recipe == "rtn-int4" else FEW)]
-    arguments = ["--no-speed", *(f"--set={change}" for change in settings)]
+    arguments = ["--no-speed", "--no-vllm", *(f"--set={change}" for change in settings)]
     env = environment(QUANTKIT_CACHE=str(place / f"cache-{name}"), **ALLOCATORS[allocator])
     result, done = compiled(folder, recipe, place / name, *arguments, env=env, data_limit=cap)
     return (
