@@ -132,6 +132,18 @@ class Stopped(QuantkitError):
     exit: ClassVar[int] = 75
 
 
+class Told(QuantkitError):
+    """End of a process whose result or error another one tells: nothing is printed.
+
+    Args:
+        code: exit code.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__("told")
+        self.exit = code  # type: ignore[misc]
+
+
 class MissingDependency(QuantkitError):
     """Error for an optional package that is not installed. Exit code 2.
 

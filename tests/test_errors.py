@@ -14,13 +14,14 @@ from quantkit.errors import (
     MissingDependency,
     QuantkitError,
     Stopped,
+    Told,
     did_you_mean,
     escaped,
     from_validation,
     unknown_name,
 )
 
-EXITS = {QuantkitError: 2, InputError: 2, GateError: 1, Inconclusive: 3, Stopped: 75, MissingDependency: 2}
+EXITS = {QuantkitError: 2, InputError: 2, GateError: 1, Inconclusive: 3, Stopped: 75, MissingDependency: 2, Told: 2}
 
 
 def test_every_error_has_its_exit_code() -> None:
@@ -28,7 +29,7 @@ def test_every_error_has_its_exit_code() -> None:
     assert {kind: kind.exit for kind in family} == EXITS
 
 
-@pytest.mark.parametrize("kind", [kind for kind in EXITS if kind is not MissingDependency])
+@pytest.mark.parametrize("kind", [kind for kind in EXITS if kind not in (MissingDependency, Told)])
 def test_pickled_and_back(kind: type[QuantkitError]) -> None:
     error = kind("a-code", where="w", value=3, rule="r", remedy="m")
     back = pickle.loads(pickle.dumps(error))

@@ -109,6 +109,11 @@ class Build:
         except OSError as error:
             raise not_writable(final, error) from None
 
+    @classmethod
+    def beside(cls, out: Path) -> Build:
+        """Open the build of another process, to read its files and to write temporary ones for it."""
+        return cls(out, -1)
+
     @staticmethod
     def demand_free(out: Path) -> None:
         """Refuse, before any work, a name that is taken or a place where no folder can be created; `open` checks again.

@@ -39,7 +39,7 @@ from quantkit.cli.commands.sign import sign
 from quantkit.cli.commands.tax import tax
 from quantkit.cli.commands.tune import tune
 from quantkit.cli.commands.verify import verify
-from quantkit.errors import InputError, MissingDependency, QuantkitError, Rebuilt, Stopped, escaped, printable
+from quantkit.errors import InputError, MissingDependency, QuantkitError, Rebuilt, Stopped, Told, escaped, printable
 from quantkit.model.device import is_out_of_memory, out_of_memory
 from quantkit.plugins import outside
 
@@ -251,7 +251,7 @@ def run(arguments: Sequence[str]) -> int:
         if answer.error.code in ("internal-error", "plugin-failed") and os.environ.get("QUANTKIT_TRACEBACK"):
             traceback.print_exc()
     answer.warnings += rebuilt
-    for line in rebuilt:
+    for line in () if isinstance(answer.error, Told) else rebuilt:
         print(printable(f"! {line}"), file=sys.stderr)
     code = answer.error.exit if answer.error else 0
     try:
@@ -280,6 +280,8 @@ def _named(arguments: Sequence[str]) -> str:
 
 
 def _print(answer: Answer, name: str, code: int, out: IO[str], *, as_json: bool) -> None:
+    if isinstance(answer.error, Told):
+        return
     if as_json:
         print(_envelope(answer, name, code), file=out, flush=True)
     elif answer.shown:

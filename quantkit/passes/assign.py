@@ -22,8 +22,9 @@ from quantkit.plugins.outside import demand_returned
 from quantkit.scheme import WeightScheme
 
 if TYPE_CHECKING:
+    from quantkit.calibrate.statistics.parts import Piece
     from quantkit.model.structure.block import Block
-    from quantkit.passes import Pass
+    from quantkit.passes import Pass, Stats
 
 # a longer search of the grid pays if nothing compensates an error: 8 % of the KL
 _WIDE = ranges.Search(smallest=0.55, steps=6, refinements=2)
@@ -79,14 +80,29 @@ def nearest_alike(
     linears: Sequence[str],
     range: Range,  # noqa: A002
     importance: Tensor | None = None,
+    stats: Stats | None = None,
 ) -> Iterator[tuple[str, QuantTensor]]:
-    """Yield linears with one input and their nearest codes; as one matrix if they share a scale."""
+    """Yield linears with one input and their nearest codes; as one matrix if they share a scale.
+
+    Args:
+        stats: statistics of the block, whose ranks share the work; None for one process.
+    """
     for names in block.alike(linears):
         scheme = block.scheme(names[0])
         together = load_grid(scheme.format).shares_scale(scheme)
         for some in [names] if together else [[name] for name in names]:
             weights = [block.weight(name) for name in some]
-            tensor = nearest(torch.cat(weights), scheme, range, importance)
+            whole = torch.cat(weights)
+
+            def rounded(
+                piece: Piece, whole: Tensor = whole, how: WeightScheme = scheme
+            ) -> list[tuple[QuantTensor, Tensor]]:
+                return [(nearest(whole[rows], how, range, importance), whole.new_empty(0)) for _, rows in piece]
+
+            if stats is None or stats.ranks is None:
+                tensor = nearest(whole, scheme, range, importance)
+            else:
+                ((tensor, _),) = stats.by_rows([len(whole)], rounded, apart=scheme.rows_apart)
             yield from zip(some, apart(tensor, [len(weight) for weight in weights]), strict=True)
 
 

@@ -81,6 +81,7 @@ class Awq(Pass):
                     channels=fold.channels,
                     tied=fold.tied,
                     importance=importance,
+                    over=None if stats.ranks is None else stats.over,
                 ).scales
             return scales, hessian if fits and settings.clip else None
 
@@ -110,8 +111,10 @@ class Awq(Pass):
                     hessian = awq.transformed(hessian, applied)
                 outcome.changed = True
             if settings.clip and hessian is not None:
-                for member in group.members:
-                    block.replace(member, awq.clip(block.weight(member), hessian, block.scheme(member)))
+                how = lambda one, seen=hessian: awq.clip(block.weight(one), seen, block.scheme(one))  # noqa: E731
+                sizes = [block.weight(member).numel() for member in group.members]
+                for member, weight in zip(group.members, stats.over(how, group.members, sizes), strict=True):
+                    block.replace(member, weight)
                 outcome.changed = True
         stats.outputs = None
         return outcome

@@ -17,6 +17,9 @@ from quantkit.lazy import torch
 from quantkit.passes import GRADIENTS, UNGRADED, Outcome, Pass, decision
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from quantkit.calibrate.statistics.parts import Piece
     from quantkit.passes import Block, InputStats, Moments, QuantTensor, SharedInput, Stats, Tensor, WeightScheme
     from quantkit.passes.solvers.factor import Factor
 
@@ -86,7 +89,7 @@ class Gptq(Pass):
         """Assign codes to every linear of the block, stage by stage."""
         from quantkit.formats.base.grid import load_grid
         from quantkit.passes.assign import assign
-        from quantkit.passes.solvers.correction import corrected
+        from quantkit.passes.solvers.correction import ridged
         from quantkit.passes.solvers.factor import factor, raised_damping
         from quantkit.passes.solvers.gptq import gptq_shared, together
         from quantkit.passes.solvers.moments import filled
@@ -106,18 +109,15 @@ class Gptq(Pass):
                 # of linears stored alike, this is its last use
                 hessian = filled(seen.taken() if len(alike) == 1 else seen.hessian, width, width)
                 key = width, together(load_grid(scheme.format))
-                drift = seen.drift if settings.correction else None
+                drift = filled(seen.drift if settings.correction else None, width, width)
+                moved: Callable[[Piece, list[Tensor]], list[Tensor]] | None = None
                 if drift is not None:
-                    lags = [filled(seen.lag(name), width) for name in names]
-                    weights = corrected(
-                        weights,
-                        hessian,
-                        filled(drift, width, width),
-                        lags,
-                        ridge=settings.ridge,
-                        share=settings.correction,
-                        damping=raised_damping(settings.damping, raised),
-                    )
+                    damping = raised_damping(settings.damping, raised)
+                    ridge = ridged(hessian, ridge=settings.ridge, damping=damping)
+                    moved = partial(_moved, seen, names, ridge, drift, settings)
+                    del ridge
+                if moved is not None and stats.ranks is None:  # before there is a second factor
+                    weights, moved = moved([(number, slice(None)) for number in range(len(names))], weights), None
                 if key not in factors:
                     factors[key] = factor(
                         hessian,
@@ -137,21 +137,36 @@ class Gptq(Pass):
                         outcome.note(self.name, "damping-raised", where, reason, settings.damping, raised_to)
                 del hessian
                 bounds = neighbours(width).to(weights[0].device) if settings.unsaturated and bounded(scheme) else None
-                graded = settings.gradients and any(name in stats.gradients for name in names)
-                place = weights[0].device
-                outputs = [partial(_outputs, stats.gradients.get(name), block.full_name(name), place) for name in names]
-                how = {**_chosen(settings), "neighbours": bounds, "outputs": outputs if graded else None}
-                results = gptq_shared(weights, factors[key], scheme, **how)
+
+                def solve(
+                    piece: Piece,
+                    names: list[str] = names,
+                    weights: list[Tensor] = weights,
+                    moved: Callable[[Piece, list[Tensor]], list[Tensor]] | None = moved,
+                    key: tuple[int, int] = key,
+                    bounds: Tensor | None = bounds,
+                ) -> list[tuple[QuantTensor, Tensor]]:
+                    parts = [weights[number][rows] for number, rows in piece]
+                    parts = parts if moved is None else moved(piece, parts)
+                    graded = settings.gradients and any(name in stats.gradients for name in names)
+                    told = [(stats.gradients.get(name), block.full_name(name), parts[0].device) for name in names]
+                    outputs = [partial(_outputs, *one) for one in told]
+                    how = {**_chosen(settings), "outputs": outputs if graded else None}
+                    results = gptq_shared(parts, factors[key], block.scheme(names[0]), neighbours=bounds, **how)
+                    return [(result.tensor, result.costs) for result in results]
+
+                results = stats.by_rows([len(weight) for weight in weights], solve, apart=scheme.rows_apart)
+                del moved, solve
                 if len(alike) == 1:
                     factors.clear()
                 for name in names if settings.gradients else ():
                     if name not in stats.gradients:  # an expert
                         reason = "no token of the sequences with gradients reaches it"
                         outcome.note(self.name, UNGRADED, block.full_name(name), reason, settings.gradients, 0)
-                for name, result in zip(names, results, strict=True):
+                for name, (tensor, costs) in zip(names, results, strict=True):
                     if drift is not None:  # the cost of the codes shows whether there was a second factor
-                        stats.doubt(result.costs, whole.name, again=True)
-                    outcome.errors[name] = assign(block, name, result.tensor)
+                        stats.doubt(costs, whole.name, again=True)
+                    outcome.errors[name] = assign(block, name, tensor)
 
         stats.staged(visit, noise=settings.shrink == "auto", drift=settings.correction > 0, quantized=True)
         return outcome
@@ -203,6 +218,24 @@ class Gptq(Pass):
             factor = moments.once((number, *how.values(), settings.act_order, unit), solved)
             tensors.append(gptq(part, factor, scheme, neighbours=bounds, **_chosen(settings)).tensor)
         return joined(tensors)
+
+
+def _moved(
+    seen: InputStats,
+    names: list[str],
+    ridge: Factor,
+    drift: Tensor,
+    settings: Gptq.Settings,
+    piece: Piece,
+    parts: list[Tensor],
+) -> list[Tensor]:
+    """Return some rows of weights, corrected for the drift of their inputs."""
+    from quantkit.passes.solvers.correction import corrected
+    from quantkit.passes.solvers.moments import filled
+
+    lags = [(filled(seen.lag(names[number]), len(drift)), rows) for number, rows in piece]
+    behind = [lag if lag is None else lag[rows] for lag, rows in lags]
+    return corrected(parts, ridge, drift, behind, ridge=settings.ridge, share=settings.correction)
 
 
 def _outputs(gradients: Tensor | None, name: str, place: torch.device) -> Factor | None:

@@ -58,7 +58,7 @@ class Rtn(Pass):
         outcome = Outcome(True)
 
         def visit(group: SharedInput, seen: InputStats) -> None:
-            for linear, tensor in nearest_alike(block, group.members, settings.range, seen.mean_square):
+            for linear, tensor in nearest_alike(block, group.members, settings.range, seen.mean_square, stats):
                 outcome.errors[linear] = assign(block, linear, tensor)
 
         stated = _stated(block, settings.imatrix) if settings.imatrix else {}
@@ -67,7 +67,7 @@ class Rtn(Pass):
         for group in block.groups():
             left = [linear for linear in group.members if linear not in block.tensors]
             known = next((stated[linear] for linear in left if linear in stated), None)
-            for linear, tensor in nearest_alike(block, left, settings.range, known):
+            for linear, tensor in nearest_alike(block, left, settings.range, known, stats):
                 if settings.range == "importance" and known is None:
                     why = "the importance matrix does not speak of it" if stated else "no calibration token reached it"
                     where = block.full_name(linear)

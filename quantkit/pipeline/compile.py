@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit import machine
 from quantkit._version import __version__
@@ -31,7 +31,7 @@ from quantkit.bundle import (
     stopping_when_full,
 )
 from quantkit.bundle.manifest import MEASUREMENTS
-from quantkit.errors import Stopped
+from quantkit.errors import InputError, Stopped
 from quantkit.measurement.engine_layers import NAME
 from quantkit.measurement.rows import Row, write_rows
 from quantkit.pipeline.blocks import tokens
@@ -40,8 +40,12 @@ from quantkit.pipeline.gates import judge, near, refuse, warnings
 from quantkit.pipeline.progress import Progress, Stage, Stages
 from quantkit.pipeline.request import Request, demand_model, takes_graph
 from quantkit.pipeline.subject import Subject
+from quantkit.pipeline.together import begun, met
 from quantkit.pipeline.verdict import decide, with_documents
 from quantkit.report.kit import words
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -106,24 +110,21 @@ def asked(
     return request
 
 
-def compile_model(request: Request, progress: Progress | None = None) -> Compiled:
+def compile_model(request: Request, progress: Progress | None = None, ranks: Ranks | None = None) -> Compiled:
     """Compile a model into a bundle.
+
+    Args:
+        ranks: ranks that share the work; None for one process. One that does not lead ends in `Told`.
 
     Raises InputError: something is not what it has to be; GateError: a check failed (nothing is delivered), or
     `--strict` and a decision was taken; Stopped: interrupted or disk full; what is done is kept.
     """
     progress, watch = progress or Progress(), Stages("open")
-    if request.out is not None and not request.resume:
-        Build.demand_free(request.out)
-    subject = opened(request)
+    subject = _opened(request) if ranks is None else met(ranks, lambda: _opened(request, ranks))
     for text in (line(subject.expected), *warnings(subject.decisions)):
         progress.note(text)
     progress.plan(subject.stages)
-    if request.strict:
-        refuse(subject.decisions)
-    if not request.resume:
-        demand_disk(subject.expected, subject.out)
-    build = Build.open(subject.out, subject.fingerprint(), resume=request.resume)
+    build = _begun(subject) if ranks is None else begun(subject, ranks, lambda: _begun(subject))
     if build.dropped:
         progress.note(build.dropped)
     if build.finished is not None:
@@ -141,11 +142,27 @@ def compile_model(request: Request, progress: Progress | None = None) -> Compile
         return _compiled(subject)
 
 
-def opened(request: Request, *, dry: bool = False) -> Subject:
+def _opened(request: Request, ranks: Ranks | None = None) -> Subject:
+    if request.out is not None and not request.resume and (ranks is None or ranks.leads):
+        Build.demand_free(request.out)
+    return opened(request, ranks=ranks)
+
+
+def _begun(subject: Subject) -> Build:
+    request = subject.request
+    if request.strict:
+        refuse(subject.decisions)
+    if not request.resume:
+        demand_disk(subject.expected, subject.out)
+    return Build.open(subject.out, subject.fingerprint(), resume=request.resume)
+
+
+def opened(request: Request, *, dry: bool = False, ranks: Ranks | None = None) -> Subject:
     """Open and check the subject of a compile; nothing is written.
 
     Args:
         dry: whether it is only looked at: a model then writes no text to be calibrated on.
+        ranks: ranks that share the work; None for one process.
 
     Raises InputError: whatever would make the compile fail later.
     """
@@ -153,11 +170,14 @@ def opened(request: Request, *, dry: bool = False) -> Subject:
         from quantkit.pipeline.graphs import prepared as graphs
         from quantkit.pipeline.graphs.subject import GraphSubject
 
+        if ranks is not None:
+            rule, remedy = "ranks share the work on a transformer's blocks", "the same command without torchrun"
+            raise InputError("ranks-unsupported", request.model, "an ONNX graph", rule, remedy)
         return GraphSubject(graphs.prepare(request))
     from quantkit.pipeline.blocks import prepared
     from quantkit.pipeline.blocks.subject import TransformerSubject
 
-    return TransformerSubject(prepared.prepare(request, write=not dry))
+    return TransformerSubject(prepared.prepare(request, write=not dry, ranks=ranks))
 
 
 def make(subject: Subject) -> None:

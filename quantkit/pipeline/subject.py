@@ -128,6 +128,10 @@ class Subject(ABC):
     def solve(self) -> None:
         """Choose all codes, each unit (a block, a product) committed before the next."""
 
+    def assist(self) -> None:
+        """Do this rank's share of `solve`, where another one commits."""
+        raise AssertionError("this subject is compiled by one process")
+
     @abstractmethod
     def export(self) -> None:
         """Write every export of the recipe into the bundle."""

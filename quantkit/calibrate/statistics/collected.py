@@ -3,12 +3,12 @@
 A run is *staged*: when execution reaches the first linear of a shared input, its statistics are complete and the pass
 may change the linears before they run, so that later parts of the block already see quantized linears. If all sequences
 fit one forward, the forward pauses there, and one run serves all stages and also gives the block's output. Else every
-stage replays the block up to its point, chunk by chunk, so that memory stays bounded.
+stage replays the block up to its point, chunk by chunk, so that memory stays bounded. With ranks (`parts.py`), chunks
+that fit the memory pause side by side, each forward in a greenlet.
 
 The *original stream* is the input of the block in the unquantized model. If a pass needs it, the block's original
 weights run on it in step, and the statistics also include the drift of the inputs from the original ones, and the lag
-of
-the tensor to which a linear's output is added; there, tokens are weighted by the effect of an error.
+of the tensor to which a linear's output is added; there, tokens are weighted by the effect of an error.
 
 Experts: an expert with few calibration tokens has no useful Hessian. It is *forced*, calibrated on all tokens of its
 layer without adding its output, or *kept* in high precision. Tokens are counted with the block's original weights.
@@ -16,21 +16,25 @@ layer without adding its output, or *kept* in high precision. Tokens are counted
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from greenlet import greenlet
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.statistics.parts import Piece, Share, pieces
 from quantkit.calibrate.statistics.scales import Scales, samples_of
 from quantkit.calibrate.statistics.sums import InputStats
-from quantkit.model.streaming.calls import Calls
+from quantkit.errors import InputError
+from quantkit.formats import QuantTensor, joined
+from quantkit.model.streaming.calls import Calls, gathered
 from quantkit.model.structure.experts import Experts, found_in
 from quantkit.model.structure.traced import SharedInput, hooked
 
@@ -40,6 +44,7 @@ class _Reached(Exception):
 
 
 T = TypeVar("T")
+R = TypeVar("R")
 Visit = Callable[[SharedInput, InputStats], None]
 Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
 
@@ -99,6 +104,8 @@ class Stats:
         raised: name of a shared input -> times that its damping was raised, when the block is redone.
         gradients: linear -> gradients of its output [tokens, N], if a pass needs them (`gradients.py`).
         doubts: checks to read when the block is done; empty on a CPU.
+        share: this rank's share of the sequences, which `hidden` holds; None for all of them, in one process.
+        ranks: ranks that share the work on this block; None for one process.
     """
 
     module: nn.Module
@@ -113,6 +120,8 @@ class Stats:
     raised: Mapping[str, int] = field(default_factory=dict)
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     doubts: list[Doubt] = field(default_factory=list)
+    share: Share | None = None
+    ranks: Ranks | None = None
     _unchecked: dict[str, Tensor] = field(default_factory=dict)
 
     def failed(self) -> list[Doubt]:
@@ -120,9 +129,20 @@ class Stats:
         for name, values in self.scales.checked.items():
             self.doubt(values, name, again=False)
         self.scales.checked.clear()
+        if self.ranks is not None and self.calls.device.type != "cpu":
+            return self._failed_anywhere(self.ranks)
         if not self.doubts or math.isfinite(torch.cat([doubt.values for doubt in self.doubts]).sum().item()):
             return []
         return [doubt for doubt in self.doubts if not bool(torch.isfinite(doubt.values).all())]
+
+    def _failed_anywhere(self, ranks: Ranks) -> list[Doubt]:
+        """Return the failed checks of all ranks: each has made its own, of what it solved."""
+        failed = [doubt for doubt in self.doubts if not bool(torch.isfinite(doubt.values).all())]
+        told = ranks.agree([(doubt.group, doubt.again) for doubt in failed])
+        return [
+            Doubt(torch.empty(0), group, again)
+            for group, again in dict.fromkeys(tuple(one) for some in told for one in some)
+        ]
 
     def doubt(self, values: Tensor, group: str, *, again: bool) -> None:
         """Add a check of values on a device; on a CPU it was made already."""
@@ -165,7 +185,10 @@ class Stats:
         self.outputs = None
         self.scales.use_cache(quantized)
         sums = partial(InputStats, products=products, noise=noise)
-        run = self._pausing if self.hidden.shape[0] <= self.calls.chunk else self._replaying
+        if self.share is not None:
+            run = self._in_step if len(self.hidden) <= self.share.at_once else self._replaying
+        else:
+            run = self._pausing if self.hidden.shape[0] <= self.calls.chunk else self._replaying
         run(visit, sums, drift, quantized, whole)
         if self._unchecked:  # checks of one run, in one launch; copied, since a view would keep a Hessian alive
             sizes = [len(values) for values in self._unchecked.values()]
@@ -180,12 +203,46 @@ class Stats:
         """Return name of a shared input -> result of `of` on its statistics, from a staged run without changes."""
         taken: dict[str, T] = {}
         stats = self
-        if sequences is not None and sequences < len(self.hidden):
-            few = self.calls if self.few is None else self.few(sequences)
-            stats = replace(self, hidden=self.hidden[:sequences], calls=few)
+        if self.share is not None and sequences is not None and sequences < self.share.samples and self.few is not None:
+            share, rows = self.share.first(sequences)
+            calls = self.few(sequences) if rows else self.calls
+            stats = replace(self, hidden=self.hidden[rows], calls=calls, share=share)
+        elif self.share is None and sequences is not None and sequences < len(self.hidden):
+            calls = self.calls if self.few is None else self.few(sequences)
+            stats = replace(self, hidden=self.hidden[:sequences], calls=calls)
         stats.staged(lambda group, seen: taken.update({group.name: of(seen)}), products=products, whole=False)
         self.outputs = None
         return taken
+
+    def over(self, work: Callable[[T], R], items: Sequence[T], sizes: Sequence[int] | None = None) -> list[R]:
+        """Return the result of each item; with ranks each is found by one of them, by `sizes`, and told to all.
+
+        Args:
+            work: function whose results are floats, tensors, quantized matrices, None, or tuples of these.
+        """
+        if self.ranks is None:
+            return [work(item) for item in items]
+        return self.ranks.over(work, items, sizes, self.calls.device)
+
+    def by_rows(
+        self, rows: Sequence[int], solve: Callable[[Piece], Sequence[tuple[QuantTensor, Tensor]]], *, apart: bool
+    ) -> list[tuple[QuantTensor, Tensor]]:
+        """Return codes and costs of weights with one input; with ranks each solves some of the rows.
+
+        Args:
+            rows: number of rows of each weight.
+            solve: function that returns the codes of each part of a piece, and costs by row.
+            apart: whether rows share nothing; if not, one rank solves all.
+        """
+        cut = pieces(rows, apart=apart and self.ranks is not None)
+        sizes = [sum(len(range(rows[number])[some]) for number, some in piece) for piece in cut]
+        solved: list[list[tuple[QuantTensor, Tensor]]] = [[] for _ in rows]
+        for piece, parts in zip(cut, self.over(solve, cut, sizes), strict=True):
+            for (number, _), part in zip(piece, parts, strict=True):
+                solved[number].append(part)
+        if len(cut) == 1:
+            return [some[0] for some in solved]
+        return [(joined([tensor for tensor, _ in some]), torch.cat([costs for _, costs in some])) for some in solved]
 
     def settled(self) -> Tensor:
         """Return the block's output with its present weights, [samples, tokens, width], inputs and cache quantized."""
@@ -230,7 +287,7 @@ class Stats:
 
             return hook
 
-        hooks = self._keeping(self.module, seen, sources)
+        hooks = self._keeping(self.module, lambda: seen, sources)
         hooks += [_first(self.module, group, pause(group)) for group in self.groups]
         watching = self.scales.watching_cache(whole=True) if quantized else nullcontext()
         with hooked(hooks), watching, suppress(_Reached):
@@ -239,7 +296,7 @@ class Stats:
     def _originals(self) -> dict[str, Tensor]:
         """Return the shared inputs, and the tensors of sums, in the original stream, from one forward."""
         original, kept = self._original(), dict[str, Tensor]()
-        hooks = self._keeping(original.module, kept, (*(group.name for group in self.groups), *self._sources()))
+        hooks = self._keeping(original.module, lambda: kept, (*(group.name for group in self.groups), *self._sources()))
         with hooked(hooks):
             original.outputs = original.calls.run(original.module, self.stage, original.hidden)
         return kept
@@ -247,31 +304,163 @@ class Stats:
     def _replaying(
         self, visit: Visit | None, empty: Callable[..., InputStats], drift: bool, quantized: bool, whole: bool
     ) -> None:
-        befores: Iterable[Tensor | None]
-        for group in self.groups:
+        for group in self.groups if self.share is None else self._in_order():
             if quantized:
                 self._find_scales(group)
             if visit is None:
                 continue
-            sums = empty(name=group.name)
-            befores = self._original().calls.chunks(self._original().hidden) if drift else itertools.repeat(None)
-            for number, (part, before) in enumerate(zip(self.calls.chunks(self.hidden), befores, strict=False)):
-                reached = self._reach(self.module, group, part, number, drift)
-                if group.name in reached:
-                    if quantized:
-                        reached[group.name] = self.scales.seen(group, reached[group.name])
-                    others: dict[str, Tensor] = {}
-                    if before is not None:
-                        original = self._original()
-                        others = self._reach(original.module, group, before, number, drift, original.calls)
-                    self._add(sums, group, part, reached, others)
-            if sums.tokens:  # as when pausing: groups without tokens are not visited
-                self._visited(visit, group, sums)
+            seen = self._seen(group, empty, partial(self._reached, group, drift, quantized))
+            if seen.tokens:  # as when pausing: groups without tokens are not visited
+                self._visited(visit, group, seen)
         if quantized and self.scales.cache_waits:  # no linear comes after the cache
             with self.scales.watching_cache(whole=False):
                 self.calls.run_all(self.module, self.stage, self.hidden)
         if whole:
             self.outputs = self.calls.run_all(self.module, self.stage, self.hidden)
+
+    def _seen(
+        self,
+        group: SharedInput,
+        empty: Callable[..., InputStats],
+        reached: Callable[[int, Tensor], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]],
+    ) -> InputStats:
+        """Return the sums of a shared input over all chunks, and over those of the other ranks.
+
+        Args:
+            reached: function of a chunk's number and its part of `hidden`, which returns the tensors in both streams.
+        """
+        parts = self.hidden.split(self.calls.chunk)
+
+        def added(sums: InputStats, chunks: Iterable[int]) -> InputStats:
+            for number in chunks:
+                part = parts[number].to(self.calls.device)
+                here, before = reached(number, part)
+                if group.name in here:
+                    self._add(sums, group, part, here, before)
+            return sums
+
+        if self.share is None:
+            return added(empty(name=group.name), range(len(parts)))
+        shares = self.share.by_part(self.calls.chunk)
+        lots = (added(empty(name=group.name, part=part), chunks) for part, chunks in shares)
+        return self.share.summed(group.name, group.members, lots)
+
+    def _reached(
+        self, group: SharedInput, drift: bool, quantized: bool, number: int, part: Tensor
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Replay the block on a chunk up to a shared input, in both streams."""
+        reached = self._reach(self.module, group, part, number, drift)
+        if group.name not in reached or not drift:
+            before: Mapping[str, Tensor] = {}
+        else:
+            original = self._original()
+            whole = original.hidden[number * self.calls.chunk :][: self.calls.chunk].to(self.calls.device)
+            before = self._reach(original.module, group, whole, number, drift, original.calls)
+        if quantized and group.name in reached:
+            reached[group.name] = self.scales.seen(group, reached[group.name])
+        return reached, before
+
+    def _in_step(
+        self, visit: Visit | None, empty: Callable[..., InputStats], drift: bool, quantized: bool, whole: bool
+    ) -> None:
+        """Run all chunks side by side: each forward waits at a shared input until all have come, or gone past.
+
+        Shared inputs come in one order on every rank, so that no rank waits for sums of an expert that no
+        token reaches on another.
+        """
+        groups = self._in_order()
+        parts = list(self.calls.chunks(self.hidden)) if len(self.hidden) else []
+        sources = self._sources() if drift else ()
+        before = self._originals_apart() if drift else [{} for _ in parts]
+        kept: dict[Any, dict[str, Tensor]] = {}
+        outputs: dict[int, Tensor] = {}
+        standing: dict[int, tuple[int, Tensor]] = {}
+
+        def pause(index: int, group: SharedInput) -> Hook:
+            passed = set[Any]()
+
+            def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+                here = greenlet.getcurrent()
+                if here not in passed:
+                    passed.add(here)
+                    here.parent.switch((index, args[0]))
+
+            return hook
+
+        def go_on(number: int, *args: Any) -> None:
+            left = forwards[number].switch(*args)
+            if forwards[number].dead:
+                outputs[number] = left
+            else:
+                standing[number] = left
+
+        forwards = [greenlet(partial(self.calls.run, self.module, self.stage)) for _ in parts]
+        kept.update({forward: {} for forward in forwards})
+        hooks = self._keeping(self.module, lambda: kept[greenlet.getcurrent()], sources)
+        hooks += [_first(self.module, group, pause(index, group)) for index, group in enumerate(groups)]
+        with hooked(hooks):
+            for number, part in enumerate(parts):
+                go_on(number, part, number)
+            for index, group in enumerate(groups):
+                come = {number: inputs for number, (at, inputs) in standing.items() if at == index}
+                if any(at < index for at, _ in standing.values()):
+                    value = f"{group.name} runs before another linear for some texts, after it for others"
+                    rule = "ranks need one order of linears for all texts"
+                    raise InputError(
+                        "stream-unsupported", type(self.module).__name__, value, rule, "compile on one rank"
+                    )
+
+                def reached(
+                    number: int, _: Tensor, group: SharedInput = group, come: Mapping[int, Tensor] = come
+                ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+                    if number not in come:
+                        return {}, {}
+                    inputs = self.scales.seen(group, come[number]) if quantized else come[number]
+                    return {**kept[forwards[number]], group.name: inputs}, before[number]
+
+                if visit is not None:
+                    seen = self._seen(group, empty, reached)
+                    if group.name not in sources:  # free it early
+                        for one in before:
+                            one.pop(group.name, None)
+                    if seen.tokens:
+                        self._visited(visit, group, seen)
+                    del seen
+                for number in come:
+                    del standing[number]
+                    if whole or index + 1 < len(groups):
+                        go_on(number)
+                    else:
+                        forwards[number].throw()
+                del come
+        if whole:
+            self.outputs = gathered(
+                (outputs.pop(number) for number in range(len(parts))), len(self.hidden), self.hidden.device
+            )
+
+    def _in_order(self) -> list[SharedInput]:
+        """List the shared inputs in the order in which they run: that of the trace, but forced experts come first."""
+        groups = list(self.groups)
+        for path, layer in found_in(self.module).items():
+            places = [place for place, group in enumerate(groups) if group.name.startswith(f"{path}.")]
+            forced = {f"{path}.{number}" for number in layer.forced if layer.routed}
+            own = [groups[place] for place in places]
+            last = [group for group in own if group.name.rpartition(".")[0] not in forced]
+            own = [group for group in own if group not in last] + last
+            for place, group in zip(places, own, strict=True):
+                groups[place] = group
+        return groups
+
+    def _originals_apart(self) -> list[dict[str, Tensor]]:
+        """Return the result of `_originals` for each chunk."""
+        original, inputs, outputs = self._original(), list[dict[str, Tensor]](), list[Tensor]()
+        names = (*(group.name for group in self.groups), *self._sources())
+        for number, part in enumerate(original.calls.chunks(original.hidden)):
+            inputs.append({})
+            with hooked(self._keeping(original.module, lambda: inputs[-1], names)):
+                outputs.append(original.calls.run(original.module, self.stage, part, number))
+        original.outputs = gathered(outputs, len(original.hidden), original.hidden.device)
+        return inputs
 
     def _find_scales(self, group: SharedInput) -> None:
         """Find missing fixed scales up to a group by replays: of the cache, then of the group's inputs."""
@@ -298,7 +487,7 @@ class Stats:
             reached[group.name] = args[0]
             raise _Reached
 
-        hooks = self._keeping(module, reached, self._sources() if drift else ())
+        hooks = self._keeping(module, lambda: reached, self._sources() if drift else ())
         hooks.append(_first(module, group, stop))
         with hooked(hooks), suppress(_Reached):
             (calls or self.calls).run(module, self.stage, part, number)
@@ -329,12 +518,14 @@ class Stats:
     def _sources(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self._original().skips.values()))
 
-    def _keeping(self, module: nn.Module, kept: dict[str, Tensor], names: Iterable[str]) -> list[RemovableHandle]:
-        """Add hooks for keeping the first inputs of modules."""
+    def _keeping(
+        self, module: nn.Module, kept: Callable[[], dict[str, Tensor]], names: Iterable[str]
+    ) -> list[RemovableHandle]:
+        """Add hooks for keeping the first inputs of modules in what `kept` returns as they run."""
 
         def keep(name: str) -> Hook:
             def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-                kept.setdefault(name, args[0])
+                kept().setdefault(name, args[0])
 
             return hook
 

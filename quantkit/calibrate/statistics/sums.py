@@ -6,7 +6,8 @@ Sums are deterministic: a fixed number of partial sums, in a fixed order, for an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -20,6 +21,52 @@ _PANEL = 256
 _SAMPLE, _SAMPLE_EACH = 512, 16
 
 
+# kinds of sums beside the lags, each [rows, K]; those of products have their upper panels alone
+_PRODUCTS = ("products.0", "products.1")
+DRIFT, LAG = "drift", "lag."
+# those of eight bytes first, where they are aligned in a message
+SUMS = ("sums", *_PRODUCTS, DRIFT, "low", "high")
+DTYPES = {"sums": torch.float64}
+
+
+@dataclass
+class Sums:
+    """Sums over some sequences, to be added to those over others.
+
+    Args:
+        values: kind -> sum, [rows, K].
+        counts: tokens, sequences, and the tokens of either half.
+        columns: K.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    counts: tuple[int, ...] = (0, 0, 0, 0)
+    columns: int = 0
+
+    def rows(self, kinds: Iterable[str]) -> list[int]:
+        """Count the rows of each kind, 0 for one that is not there."""
+        return [self.values[kind].shape[0] if kind in self.values else 0 for kind in kinds]
+
+    def counting(self, counts: Sequence[int]) -> Sums:
+        """Add the counts of other sequences."""
+        self.counts = tuple(mine + theirs for mine, theirs in zip(self.counts, counts, strict=True))
+        return self
+
+
+def panels(kind: str, value: Tensor) -> Iterator[Tensor]:
+    """Yield the parts of a sum that hold values, some rows at a time."""
+    for first in range(0, value.shape[0], _PANEL):
+        yield value[first : first + _PANEL, first if kind in _PRODUCTS else 0 :]
+
+
+def add(kind: str, value: Tensor, other: Tensor) -> None:
+    """Add a sum over other sequences to one, in place."""
+    if kind in ("low", "high"):
+        (torch.minimum if kind == "low" else torch.maximum)(value, other, out=value)
+    else:
+        value.add_(other)
+
+
 class InputStats:
     """Inputs of one shared input, as sums over two halves: every other sequence, so that chunks do not matter.
 
@@ -30,17 +77,25 @@ class InputStats:
         name: name of the shared input, for errors.
         products: True to sum products of two inputs, which a Hessian needs; they take most of the time.
         noise: True to sum them in halves on a device too, which `noise` needs; on a CPU they always are.
+        part: number of the part that all sequences belong to (`parts.py`), whose half is that of its number; sums are
+            then the same on all devices.
     """
 
     def __init__(
-        self, inputs: Iterable[Tensor] = (), name: str = "", *, products: bool = True, noise: bool = True
+        self,
+        inputs: Iterable[Tensor] = (),
+        name: str = "",
+        *,
+        products: bool = True,
+        noise: bool = True,
+        part: int | None = None,
     ) -> None:
-        self.name = name
+        self.name, self._part = name, part
         self._products = products
         self._in_halves = noise
         self.tokens = 0
         self._waiting: dict[str, Callable[[], None]] = {}  # pending sums of the last chunk, on a device
-        self._halves: Sequence[Tensor] | Tensor = ()  # on a device one tensor, [2, K, K], both triangles
+        self._halves: Sequence[Tensor | None] | Tensor = ()  # on a device one tensor, [2, K, K], both triangles
         self._drift: Tensor | None = None
         self._lags: dict[str, Tensor] = {}
         self._counts = [0, 0]
@@ -49,8 +104,8 @@ class InputStats:
         self._sums = torch.zeros(2, 0, dtype=torch.float64)  # sums of inputs, and of their squares
         self._ends = torch.zeros(2, 0)
         self._sample: list[Tensor] = []  # each [n, K]
-        for part in inputs:
-            self.add(part)
+        for some in inputs:
+            self.add(some)
 
     def add(
         self,
@@ -85,19 +140,21 @@ class InputStats:
         elif self._drift is not None or not self.tokens:
             moved = original.float().reshape(part.shape) - part
             moved = moved if share is None else moved * share
-            self._drift = _added(self._drift, moved.reshape(-1, width), weighed.reshape(-1, width), self.tokens)
+            self._drift = self._added(self._drift, moved.reshape(-1, width), weighed.reshape(-1, width), self.tokens)
         for linear, lag in (lags or {}).items():
             behind = lag.float() if share is None else lag.float() * share
             flat_lag = behind.reshape(-1, lag.shape[-1])
-            self._lags[linear] = _added(self._lags.get(linear), flat_lag, weighed.reshape(-1, width), self.tokens)
+            self._lags[linear] = self._added(self._lags.get(linear), flat_lag, weighed.reshape(-1, width), self.tokens)
         self._waiting["moments"] = partial(self._add_moments, flat, weighed.reshape(-1, width), share)
         self._waiting["sample"] = partial(self._add_sample, part)
         if self._products:
-            add = self._add_products if self._in_halves or not on_device(part) else self._add_all_products
-            self._waiting["products"] = partial(add, weighed, self._sequences)
+            one = self._in_halves or not self._waits(part)
+            self._waiting["products"] = partial(
+                self._add_products if one else self._add_all_products, weighed, self._sequences
+            )
         self.tokens += part.numel() // width
         self._sequences += part.shape[0]
-        if not on_device(part):
+        if not self._waits(part):
             self._sum("products", "moments", "sample")
 
     def _sum(self, *which: str) -> None:
@@ -115,13 +172,13 @@ class InputStats:
     def _add_all_products(self, weighed: Tensor, _: int) -> None:
         """Add products to their mean, in one launch."""
         flat = weighed.reshape(-1, weighed.shape[-1])
-        self._hessian = _added(self._hessian, flat, flat, self._counts[0])
+        self._hessian = self._added(self._hessian, flat, flat, self._counts[0])
         self._counts[0] += len(flat)
 
     def _add_products(self, weighed: Tensor, begun: int) -> None:
         """Add products to the half of each sequence; on a device to both at once, if they have equal lengths."""
         self._hessian = None
-        width, sequences, at_once = weighed.shape[-1], weighed.shape[0], on_device(weighed)
+        width, sequences, at_once = weighed.shape[-1], weighed.shape[0], self._waits(weighed)
         if at_once and begun % 2 == sequences % 2 == 0:
             half = sequences // 2 * weighed.shape[1:-1].numel()
             pairs = weighed.reshape(sequences // 2, 2, -1, width) if half else weighed.new_empty(0, 2, 0, width)
@@ -132,12 +189,16 @@ class InputStats:
                 self._halves = torch.bmm(pairs.mT, pairs)
             self._counts = [count + half for count in self._counts]
             return
-        if not len(self._halves):
+        if not len(self._halves) and self._part is not None:
+            self._halves = [weighed.new_zeros(width, width) if half == self._part % 2 else None for half in range(2)]
+        elif not len(self._halves):
             apiece = [weighed.new_zeros(width, width) for _ in range(0 if at_once else 2)]  # each is freed alone
             self._halves = apiece or weighed.new_zeros(2, width, width)
         panel = width if at_once else _PANEL
         for half, products in enumerate(self._halves):
-            piece = weighed[(half + begun) % 2 :: 2].reshape(-1, width)
+            if products is None:
+                continue
+            piece = (weighed if self._part is not None else weighed[(half + begun) % 2 :: 2]).reshape(-1, width)
             for left in range(0, width, panel):
                 upper = products[left : left + panel, left:]
                 upper.addmm_(piece[:, left : left + panel].T, piece[:, left:])
@@ -145,7 +206,7 @@ class InputStats:
 
     def _add_moments(self, flat: Tensor, weighed: Tensor, share: Tensor | None) -> None:
         """Add sums, sums of squares and ranges of inputs [T, K]. Raises InputError (`activations-nonfinite`)."""
-        if on_device(flat):
+        if self._waits(flat):
             from quantkit.kernels.solving.statistics import moments_joined, moments_of_parts
 
             before = (self._sums, self._ends) if self._sums.shape[1] else (None, None)
@@ -165,6 +226,43 @@ class InputStats:
         for piece in flat.split(_PANEL) if flat.shape[0] else ():
             torch.minimum(low, piece.amin(dim=0), out=low)
             torch.maximum(high, piece.amax(dim=0), out=high)
+
+    def sums(self) -> Sums:
+        """Return the sums of a part, to be added to those of other parts; not to be used afterwards."""
+        values = {kind: half for kind, half in zip(_PRODUCTS, self._halves, strict=False) if half is not None}
+        values |= {} if self._drift is None else {DRIFT: self._drift}
+        values |= {"sums": self._sums, "low": self._ends[:1], "high": self._ends[1:]}
+        values |= {LAG + linear: lag for linear, lag in self._lags.items()}
+        counts = (self.tokens, self._sequences, *self._counts)
+        return Sums(values, counts, self._sums.shape[1])
+
+    @classmethod
+    def of_sums(cls, sums: Sums, name: str) -> InputStats:
+        """Make the statistics of a shared input from the sums of all parts."""
+        seen, values = cls(name=name, part=0), sums.values
+        seen.tokens, seen._sequences, *seen._counts = sums.counts
+        seen._halves = [values.get(kind) for kind in _PRODUCTS]
+        seen._drift, seen._sums = values.get(DRIFT), values["sums"]
+        seen._ends = torch.cat([values["low"], values["high"]])
+        seen._lags = {kind.removeprefix(LAG): lag for kind, lag in values.items() if kind.startswith(LAG)}
+        return seen
+
+    def _waits(self, tensor: Tensor) -> bool:
+        """Tell whether sums of these values are launched on a device, and waited for later."""
+        return on_device(tensor) and self._part is None
+
+    def _added(self, total: Tensor | None, left: Tensor, right: Tensor, before: int) -> Tensor:
+        """Add products [N, K] of tokens' values [T, N] and [T, K] to earlier ones.
+
+        On a device the result is their mean, given the number of tokens `before`, so that one launch suffices.
+        """
+        first = total is None
+        if total is None:
+            total = right.new_empty(left.shape[1], right.shape[1])
+        if not self._waits(right):
+            return (total.zero_() if first else total).addmm_(left.T, right)
+        tokens = max(before + len(right), 1)
+        return total.addmm_(left.T, right, beta=0 if first else before / tokens, alpha=1 / tokens)
 
     @property
     def low(self) -> Tensor:
@@ -229,7 +327,9 @@ class InputStats:
             if isinstance(self._halves, Tensor):
                 self._hessian = self._halves.sum(dim=0).div_(self.tokens)
             else:
-                self._hessian = _mirrored(self._halves[0] + self._halves[1]).div_(self.tokens)
+                summed = [half for half in self._halves if half is not None]
+                upper = summed[0] + summed[1] if len(summed) > 1 else summed[0].clone()
+                self._hessian = _mirrored(upper).div_(self.tokens)
         return self._hessian
 
     def taken(self) -> Tensor:
@@ -239,11 +339,11 @@ class InputStats:
         """
         self._sum("products")
         if self._hessian is None and not isinstance(self._halves, Tensor) and self.tokens:
-            first, second = self._halves
+            first, *others = [half for half in self._halves if half is not None]
             self._halves = ()
-            return _mirrored(first.add_(second)).div_(self.tokens)
+            return _mirrored(first.add_(others[0]) if others else first).div_(self.tokens)
         whole = self.hessian
-        if not on_device(whole):
+        if not self._waits(whole):
             self._halves, self._hessian = (), None
         return whole
 
@@ -253,7 +353,7 @@ class InputStats:
         if isinstance(self._halves, Tensor):
             whole = list(self._halves)
         else:
-            whole = [half.triu() + half.triu(1).T for half in self._halves]
+            whole = [half if half is None else half.triu() + half.triu(1).T for half in self._halves]
         return tuple(half / count for half, count in zip(whole, self._counts, strict=True) if count)
 
     @property
@@ -271,7 +371,7 @@ class InputStats:
         return None if total is None else self._mean(total)
 
     def _mean(self, total: Tensor) -> Tensor:
-        return total if on_device(total) else total / self.tokens
+        return total if self._waits(total) else total / self.tokens
 
     @property
     def noise(self) -> Tensor:
@@ -293,6 +393,7 @@ class InputStats:
             share: Tensor = quotient(chance(self._halves, self._counts, self.tokens), True)
             return share
         first, second = self._halves
+        assert first is not None and second is not None
         size = ((first.diagonal() + second.diagonal()) / self.tokens).clamp(min=0).sqrt()
         size = torch.where(size > 0, size, torch.inf)
         both, apart = self.squares.new_zeros(()), self.squares.new_zeros(())
@@ -301,26 +402,12 @@ class InputStats:
             scale = size[rows].unsqueeze(1) * size[left:]
             pair = [
                 (half[rows, left:] / count / scale).triu_(1)
-                for half, count in zip(self._halves, self._counts, strict=True)
+                for half, count in zip((first, second), self._counts, strict=True)
             ]
             apart += (pair[0] - pair[1]).square().sum()
             whole = (first[rows, left:] + second[rows, left:]).div_(self.tokens)
             both += whole.div_(scale).triu_(1).square().sum()
         return torch.where(both > 0, (apart / 4 / both).clamp(max=1.0), 1.0)
-
-
-def _added(total: Tensor | None, left: Tensor, right: Tensor, before: int) -> Tensor:
-    """Add products [N, K] of tokens' values [T, N] and [T, K] to earlier ones.
-
-    On a device the result is their mean, given the number of tokens `before`, so that one launch suffices.
-    """
-    first = total is None
-    if total is None:
-        total = right.new_empty(left.shape[1], right.shape[1])
-    if not on_device(right):
-        return (total.zero_() if first else total).addmm_(left.T, right)
-    tokens = max(before + len(right), 1)
-    return total.addmm_(left.T, right, beta=0 if first else before / tokens, alpha=1 / tokens)
 
 
 def _mirrored(upper: Tensor) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +22,14 @@ from quantkit.cli.options import (
     Target,
     TrustRemoteCode,
 )
+from quantkit.errors import InputError, Told
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.ranks import Ranks
+    from quantkit.pipeline.request import Request
+
+# a rank's environment, as torchrun sets it
+_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def compile(  # noqa: A001 (the word of the command line)
@@ -55,46 +66,64 @@ def compile(  # noqa: A001 (the word of the command line)
     ] = "cpu",
     tf32: Annotated[bool, typer.Option("--tf32", help="Let a GPU round the inputs of float32 products.")] = False,
     on: OnCluster = None,
+    rank_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Under torchrun: when a silent rank counts as lost.")
+    ] = 600.0,
     as_json: Json = False,
 ) -> Answer:
     """Quantize a model into a bundle, reload it, score it, time it."""
     from quantkit.pipeline.compile import asked, compile_model, opened
     from quantkit.pipeline.gates import failed_gate
+    from quantkit.pipeline.together import by_all, joined
     from quantkit.report import terminal
     from quantkit.report.bundle.document import brief, took
     from quantkit.report.bundle.usage import here
 
     changes = list(set_ or ())
     changes += [f"tensorrt.build_timeout={build_timeout}"] if build_timeout is not None else []
-    how: dict[str, Any] = {
-        "recipe": recipe,
-        "target": target,
-        "calibration": calibration,
-        "changes": changes,
-        "imatrix": imatrix,
-        "resume": resume,
-        "strict": strict,
-        "trust_remote_code": trust_remote_code,
-        "allow_code": allow_code,
-        "speed": speed,
-        "vllm": vllm,
-        "device": device,
-        "tf32": tf32,
-        "adapters": adapter or (),
-    }
-    request = asked(model, out=out, **how) if on is None or dry_run else None
-    with showing() as progress:
-        progress.begin(f"opening {model}")
-        if request is None:
-            from quantkit.pipeline.many.batch import compile_on
-            from quantkit.pipeline.many.executors import named
+    meeting: AbstractContextManager[tuple[Ranks | None, str]] = nullcontext((None, device))
+    if all(os.environ.get(name) for name in _RANK):
+        meeting = joined(rank_timeout, device)
+    with meeting as (ranks, place):
+        how: dict[str, Any] = {
+            "recipe": recipe,
+            "target": target,
+            "calibration": calibration,
+            "changes": changes,
+            "imatrix": imatrix,
+            "resume": resume,
+            "strict": strict,
+            "trust_remote_code": trust_remote_code,
+            "allow_code": allow_code,
+            "speed": speed,
+            "vllm": vllm,
+            "device": place,
+            "tf32": tf32,
+            "adapters": adapter or (),
+        }
+        if ranks is not None and on is not None:
+            rule = "ranks share one compile here; --on sends it elsewhere"
+            raise InputError("usage", "quantkit compile --on", on, rule, "the same command without torchrun")
+        request: Request | None = None
+        if on is None or dry_run:
+            asking = partial(asked, model, out=out, **how)
+            request = asking() if ranks is None else by_all(ranks, asking)
+        with showing(ranks is None or ranks.leads) as progress:
+            progress.begin(f"opening {model}")
+            if request is None:
+                from quantkit.pipeline.many.batch import compile_on
+                from quantkit.pipeline.many.executors import named
 
-            compiled = compile_on(model, named(str(on), where="--on"), out, progress, **how)
-        elif dry_run:
-            plan = opened(request, dry=True).planned()
-            return Answer(plan, terminal.planned(plan), plan["decisions"], plan["notes"])
-        else:
-            compiled = compile_model(request, progress)
+                compiled = compile_on(model, named(str(on), where="--on"), out, progress, **how)
+            elif dry_run:
+                opening = partial(opened, request, dry=True, ranks=ranks)
+                subject = opening() if ranks is None else by_all(ranks, opening)
+                if ranks is not None and not ranks.leads:
+                    raise Told(0)
+                plan = subject.planned()
+                return Answer(plan, terminal.planned(plan), plan["decisions"], plan["notes"])
+            else:
+                compiled = compile_model(request, progress, ranks)
     manifest = compiled.bundle.manifest
     shown = brief(
         manifest,

@@ -14,7 +14,7 @@ On a device all α are tried at once, as far as memory allows, and the best is c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ def search_scales(
     channels: int | None = None,
     tied: bool = True,
     importance: Tensor | None = None,
+    over: Callable[[Callable[[Tensor], float], Sequence[Tensor]], Iterable[float]] | None = None,
 ) -> Scaling:
     """Find the scales, among powers of the inputs' magnitude, with the least cost of rounding to nearest.
 
@@ -58,6 +59,7 @@ def search_scales(
         tied: whether any two inputs come from one channel; if not, a device skips sharing.
         importance: [K], `Factor.importance`, when GPTQ assigns the codes: the cost is then `sum_k a_k |d_k|²`, the
             error left after GPTQ has compensated it.
+        over: as `map`, for the costs of what is tried, if several processes share them; None for threads.
 
     Returns:
         the scales, ones if none helps.
@@ -82,8 +84,9 @@ def search_scales(
         size = _shared(hessian.diagonal().float().clamp(min=0).sqrt(), producers, channels)
         exponents = torch.arange(grid + 1, dtype=torch.float64) / max(grid, 1)
         tried = [torch.ones_like(size), *(_power(size, alpha) for alpha in exponents[1:].tolist())]
-        paid = spread(lambda scales: _cost(target, rows, scales, costs, scheme), tried, threads)
-        lost = torch.tensor(paid, dtype=torch.float64)
+        cost = lambda scales: _cost(target, rows, scales, costs, scheme)  # noqa: E731
+        paid = spread(cost, tried, threads) if over is None else over(cost, tried)
+        lost = torch.tensor([*paid], dtype=torch.float64)
         best = int(lost.argmin())  # ties take the first
         return Scaling(tried[best], exponents[best], lost[best], lost[0])
 

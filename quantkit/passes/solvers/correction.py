@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.passes.solvers import device, one_thread, spread
-from quantkit.passes.solvers.factor import factor
+from quantkit.passes.solvers.factor import Factor, factor
 
 if TYPE_CHECKING:
     from quantkit.passes.solvers.moments import Moments
@@ -25,9 +25,15 @@ if TYPE_CHECKING:
 _SOLVED = 256
 
 
+def ridged(hessian: Tensor, *, ridge: float = 2.0, damping: float = 0.01) -> Factor:
+    """Factor the ridged Hessian of `corrected`, over 1 + ridge. Raises InputError as `factor`."""
+    # (H + ridge D) = (1 + ridge) times H with a share ridge / (1 + ridge) of its off-diagonal entries taken off
+    return factor(hessian, damping=damping, shrink=ridge / (1 + ridge), act_order=False)
+
+
 def corrected(
     weights: Sequence[Tensor],
-    hessian: Tensor,
+    hessian: Tensor | Factor,
     drift: Tensor,
     lags: Sequence[Tensor | None] | None = None,
     *,
@@ -39,7 +45,8 @@ def corrected(
 
     Args:
         weights: weights with one input; never modified.
-        hessian: [K, K] of it, `XᵀX` in any scale. Inputs never seen (zero diagonal) are allowed.
+        hessian: [K, K] of it, `XᵀX` in any scale, or what `ridged` makes of it. Inputs never seen (zero diagonal) are
+            allowed.
         drift: [K, K], `ΔᵀX` in that scale, Δ the original inputs minus the present ones.
         lags: for every weight [N_i, K], `RᵀX` in that scale, R the original stream minus the present one, to which its
             output is added; None if it is added to nothing.
@@ -53,9 +60,8 @@ def corrected(
         value = f"{int((~torch.isfinite(drift)).sum())} of {drift.numel()} entries are NaN or infinite"
         rule = "the original activations of the calibration text have to be finite"
         raise InputError("drift-nonfinite", value=value, rule=rule, remedy="compute in float32, or set correction: 0")
-    # (H + ridge D) = (1 + ridge) times H with a share ridge / (1 + ridge) of its off-diagonal entries taken off
-    solved = factor(hessian, damping=damping, shrink=ridge / (1 + ridge), act_order=False)
-    with one_thread(hessian) as threads:
+    solved = hessian if isinstance(hessian, Factor) else ridged(hessian, ridge=ridge, damping=damping)
+    with one_thread(drift) as threads:
         rows = [weight.shape[0] for weight in weights]
         whole = torch.cat([weight.float() for weight in weights])
         launched = device.launched(whole)

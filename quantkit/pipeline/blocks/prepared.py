@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import exporters
 from quantkit.bundle import HEARS, SEES, Build, Decision
+from quantkit.calibrate import PARTS
 from quantkit.errors import InputError, one
 from quantkit.exporters import LayerSpec, load_exporter, without
 from quantkit.model.device import AUTO, CPU, ComputeDevice, present
@@ -51,6 +52,7 @@ from quantkit.recipe import ExportStep, PassStep, Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from quantkit.calibrate.ranks import Ranks
     from quantkit.calibrate.tokens.ids import TokenSet
     from quantkit.exporters.values import Values
     from quantkit.model.source.open import Source
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
 Sets = tuple["TokenSet | None", "TokenSet"]
 # weights of a model of speech are rounded to nearest, without recordings
 ROUNDED = "rounded-without-audio"
+# statistics that ranks add
+_SHARED = frozenset({"hessian", "mean_square", "mean", "original_inputs", "weight_errors"})
 # packages that a bundle's content depends on
 _PACKAGES = ("python", "torch", "transformers", "compressed-tensors", "safetensors", "numpy")
 _GRAPH = ("onnx", "onnx-ir", "onnxscript")
@@ -76,6 +80,7 @@ class Prepared:
         cpu_seconds: processor seconds that passes of scope `model` took to plan their changes.
         device: device of the computation; `stream` is there.
         training: sequences for a pass of scope `answers`, then those that it holds out.
+        ranks: ranks that share the work on each block; None for one process.
     """
 
     request: Request
@@ -91,6 +96,7 @@ class Prepared:
     cpu_seconds: float = 0.0
     device: ComputeDevice = field(default_factory=ComputeDevice)
     training: TokenSet | None = None
+    ranks: Ranks | None = None
 
     def unchanged(self) -> StreamedModel:
         """Return the model as it was opened, without what passes of scope `model` make of it."""
@@ -145,11 +151,19 @@ def fingerprint(prepared: Prepared) -> dict[str, Any]:
         calibration=prepared.calibration.sha256 if prepared.calibration else None,
         scoring=prepared.scoring.sha256,
         **({"training": prepared.training.sha256} if prepared.training else {}),
+        **({"sums": f"in {PARTS} parts"} if prepared.ranks else {}),
         **prepared.device.as_dict(),
     )
 
 
-def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: Sets | None = None) -> Prepared:
+def prepare(
+    request: Request,
+    *,
+    whole: bool = True,
+    write: bool = True,
+    seen: Sets | None = None,
+    ranks: Ranks | None = None,
+) -> Prepared:
     """Open and check everything a compile needs.
 
     Args:
@@ -157,6 +171,7 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
             for the hash of the files.
         write: whether the model writes what it is calibrated on, which takes minutes: a dry run counts it alone.
         seen: what calibrates and what scores; None loads what the recipe names.
+        ranks: ranks that share the work on each block; None for one process.
 
     Raises InputError: anything that would make it fail later.
     """
@@ -255,12 +270,37 @@ def prepare(request: Request, *, whole: bool = True, write: bool = True, seen: S
     prepared = Prepared(
         request, original, source, stream, layers, steps, calibration, scoring, out, decisions, cpu_seconds
     )
-    prepared = replace(prepared, training=training)
+    prepared = replace(prepared, training=training, ranks=ranks)
+    if ranks is not None:
+        prepared.decisions.append(_demand_shared(prepared, ranks))
     if request.device == CPU:
         return prepared
     device, why = chosen_device(prepared)
     prepared = replace(prepared, device=device, decisions=[*decisions, decision("device", NOTE, device.name, why)])
     return replace(prepared, stream=prepared.placed(stream))
+
+
+def _demand_shared(prepared: Prepared, ranks: Ranks) -> Decision:
+    """Refuse work of one process alone, and note how ranks add.
+
+    Raises InputError: `ranks-unsupported`, `ranks-count`.
+    """
+    activations, cache = prepared.layers.activations.values(), prepared.request.recipe.scheme.kv_cache
+    asking = next((step.run.name for step in prepared.steps if step.needs - _SHARED), "")
+    fixed = any(not scheme.dynamic for scheme in activations) or (cache is not None and not cache.dynamic)
+    graded = next((step.run.name for step in prepared.steps if step.needs - _SHARED == {GRADIENTS}), "")
+    value = f"pass {asking}" if asking else "fixed scales of inputs or of the KV cache" if fixed else ""
+    if value:
+        rule, remedy = f"ranks share sums: {', '.join(sorted(_SHARED))}", "the same command without torchrun"
+        remedy = f"--set {graded}.gradients=0, or {remedy}" if graded else remedy
+        raise InputError("ranks-unsupported", "torchrun", value + " with gradients" * bool(graded), rule, remedy)
+    sequences = len(prepared.calibration.ids) if prepared.calibration else PARTS
+    if ranks.count > sequences:
+        rule, remedy = "each rank has a sequence", f"at most {1 << sequences.bit_length() - 1} ranks"
+        value = f"{ranks.count} ranks, {sequences} sequences"
+        raise InputError("ranks-count", "calibration.samples", value, rule, remedy)
+    reason = f"statistics are sums in {PARTS} parts: the same content on any number of ranks with as many threads each"
+    return decision("calibrate", NOTE, "ranks", reason)
 
 
 def _demand_purpose(request: Request, source: Source) -> None:

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from quantkit.bundle import Build, LayerEntry
+from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.statistics.gradients import collect
+from quantkit.calibrate.statistics.parts import Share
 from quantkit.calibrate.statistics.sums import InputStats
-from quantkit.errors import InputError
+from quantkit.errors import GateError, InputError
 from quantkit.exporters import load_exporter
 from quantkit.formats import QuantTensor
 from quantkit.model import finished
@@ -68,15 +72,23 @@ def _head_moments(prepared: Prepared, head: str, worked: Worked) -> Moments | No
         return moments
     if worked.hidden is None or worked.calls is None:
         return None
-    ids = prepared.calibration.ids
+    ids, ranks = prepared.calibration.ids, prepared.ranks
+    share = None if ranks is None else Share(ranks, len(ids), device=prepared.device.torch)
+    ids = ids if share is None else ids[share.rows]
     after = stream.answers_of(worked.calls, ids, worked.hidden)
     before: Answers | None = None
     if "original_inputs" in needs and worked.original is not None and worked.originals is not None:
         before = stream.answers_of(worked.originals, ids, worked.original)
-    seen = InputStats(name=head)
-    for index in range(len(ids)):
-        seen.add(after.given(head, index)[None], None if before is None else before.given(head, index)[None])
-    return moments_of_sums(seen, head)
+
+    def added(seen: InputStats, rows: Iterable[int]) -> InputStats:
+        for index in rows:
+            seen.add(after.given(head, index)[None], None if before is None else before.given(head, index)[None])
+        return seen
+
+    if share is None:
+        return moments_of_sums(added(InputStats(name=head), range(len(ids))), head)
+    lots = (added(InputStats(name=head, part=part), rows) for part, rows in share.by_part(1))
+    return moments_of_sums(share.summed(head, (), lots), head)
 
 
 def _passes(steps: Sequence[PassRun]) -> dict[str, Any]:
@@ -121,26 +133,30 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
     and never more than one.
 
     Args:
-        build: folder where `block-0000`, ..., `head` and `rest` are committed.
+        build: folder where `block-0000`, ..., `head` and `rest` are committed; with ranks, by the first one.
     """
     from quantkit.model.device import Lane
     from quantkit.model.streaming.stream import ReadAhead
 
     recipe, device, layers = prepared.request.recipe, prepared.device, prepared.layers
-    count = len(prepared.stream.block_names)
-    start = sum(key.startswith("block-") for key in build.done())
+    count, ranks = len(prepared.stream.block_names), prepared.ranks
+    start, leads = sum(key.startswith("block-") for key in build.done()), ranks is None or ranks.leads
+    headless = layers.head is None or "head" in build.done()
+    if ranks is not None:
+        start, headless = ranks.agree([start, headless])[0]
     if start == count:
-        _finish_tower(prepared, build)
-        _finish_rest(prepared, build)
+        if leads:
+            _finish_tower(prepared, build)
+            _finish_rest(prepared, build)
         return
     sequences = max((step.settings.gradients for step in prepared.steps if GRADIENTS in step.needs), default=0)
     if sequences:
         _collect_gradients(prepared, build, sequences, progress)
     begun = time.process_time()
-    kept = next((index for index in range(start - 1, -1, -1) if _hidden_file(build, index).exists()), None)
+    kept = next((index for index in range(start - 1, -1, -1) if _hidden_files(build, index)), None)
     states: dict[str, Tensor] = {}
     if kept is not None:
-        states = {name: value.to(device.place) for name, value in load_file(_hidden_file(build, kept)).items()}
+        states = {name: value.to(device.place) for name, value in _states(prepared, build, kept).items()}
     generator = torch.Generator().manual_seed(recipe.seed)
     progress.at("quantize", start / count, f"block {start + 1} of {count}")
     keeping = _Keeping(start if kept is None else kept, _EVERY)
@@ -171,16 +187,23 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
             rare=Rare(recipe.calibration.expert_tokens, recipe.calibration.experts),
             finished=_finished(prepared, build),
             gradients=functools.partial(_gradients, build) if sequences else None,
+            ranks=ranks,
         ):
             index = worked.block.index
             now = time.process_time()
             if written is not None:
                 written.result()
-            if index == count - 1:
+            if index == count - 1 and not headless:
                 # before its last block is, or a resume would have nothing to calibrate it on
-                _finish_head(prepared, build, worked, progress)
-            write = functools.partial(_commit, prepared, build, worked, now - begun, keeping.after(worked))
-            if device.is_cpu:
+                _finish_head(prepared, build, worked, progress, leads=leads)
+            keep = keeping.after(worked)
+            seconds, others = now - begun, dict[Path, str]()
+            if ranks is not None:
+                seconds, keep, others = _together(prepared, ranks, build, worked, seconds, keep)
+            write = functools.partial(_commit, prepared, build, worked, seconds, keep, others)
+            if not leads:
+                pass
+            elif device.is_cpu:
                 write()
             else:
                 written = lanes[1].submit(write)
@@ -189,9 +212,10 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
             progress.at("quantize", (index + 1) / count, f"block {min(index + 2, count)} of {count}")
         if written is not None:
             written.result()
-    build.sync()
-    _finish_tower(prepared, build)
-    _finish_rest(prepared, build)
+    if leads:
+        build.sync()
+        _finish_tower(prepared, build)
+        _finish_rest(prepared, build)
 
 
 def _gradients_file(build: Build, index: int) -> Path:
@@ -243,12 +267,69 @@ class _Keeping:
         return True, before
 
 
-def _hidden_file(build: Build, index: int) -> Path:
-    return build.steps / f"hidden-{index:04}.safetensors"
+def _hidden_files(build: Build, index: int) -> list[Path]:
+    """List the files of the hidden states behind a block: one, or one of each rank."""
+    return sorted(build.steps.glob(f"hidden-{index:04}*.safetensors"))
 
 
-def _commit(prepared: Prepared, build: Build, worked: Worked, cpu_seconds: float, keep: tuple[bool, int]) -> None:
-    """Write one block, and the hidden states behind it."""
+def _states(prepared: Prepared, build: Build, index: int) -> dict[str, Tensor]:
+    """Read the hidden states behind a block; with ranks, those of this rank's parts, whichever rank wrote them."""
+    if prepared.ranks is None or prepared.calibration is None:
+        return dict(load_file(_hidden_files(build, index)[0]))
+    share = Share(prepared.ranks, len(prepared.calibration.ids))
+    parts: dict[str, dict[int, Tensor]] = {}
+    for file in _hidden_files(build, index):
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (no mapping)
+                name, _, part = key.partition(".")
+                if int(part) in share.parts:
+                    parts.setdefault(name, {})[int(part)] = tensors.get_tensor(key)
+    return {name: torch.cat([of[part] for part in share.parts if part in of]) for name, of in parts.items()}
+
+
+def _together(
+    prepared: Prepared, ranks: Ranks, build: Build, worked: Worked, seconds: float, keep: tuple[bool, int]
+) -> tuple[float, tuple[bool, int], dict[Path, str]]:
+    """Agree on a finished block, and write this rank's hidden states behind it where the first rank says so.
+
+    Returns:
+        processor seconds of all ranks; whether to commit, and the block before, as the first rank says; files of all
+            ranks with their sha256.
+
+    Raises GateError: `ranks-differ`, codes that are not the same everywhere; Stopped: `rank-lost`.
+    """
+    digest = 0
+    for tensor in worked.block.tensors.values():
+        digest = zlib.crc32(tensor.codes.contiguous().cpu().view(torch.uint8).numpy().tobytes(), digest)
+    told = ranks.agree([digest, seconds, *keep])
+    seconds = sum(of for _, of, *_ in told)
+    if len({digest for digest, *_ in told}) > 1:
+        rule = "ranks compute the same codes from the same sums"
+        raise GateError("ranks-differ", worked.block.name, "codes differ between ranks", rule, "please report it")
+    (*_, kept, before), files = told[0], dict[Path, str]()
+    if not kept or worked.hidden is None or prepared.calibration is None or worked.calls is None or worked.calls.live:
+        return seconds, (kept, before), files
+    share = Share(ranks, len(prepared.calibration.ids))
+    outputs: dict[str, Tensor] = {}
+    sizes = [share.size(part) for part in share.parts]
+    for name, whole in (("hidden", worked.hidden), ("original", worked.original)):
+        parts = () if whole is None else whole.split(sizes)
+        outputs |= {f"{name}.{part}": value for part, value in zip(share.parts, parts, strict=False)}
+    place = build.temporary(f"hidden-{ranks.number}.safetensors")
+    for number, sha256 in enumerate(ranks.agree(write_tensors(place, outputs))):
+        files[build.temporary(f"hidden-{number}.safetensors")] = sha256
+    return seconds, (kept, before), files
+
+
+def _commit(
+    prepared: Prepared,
+    build: Build,
+    worked: Worked,
+    cpu_seconds: float,
+    keep: tuple[bool, int],
+    others: Mapping[Path, str],
+) -> None:
+    """Write one block, and the hidden states behind it; `others`: those of ranks, which are written."""
     block = worked.block
     result = build.temporary("block.safetensors")
     named = {block.full_name(name): tensor for name, tensor in block.tensors.items()}
@@ -258,9 +339,13 @@ def _commit(prepared: Prepared, build: Build, worked: Worked, cpu_seconds: float
     if keep[0] and worked.hidden is not None:
         outputs = {"hidden": worked.hidden, "original": worked.original}
         kept = build.temporary("hidden.safetensors")
-        hashes[kept] = write_tensors(kept, {name: value for name, value in outputs.items() if value is not None})
-        files[kept] = _hidden_file(build, block.index)
-        remove = [before] if (before := _hidden_file(build, keep[1])).exists() and keep[1] != block.index else []
+        if prepared.ranks is None:
+            written = write_tensors(kept, {name: value for name, value in outputs.items() if value is not None})
+            others = {kept: written}
+        for place, sha256 in others.items():
+            hashes[place] = sha256
+            files[place] = build.steps / place.name.replace("hidden", f"hidden-{block.index:04}", 1)
+        remove = _hidden_files(build, keep[1]) if keep[1] != block.index else []
     record = {**_record(prepared, worked), "cpu_seconds": cpu_seconds}
     build.commit(f"block-{block.index:04}", record, files, remove=remove, hashes=hashes, sync=keep[0])
 
@@ -275,14 +360,15 @@ def _finished(prepared: Prepared, build: Build) -> Callable[[int], nn.Module]:
     return lambda index: running().load(index)
 
 
-def _finish_head(prepared: Prepared, build: Build, worked: Worked, progress: Progress) -> None:
-    """Commit the head's codes, chosen on the outputs of the last block."""
+def _finish_head(prepared: Prepared, build: Build, worked: Worked, progress: Progress, *, leads: bool) -> None:
+    """Commit the head's codes, chosen on the outputs of the last block; ranks that do not lead give their sums."""
     layers = prepared.layers
-    if layers.head is None or "head" in build.done():
-        return
+    assert layers.head is not None
     progress.at("quantize", 1.0, layers.head)
     begun = time.process_time()
     moments = _head_moments(prepared, layers.head, worked)
+    if not leads:
+        return
     tensor, entry = quantize_head(prepared.stream, layers, _passes(prepared.steps), moments)
     result = build.temporary("head.safetensors")
     digest = finished.save(result, {entry.name: tensor}, {})

@@ -183,6 +183,12 @@ class TransformerSubject(Subject):
         self.quantize_cpu = prepared.cpu_seconds + sum(record["cpu_seconds"] for record in records)
         self.decisions += [Decision.model_validate(one) for record in records for one in record.get("decisions", [])]
 
+    def assist(self) -> None:
+        """See `Subject`."""
+        if self.prepared.steps or self.prepared.calibration is not None:
+            with self.prepared.device.arithmetic():
+                quantize(self.prepared, self.build, self.progress)
+
     def export(self) -> None:
         """See `Subject`."""
         steps = self.request.recipe.export

@@ -20,8 +20,10 @@ from torch.func import functional_call
 
 from quantkit import machine
 from quantkit.bundle import Decision
+from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.statistics import collected
 from quantkit.calibrate.statistics.collected import Original, Stats
+from quantkit.calibrate.statistics.parts import Share
 from quantkit.calibrate.statistics.scales import Scales
 from quantkit.calibrate.statistics.sums import nonfinite
 from quantkit.errors import InputError
@@ -257,12 +259,13 @@ def work(
     finished: Callable[[int], nn.Module] | None = None,
     known: Known | None = None,
     gradients: Callable[[int], Mapping[str, Tensor]] | None = None,
+    ranks: Ranks | None = None,
 ) -> Iterator[Worked]:
     """Run every pass on every block, one block at a time.
 
     Args:
         schemes: linear's full name -> how to store it; those not named stay in high precision.
-        ids: [samples, tokens] to calibrate on; None when no pass looks at data.
+        ids: [samples, tokens] to calibrate on, of all ranks; None when no pass looks at data.
         probe_ids: a few tokens to trace blocks and prove folds with.
         widest: the largest number of features of any activation.
         dtype: what unquantized tensors will be stored in.
@@ -276,6 +279,8 @@ def work(
         begun: at most `start`, which it is if nothing is said; blocks between the two run as they were decided on.
         finished: the blocks before `start` as they were decided on; a live model's forward goes through all of them.
         gradients: function of a block's number that gives the gradients of its linears' outputs, if a pass needs them.
+        ranks: ranks that share the work; `hidden`, `original`, and those of what is yielded, are then of this rank's
+            sequences alone (`parts.Share.rows`).
 
     Yields:
         each block when it is finished; the caller commits it before asking for the next.
@@ -286,6 +291,11 @@ def work(
     seen: _Running | None = None
     before: _Running | None = None
     begun = start if begun is None else begun
+    share = None
+    if ids is not None and ranks is not None:
+        fitting = chunk or chunk_size(widest, ids.shape[1])
+        share = Share(ranks, len(ids), fitting, probe.calls.device)
+        ids, chunk = ids[share.rows], share.chunk
     if ids is not None and looks_at_data(steps, (activations or {}).values(), cache):
         # what the shared inputs hold in the original stream is kept beside, about a third as much again: less than what
         # running every stage anew would cost
@@ -301,7 +311,9 @@ def work(
     if ids is not None and seen is not None and not seen.calls.live:
         chunk = seen.calls.chunk
         few = functools.cache(lambda sequences: stream.begin(ids[:sequences], min(chunk, sequences)))
-    loop = _Loop(stream, block_steps, probe, seen, before, *more, known or Known(), few, gradients)
+        if share is not None:
+            few = functools.cache(functools.partial(_first_of, stream, ids, share))
+    loop = _Loop(stream, block_steps, probe, seen, before, *more, known or Known(), few, gradients, share, ranks)
     for stage, index in enumerate(visits):
         if index in visits[:stage]:
             continue
@@ -333,6 +345,12 @@ def work(
             machine.trim_heap()
 
 
+def _first_of(stream: BlockStream, ids: Tensor, share: Share, sequences: int) -> Calls:
+    """Begin on this rank's sequences among the first ones of the set."""
+    first, rows = share.first(sequences)
+    return stream.begin(ids[rows], first.chunk)
+
+
 @dataclass
 class _Loop:
     """Arguments common to all blocks; see `work`."""
@@ -353,6 +371,8 @@ class _Loop:
     known: Known
     few: Callable[[int], Calls] | None = None
     gradients: Callable[[int], Mapping[str, Tensor]] | None = None
+    share: Share | None = None
+    ranks: Ranks | None = None
 
     def settled(self, index: int, stage: int) -> tuple[Worked, Stats]:
         """Put a block through its passes; again, where the device says that a Hessian had no factor.
@@ -382,6 +402,8 @@ class _Loop:
             traced, computed = _traced(module, call)
         run = self.seen or self.probe
         counts = collected.count(module, run.calls, stage, run.hidden) if self.seen is not None else {}
+        if self.ranks is not None and counts:
+            counts = dict(zip(counts, self.ranks.total(list(counts.values())), strict=True))
         name = self.stream.block_names[index]
         prefix = f"{name}." if name else ""
         quantized = {linear for linear in traced.linears if prefix + linear in self.schemes}
@@ -414,7 +436,7 @@ class _Loop:
         worked.routed, worked.decisions = settle(block, counts, self.rare)
         worked.decisions += _one_scale(block) if self.tensors else []
         stats = Stats(module, traced.groups, run.calls, stage, run.hidden, few=self.few, raised=raised)
-        stats.scales = Scales(block.inputs, block.cache, self.dtype)
+        stats.scales, stats.share, stats.ranks = Scales(block.inputs, block.cache, self.dtype), self.share, self.ranks
         stats.gradients = {} if self.gradients is None else self.gradients(index)
         if block.original is not None and self.before is not None:
             if not (stats.calls.device.type != "cpu" and known.structure == traced):
