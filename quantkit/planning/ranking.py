@@ -252,10 +252,10 @@ def _settled(alike: list[Ranked], *, by_loss: bool) -> Iterator[Ranked]:
         tied = [one for one in tied if one.candidate.devices == min(other.candidate.devices for other in tied)]
         if by_loss:
             least = min((one.loss for one in tied if one.loss is not None), key=lambda loss: loss.kl)
-            tied = [one for one in tied if one.loss is not None and one.loss.kl <= least.kl + least.half]
-            chosen = min(tied, key=lambda one: (one.candidate.runtime == "torch", one.effort))
+            near = [(one.loss.kl, one) for one in tied if one.loss is not None and one.loss.kl <= least.kl + least.half]
+            _, chosen = min(near, key=lambda pair: (pair[1].candidate.runtime == "torch", pair[1].effort, pair[0]))
         else:
-            chosen = min(tied, key=lambda one: (-one.bits, one.effort))
+            chosen = min(tied, key=lambda one: (-one.bits, one.effort, one.candidate.label))
         left.remove(chosen)
         yield chosen
 
