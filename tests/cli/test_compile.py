@@ -143,7 +143,7 @@ def test_dry_run_says_what_a_model_would_write_and_lets_it_write_nothing(
 def test_request_reaches_the_pipeline_whole(quantkit: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Request] = []
 
-    def stop(request: Request, progress: object) -> object:
+    def stop(request: Request, *_: object) -> object:
         seen.append(request)
         raise KeyboardInterrupt
 
