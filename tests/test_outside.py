@@ -143,7 +143,7 @@ def test_a_changed_file_does_not_resume(place: Path) -> None:
         request = types.SimpleNamespace(recipe=Recipe.load("./mine.yaml", allow_code=True))
         known = types.SimpleNamespace(ref="path:my-model", sha256="0" * 64)
         asked = {"source": known, "request": request, "calibration": None, "scoring": known, "steps": []}
-        asked |= {"device": ComputeDevice(), "training": None}
+        asked |= {"device": ComputeDevice(), "training": None, "ranks": None}
         return fingerprint(types.SimpleNamespace(**asked))  # type: ignore[arg-type]
 
     with Build.open(place / "out", begun(), resume=False):

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -90,13 +91,14 @@ def test_a_node_that_sees_another_folder_is_refused_before_a_job_starts(
     apart = ["unshare", "--mount", "--map-root-user"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mounts of one's own here")
-    start = f"ray start --address={cluster.address} --num-cpus=1 --object-store-memory={80 * 2**20} --block"
+    ray = Path(sys.executable).with_name("ray")
+    start = f"{ray} start --address={cluster.address} --num-cpus=1 --object-store-memory={80 * 2**20} --block"
     node = subprocess.Popen(
         [*apart, "sh", "-c", f"mount -t tmpfs none {home} && mkdir {home}/tiny && exec {start}"],
         stdout=subprocess.DEVNULL,
     )
     try:
-        _wait_for(cluster, 2)
+        _wait_for(cluster, 2, node)
         code, told = said(capfd, "batch", "jobs.yaml", "--on", "ray")
         assert (code, told["error"]["code"]) == (2, "not-shared")
         assert told["error"]["where"].startswith(str(home)) and os.uname().nodename in told["error"]["where"]
@@ -106,13 +108,17 @@ def test_a_node_that_sees_another_folder_is_refused_before_a_job_starts(
         node.wait()
 
 
-def _wait_for(cluster: Any, count: int) -> None:
+def _wait_for(cluster: Any, count: int, node: subprocess.Popen[bytes]) -> None:
     import ray
 
     ray.init(cluster.address, log_to_driver=False)
-    while len([node for node in ray.nodes() if node["Alive"]]) < count:
-        time.sleep(0.1)
-    ray.shutdown()
+    try:
+        until = time.monotonic() + 120
+        while len([node for node in ray.nodes() if node["Alive"]]) < count:
+            assert node.poll() is None and time.monotonic() < until, "the node did not start"
+            time.sleep(0.1)
+    finally:
+        ray.shutdown()
 
 
 @pytest.mark.parametrize(
