@@ -89,7 +89,7 @@ def test_a_node_that_sees_another_folder_is_refused_before_a_job_starts(
 ) -> None:
     """It has an empty folder of its own under the path of ours; its mounts are its own."""
     apart = ["unshare", "--mount", "--map-root-user"]
-    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+    if subprocess.run([*apart, "mount", "-t", "tmpfs", "none", home], capture_output=True, check=False).returncode:
         pytest.skip("no mounts of one's own here")
     ray = Path(sys.executable).with_name("ray")
     start = f"{ray} start --address={cluster.address} --num-cpus=1 --object-store-memory={80 * 2**20} --block"
