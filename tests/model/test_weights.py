@@ -398,4 +398,4 @@ def test_reading_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
     run = forked.run("-c", code, tmp_path, check=True)
-    assert int(run.stdout) < 16_000  # kB; all of them are 128 MB
+    assert int(run.stdout) < 32_000  # kB; all of them are 128 MB, and pages that a fork shares are counted too

@@ -35,6 +35,7 @@ from quantkit.model.layouts import (
     stored_with,
     unsupported,
 )
+from quantkit.model.source.places import quiet_loading
 from quantkit.scheme import WeightScheme
 
 WEIGHT, ABSMAX, MAP = ".weight", ".weight.absmax", ".weight.quant_map"
@@ -170,7 +171,8 @@ class BitsAndBytes(Layout):
         return tensor.codebook[tensor.codes.int()] * scale
 
     def _theirs(self, prefix: str, read: Read) -> torch.Tensor:
-        from bitsandbytes.functional import QuantState, dequantize_4bit
+        with quiet_loading():
+            from bitsandbytes.functional import QuantState, dequantize_4bit
 
         parts = [*self.parts[1:3], STATE]
         if not read(prefix + ABSMAX).is_floating_point():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -125,18 +126,22 @@ def has_tokenizer(folder: Path) -> bool:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Suppress transformers' loading reports and progress bars; restore the settings at the end."""
-    from transformers.utils import logging
+    """Suppress transformers' loading reports and progress bars, and what bitsandbytes says of kernels that it would
+    download; restore the settings at the end."""
+    from transformers.utils import logging as reports
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
+    theirs = logging.getLogger("bitsandbytes")
+    level, bars, before = reports.get_verbosity(), reports.is_progress_bar_enabled(), theirs.level
+    reports.set_verbosity(reports.CRITICAL)
+    reports.disable_progress_bar()
+    theirs.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        theirs.setLevel(before)
+        reports.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            reports.enable_progress_bar()
 
 
 def first_line(problem: BaseException) -> str:
