@@ -6,6 +6,8 @@ Throughout, a linear computes `y = W x` with `W` [N, K]; `X` [T, K] holds the in
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -56,5 +58,11 @@ def spread(work: Callable[[T], V], parts: Iterable[T], threads: int) -> list[V]:
     them."""
     if threads == 1:
         return [work(part) for part in parts]
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return list(pool.map(work, parts))
+    return list(_workers(threads, os.getpid()).map(work, parts))
+
+
+@functools.cache
+def _workers(threads: int, process: int) -> ThreadPoolExecutor:
+    """Make lasting threads: to start them takes longer than a part does. A forked process has none of its
+    parent's."""
+    return ThreadPoolExecutor(threads, f"solver-{process}", torch.set_num_threads, (1,))
