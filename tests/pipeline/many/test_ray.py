@@ -16,6 +16,8 @@ import zoo
 
 from quantkit.bundle import Bundle
 from quantkit.cli import run
+from quantkit.pipeline.many.batch import CompileJob
+from quantkit.pipeline.many.executors import largest_first
 
 _OF_A_NODE = {"object_store_memory": 80 * 2**20, "num_cpus": 1}
 
@@ -48,6 +50,15 @@ def said(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str,
     capfd.readouterr()
     code = run([*words, "--json"])
     return code, json.loads(capfd.readouterr().out)
+
+
+def test_the_largest_model_begins(tmp_path: Path) -> None:
+    sizes = {"small": 10, "large": 1000, "other": 10}
+    for name, size in sizes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(size))
+    jobs = [CompileJob(name, str(tmp_path / name), {}, name, (str(tmp_path / name),)) for name in sizes]
+    assert [job.name for job in largest_first(jobs)] == ["large", "small", "other"]
 
 
 @pytest.mark.thorough
