@@ -4,6 +4,7 @@
     python benchmarks/memory.py --layers 4 32 --shapes wide --recipe gptq-int4 --no-cap --repeats 1
     python benchmarks/memory.py --cap-alone --shapes llama-3.2-3b --cap-layers 30 --cap 1.5e9 --recipe gptq-int4
     python benchmarks/memory.py --block llama-3-8b --recipes gptq-int4      one block of real shapes, part by part
+    python benchmarks/memory.py --block llama-3.2-3b --whole --struck 10    and the whole model, killed and resumed
 
 Random Llamas with layers of 30.7 MB, float32, are compiled with `awq-int4`, few samples and a short search, each in a
 fresh process; the peak is the operating system's high-water mark of resident memory. glibc's allocator keeps part of
@@ -16,11 +17,15 @@ heap and private writable mappings whether they are touched or not, so that allo
 mapped to be read are not in it: the kernel can drop those pages at any time.)
 
 `--block` compiles a bfloat16 model of one block in a real model's shapes, with 4,096 rows of vocabulary, by some
-recipes on 2 x 128 tokens, and says the peak and the processor seconds of each part. 256 positions score.
+recipes on 2 x 128 tokens, and says the peak and the processor seconds of each part. 256 positions score. The same
+compile with next to no block says what is done once, and both predict the whole model. `--whole` compiles that as well;
+with `--struck` it is killed (SIGKILL) after so many steps and resumed, and both processes count. Compiles of one block
+come before and after it: processor seconds go by what else a machine does.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 from collections.abc import Mapping
@@ -28,20 +33,34 @@ from pathlib import Path
 from typing import Any
 
 from harness import compiles
+from harness.compile_fit import parts, spec
 from harness.process import THREADS, compiled, environment, helper
 from harness.random_model import LARGE, layer_bytes
 from harness.record import layout, parsing, record, show, verdicts
 
+from quantkit.planning.compiling import peaks as held_peaks
+
+Row = dict[str, Any]
+MODEL = "smollm2-135m"
 SETTINGS = ["calibration.samples=4", "calibration.tokens=128", "awq.grid=4", "gates={}"]
 
 
-# what one block is measured in; the time of a whole model is that of its blocks and of what is read once
-SHAPES: dict[str, dict[str, int]] = {
-    "wide": {"hidden": 1536, "intermediate": 4608, "heads": 12, "kv_heads": 12},
-    "llama-3.2-3b": {"hidden": 3072, "intermediate": 8192, "heads": 24, "kv_heads": 8},
-    "llama-3-8b": {"hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8},
-    "llama-3-70b": {"hidden": 8192, "intermediate": 28672, "heads": 64, "kv_heads": 8},
+# models with their number of blocks; the time of a whole one is that of its blocks and of what is done once
+SHAPES: dict[str, dict[str, Any]] = {
+    MODEL: {"layers": 30, "hidden": 576, "intermediate": 1536, "heads": 9, "kv_heads": 3}
+    | {"vocabulary": 49152, "tied": True, "dtype": "float32"},
+    "wide": {"layers": 32, "hidden": 1536, "intermediate": 4608, "heads": 12, "kv_heads": 12},
+    "llama-3.2-3b": {"layers": 30, "hidden": 3072, "intermediate": 8192, "heads": 24, "kv_heads": 8},
+    "llama-3-8b": {"layers": 32, "hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8},
+    "llama-3-70b": {"layers": 80, "hidden": 8192, "intermediate": 28672, "heads": 64, "kv_heads": 8},
+    "qwen3-30b-a3b": {"layers": 48, "hidden": 2048, "intermediate": 768, "heads": 32, "kv_heads": 4, "head_dim": 128}
+    | {"experts": 128, "active": 8},
 }
+SMALL = {"vocabulary": 4096, "dtype": "bfloat16", "positions": 8192}
+# next to no block: what is done once remains
+NEXT_TO_NONE = {"layers": 1, "intermediate": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "experts": 0}
+# share of a whole compile's processor seconds that their prediction may be off
+OFF = 0.15
 BLOCK_SETTINGS = ["gates={}", "export=[{checkpoint: {layout: pack-quantized}}]"]
 FEW = ["calibration.samples=2", "calibration.tokens=128"]
 ALLOCATORS = {"default": {}, "mapped": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
@@ -50,7 +69,7 @@ ALLOCATORS = {"default": {}, "mapped": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
 def model(place: Path, layers: int, shapes: Mapping[str, Any] = LARGE) -> Path:
     folder = place / f"random-{layers}"
     if not folder.exists():
-        helper("random_model.py", {"folder": str(folder), "layers": layers, **shapes})
+        helper("random_model.py", {"folder": str(folder), **shapes, "layers": layers})
     return folder
 
 
@@ -78,32 +97,76 @@ def measured(
     )
 
 
-def blocks(shapes: str, recipes: list[str], most: float) -> int:
-    """One block by some recipes; whether the parts up to the check stay below `most` bytes."""
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        made = {"layers": 1, "vocabulary": 4096, "dtype": "bfloat16", "positions": 8192, **SHAPES[shapes]}
-        helper("random_model.py", {"folder": str(place / shapes), **made})
-        for recipe in recipes:
+def blocks(
+    name: str, recipes: list[str], most: float, *, few: int, repeats: int, whole: bool, struck: int, kept: Path | None
+) -> int:
+    """One block, or a few, by some recipes; the whole model is predicted from that, and with `whole` also measured."""
+    shapes = {**SMALL, **SHAPES[name]}
+    layers, rows, predicted, checks = shapes["layers"], list[Row](), list[Row](), dict[str, bool]()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        made = {"one": {**shapes, "layers": few}, "none": {**shapes, **NEXT_TO_NONE}}
+        made |= {"whole": shapes} if whole and name != MODEL else {}
+        for kind, described in made.items():
+            helper("random_model.py", {"folder": str(place / kind), **described})
+        sources = {"whole": MODEL, **{kind: str(place / kind) for kind in made}}
+
+        def took(kind: str, recipe: str, number: int) -> Row:
+            key, known = f"{name} {recipe} {kind} {number}", {}
+            if kept is not None and kept.is_file():
+                known = json.loads(kept.read_text())
+            if key not in known:
+                known[key] = run(kind, recipe)
+                if kept is not None:
+                    kept.write_text(json.dumps(known))
+            found: Row = known[key]
+            return found
+
+        def run(kind: str, recipe: str) -> Row:
             changes = [*BLOCK_SETTINGS, *([] if recipe == "rtn-int4" else FEW)]
-            found = compiles.compiled(place, recipe, str(place / shapes), recipe, changes, 256, False)
+            given = (place, f"{kind}-{recipe}", sources[kind], recipe, changes, 256, False)
+            found = compiles.compiled(*given, vllm=False, struck=struck if kind == "whole" else 0)
             if found is None:
-                return 1
-            for part in found["parts"]:
-                what = {"recipe": recipe, "stage": part["stage"], "detail": part["detail"]}
-                if part["detail"] != "end":
-                    rows.append({**what, "peak_mb": part["peak_bytes"] / 1e6, "cpu_seconds": part["cpu_seconds"]})
-    show(
-        f"one block of {shapes}, {THREADS} threads",
-        rows,
-        layout("recipe | stage | detail | peak_mb=peak MB:.0f | cpu_seconds=CPU s:.1f"),
-    )
+                raise SystemExit(1)
+            return {**found, "model": name}
+
+        for recipe in recipes:
+            kinds = [*repeats * ["none", "one"], *(["whole", *repeats * ["one", "none"]] if whole else [])]
+            runs = [(kind, took(kind, recipe, kinds[:at].count(kind))) for at, kind in enumerate(kinds)]
+            cpu = {kind: statistics.fmean(one["process_cpu"] for of, one in runs if of == kind) for kind in kinds}
+            block = (cpu["one"] - cpu["none"]) / few
+            row: Row = {"recipe": recipe, "blocks": layers, "once": cpu["none"], "block": block}
+            row |= {"hours": (cpu["none"] + layers * block) / 3600, "runs": [one["process_cpu"] for _, one in runs]}
+            row |= {"kinds": kinds, "predicted": cpu["none"] + layers * block}
+            if whole:
+                found = next(one for kind, one in runs if kind == "whole")
+                off = row["predicted"] / cpu["whole"] - 1
+                row |= {"whole": cpu["whole"], "off": off, "struck_after": found["struck_after"]}
+                row |= {"whole_peak_mb": found["process_peak"] / 1e6, "parts": found["parts"]}
+                checks[f"{recipe}: predicted {off:+.0%} off; at most {OFF:.0%}"] = abs(off) <= OFF
+            predicted.append(row)
+            found = next(one for kind, one in runs if kind == "one")
+            config = json.loads((place / "one" / "config.json").read_text())
+            forecast = held_peaks(spec({**found, "config": config}))
+            for part, cpu_seconds, peak in parts(found):
+                real = {"peak_mb": peak / 1e6, "cpu_seconds": cpu_seconds}
+                rows.append({"recipe": recipe, "part": part, **real, "forecast_mb": forecast.get(part, 0.0) / 1e6})
+            tell(name, rows[-1 * len(parts(found)) :], predicted[-1:])
     settings = {"shapes": made, "changes": BLOCK_SETTINGS, "calibration": FEW, "scored": 256, "threads": THREADS}
-    record(f"memory-block-{shapes}", f"peak of every part at most {most / 1e9:g} GB", rows, settings)
+    claim = f"peak of every part of one block at most {most / 1e9:g} GB; the whole within {OFF:.0%} of what it predicts"
+    record(f"memory-block-{name}", claim, [*predicted, *rows], settings)
     worst = max(rows, key=lambda row: row["peak_mb"])
-    text = f"at most {worst['peak_mb']:.0f} MB ({worst['recipe']}, {worst['stage']}); at most {most / 1e6:.0f}"
-    return verdicts({text: worst["peak_mb"] <= most / 1e6})
+    text = f"at most {worst['peak_mb']:.0f} MB ({worst['recipe']}, {worst['part']}); at most {most / 1e6:.0f}"
+    return verdicts({text: worst["peak_mb"] <= most / 1e6, **checks})
+
+
+def tell(name: str, rows: list[Row], predicted: list[Row]) -> None:
+    """Parts of one block, and the whole model."""
+    shown = "recipe | part | peak_mb=peak MB:.0f | forecast_mb=forecast:.0f | cpu_seconds=CPU s:.1f"
+    show(f"one block of {name}, {THREADS} threads", rows, layout(shown))
+    shown = "recipe | blocks:d | once=once, CPU s:.1f | block=a block:.1f | hours=predicted, CPU h:.2f"
+    shown += " | whole=measured, CPU s:.0f | off=off:+.0%" if "whole" in predicted[-1] else ""
+    show(f"all of {name}", predicted, layout(shown))
 
 
 def main() -> int:
@@ -119,14 +182,19 @@ def main() -> int:
     parser.add_argument("--no-cap", action="store_true", help="leave the capped run out")
     parser.add_argument("--block", choices=list(SHAPES), help="one block of these shapes, and nothing else")
     parser.add_argument("--recipes", nargs="+", default=["gptq-int4"], help="with --block")
+    parser.add_argument("--blocks", type=int, default=1, help="with --block: more of a small model")
+    parser.add_argument("--whole", action="store_true", help="with --block: all blocks too")
+    parser.add_argument("--struck", type=int, default=0, help="of --whole: steps after which it is killed, and resumed")
+    parser.add_argument("--rows", type=Path, help="with --block: file of what was compiled so far")
     parser.add_argument("--most", type=float, default=5e9, help="with --block: bytes")
     options = parser.parse_args()
     if options.block:
-        return blocks(options.block, options.recipes, options.most)
+        how = {"few": options.blocks, "repeats": options.repeats, "whole": options.whole}
+        how |= {"struck": options.struck, "kept": options.rows}
+        return blocks(options.block, options.recipes, options.most, **how)
 
     few, many = options.layers
-    small = {"vocabulary": 4096, "dtype": "bfloat16", "positions": 8192, "tied": True}
-    shapes = {**SHAPES[options.shapes], **small} if options.shapes else LARGE
+    shapes = {**SMALL, **SHAPES[options.shapes], "tied": True} if options.shapes else LARGE
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         rows = [

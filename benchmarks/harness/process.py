@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     data_limit: int | None = None,
+    struck: Callable[[], bool] | None = None,
 ) -> Done:
     """Run a command to its end.
 
@@ -65,6 +66,7 @@ def run(
         env: None is `environment()`.
         cwd: where.
         data_limit: bytes that it may have for data (RLIMIT_DATA): heap and private writable mappings.
+        struck: asked again and again; the process is killed (SIGKILL) once it holds.
     """
     if data_limit is not None:
         command = [sys.executable, "-c", _LIMITED, str(data_limit), *command]
@@ -73,7 +75,12 @@ def run(
         process = subprocess.Popen(
             [str(part) for part in command], stdout=out, stderr=err, env=dict(env or environment()), cwd=cwd
         )
-        _, status, used = os.wait4(process.pid, 0)
+        ended, status, used = os.wait4(process.pid, os.WNOHANG if struck else 0)
+        while struck and not ended:
+            time.sleep(0.2)
+            if struck():
+                process.kill()
+            ended, status, used = os.wait4(process.pid, os.WNOHANG)
         wall = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
         texts = []

@@ -1,4 +1,4 @@
-"""A random Llama on disk, of any depth, made one layer at a time: for memory and crashes, never for quality.
+"""A random Llama or mixture on disk, of any depth, made one layer at a time: for memory and crashes, never for quality.
 
 Its tokenizer has one token a byte, so the shipped calibration text serves it.
 """
@@ -6,6 +6,7 @@ Its tokenizer has one token a byte, so the shipped calibration text serves it.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ def describe(
     tied: bool = False,
     positions: int = 512,
     dtype: str = "float32",
+    experts: int = 0,
+    active: int = 0,
+    head_dim: int | None = None,
 ) -> None:
     """Config and tokenizer alone.
 
@@ -56,13 +60,18 @@ def describe(
         tied: whether they are one tensor.
         positions: tokens that a sequence can have.
         dtype: of the weights.
+        experts: of a layer, each of width `intermediate`: a Qwen3 mixture; 0 is a Llama.
+        active: of them, for a token.
+        head_dim: by default, hidden over heads.
     """
     import transformers
 
     folder.mkdir(parents=True)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
-    config = transformers.LlamaConfig(
+    kind = "Qwen3Moe" if experts else "Llama"
+    mixture = {"num_experts": experts, "num_experts_per_tok": active, "moe_intermediate_size": intermediate}
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=vocabulary or len(tokenizer),
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -74,7 +83,9 @@ def describe(
         bos_token_id=256,
         eos_token_id=257,
         dtype=dtype,
-        architectures=["LlamaForCausalLM"],
+        architectures=[f"{kind}ForCausalLM"],
+        head_dim=head_dim or hidden // heads,
+        **(mixture if experts else {}),
     )
     config.save_pretrained(folder)
 
@@ -85,9 +96,10 @@ def fill(folder: Path, *, device: str = "cpu", seed: int = 0) -> None:
     import transformers
     from safetensors.torch import save_file
 
-    config = transformers.LlamaConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in transformers.LlamaForCausalLM(config).state_dict().items()}
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    shapes = {apart: size for name, tensor in model.state_dict().items() for apart, size in _apart(name, tensor.shape)}
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     shards: dict[str, list[str]] = {}
@@ -111,6 +123,19 @@ def fill(folder: Path, *, device: str = "cpu", seed: int = 0) -> None:
         save_file(tensors, folder / file, metadata={"format": "pt"})
     index = {"metadata": {"total_size": total}, "weight_map": placed}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _apart(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Sequence[int]]]:
+    """A tensor as files have it: transformers joins experts, and gate with up, as it loads them."""
+    place, _, leaf = name.rpartition(".experts.")
+    for expert in range(shape[0]) if place else ():
+        if leaf == "gate_up_proj":
+            for part in ("gate_proj", "up_proj"):
+                yield f"{place}.experts.{expert}.{part}.weight", (shape[1] // 2, shape[2])
+        else:
+            yield f"{place}.experts.{expert}.{leaf}.weight", shape[1:]
+    if not place:
+        yield name, shape
 
 
 def byte_tokenizer() -> Any:

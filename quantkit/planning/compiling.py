@@ -8,15 +8,14 @@ Time is not predicted here: a compile measures its first block and multiplies. P
     begin      embeddings and head, and the hidden states before the first block
     quantize   a block with its widest solve, without experts that lie in files; hidden states in and out, the other
                inputs of blocks, the activations of one forward
-    check      for a checkpoint a few blocks twice; for a graph its session, and one block of the reference
+    gradients  a block, its inputs and those of all others, the activations of a sequence; logits of a few positions
+    check      for a checkpoint the model, or a few blocks of a large one twice; for a graph its session, and a block
     score      both heads and blocks, both models' hidden states, a few positions of logits; for a graph its session
-    confirm    the original and its export, one after the other, whole; left out for large models
     speed      the float model as a graph, made and loaded
 
 Embeddings and head, the *ends*, are loaded whole, in 32-bit floats: once where a model begins and where an export is
 checked, twice where two heads are compared. Large tensors return to the system when they are freed; glibc's heap keeps
-a
-share of smaller ones, which later parts carry. The numbers of copies were fitted to compiles of random models
+a share of smaller ones, which later parts carry. The numbers of copies were fitted to compiles of random models
 (`benchmarks/plan_compile.py --fit`): `compiling_memory.json`.
 """
 
@@ -51,9 +50,8 @@ OUTWARD = ("o_proj", "out_proj", "down_proj", "dense", "output", "fc2", "c_proj"
 SCORED, LENGTH = {"decoder": 2000, "encoder": 6000}, 512
 # sequences per scoring forward; tokens and sequences of the long contexts for a quantized cache
 SCORED_TOGETHER, LONG, LONG_SEQUENCES = 4, 2048, 4
-# models up to so many bytes are compared with plain transformers whole; larger ones if that takes at most this multiple
-# of the other parts' peak
-WHOLE, CONFIRMED = 640 * 2**20, 1.25
+# models up to so many bytes are compared with plain transformers whole, of larger ones what the other parts' peak holds
+WHOLE = 640 * 2**20
 # positions of which logits are taken at a time, as in `model/streaming/answers.py`
 _PULLED = 128
 # logits of one model in memory at one time; bytes from which on hidden states are kept in a file
@@ -62,6 +60,8 @@ _LOGITS, _ON_DISK = 1 << 23, 1 << 30
 _FORWARD = 4
 # weights whose codes are chosen together, and copies of them meanwhile: `passes/solvers/gptq.py`
 _PIECE, _PIECES = 1 << 23, 7
+# kernels in bfloat16 that oneDNN keeps, each of one number of tokens, and bytes of one
+_KERNELS, _KERNEL = 1024, 3e5
 # bytes of a token in a tokenizer's memory: a byte-level BPE of 24,000 takes 28 MB, benchmarks/harness/tokenizer_side.py
 _TOKENIZER = 1164
 # bytes of packages that load a layout, beyond transformers: importing bitsandbytes 0.50
@@ -195,6 +195,11 @@ class CompileSpec:
     def gradients(self) -> int:
         """Number of sequences with gradients for a pass."""
         return max((step.settings.gradients for step in self.recipe.passes if GRADIENTS in needs_of(step)), default=0)
+
+    @property
+    def graded(self) -> int:
+        """Tokens with gradients."""
+        return min(self.gradients, self.sequences) * self.length
 
     @property
     def training(self) -> Any:
@@ -343,15 +348,11 @@ def copies() -> Mapping[str, Mapping[str, float]]:
 
 def peaks(spec: CompileSpec) -> dict[str, float]:
     """Map part -> peak resident bytes."""
-    memory = {
+    return {
         part: sum(amount * table.get(term, 0.0) for term, amount in terms.items())
         for part, terms in held(spec).items()
         if (table := copies().get(fitted(part))) is not None
     }
-    others = max((peak for part, peak in memory.items() if part != "confirm"), default=0.0)
-    if 4.0 * spec.architecture.parameters > WHOLE and memory.get("confirm", 0.0) > CONFIRMED * others:
-        del memory["confirm"]
-    return memory
 
 
 def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
@@ -366,15 +367,19 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
         "engine": float("engine" in stored),
     }
     largest = max((matrix.N * matrix.K for matrix in model.inside()), default=0)
+    whole, experts = 4.0 * model.parameters, elements([matrix for matrix in model.inside() if matrix.count > 1])
     parts: dict[str, dict[str, float]] = {
         "open": {**libraries, "largest": float(_width(model) * max(largest, model.embeddings))},
-        "prove": {**libraries, "whole": min(4.0 * model.parameters, WHOLE)},
+        "prove": {**libraries, "whole": min(whole, WHOLE)},
     }
     left: dict[str, float] = {}
+    libraries["library"] = _kernels(spec)
     if spec.recipe.passes or spec.sequences:
         quantized = _quantizing(spec)
         parts["begin"] = {**libraries, "ends": spec.ends, **{name: quantized[name] for name in ("hidden", "beside")}}
         parts["quantize"] = {**libraries, **quantized}
+        if spec.gradients:
+            parts["gradients"] = {**libraries, **_grading(spec)}
         kept = min(1.0, machine.KEPT / max(sum(quantized.values()), 1.0))
         left = {f"left {name}": kept * amount for name, amount in quantized.items()}
         if (training := spec.training) is not None:
@@ -384,10 +389,14 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
     for step in spec.recipe.export:
         layout = str(step.options.get("layout"))
         loaded_with = load_layout(layout.replace("-", "_")).libraries if layout in layout_names() else ()
-        libraries["library"] = libraries.get("library", 0.0) + sum(_LIBRARY.get(name, 0.0) for name in loaded_with)
+        libraries["library"] += sum(_LIBRARY.get(name, 0.0) for name in loaded_with)
     for name in spec.exports:
         session = _session(spec) if _stores(name) == "graph" else {}
-        parts[f"check {name}"] = {**libraries, "ends": spec.ends, "block": spec.block, **session, **left}
+        what: dict[str, float] = {"ends": spec.ends, "block": spec.block}
+        if _stores(name) in ("tensors", "file") and whole <= WHOLE:
+            # experts are there twice as transformers joins them; codes are read beside their floats
+            what = {"whole": whole + _width(model) * experts, "file": _packed_bytes(spec)}
+        parts[f"check {name}"] = {**libraries, **what, **session, **left}
         if _stores(name) == "engine":
             continue
         tensors = _stores(name) == "tensors"
@@ -403,10 +412,9 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
             **session,
             **left,
         }
-        parts["confirm"] = {**libraries, "whole": 4.0 * model.parameters, **left}
     # the float model as a graph, made and loaded; a file is written and read tensor by tensor
     if spec.timed and spec.baseline and _timed_as(spec) == "graph":
-        parts["speed"] = {**libraries, "ends": spec.ends, "whole": 4.0 * model.parameters + _table(model), **left}
+        parts["speed"] = {**libraries, "ends": spec.ends, "whole": whole + _table(model), **left}
     return parts
 
 
@@ -430,10 +438,11 @@ def _quantizing(spec: CompileSpec) -> dict[str, float]:
     return {
         # codes of a byte beside the floats
         "weights": (4.0 * (2 if spec.corrected else 1) + bool(spec.schemes)) * elements(in_memory(layer.matrices)),
-        "solve": max((_solving(spec, group) for group in groups), default=0.0),
+        "solve": max([_solving_head(spec), *(_solving(spec, group) for group in groups)]),
         "hidden": 0.0 if hidden > _ON_DISK else hidden * (2 if spec.corrected else 1),
         "activations": 4.0 * at_once * features,
         "originals": 4.0 * at_once * kept,
+        "gradients": 2.0 * spec.graded * sum(matrix.active * matrix.N for matrix in layer.matrices),
         "beside": _beside(spec, spec.tokens),
     }
 
@@ -447,7 +456,40 @@ def _solving(spec: CompileSpec, group: Sequence[Matrix]) -> float:
         return 8.0 * largest
     hessian, rows = 4.0 * inputs**2, sum(matrix.N for matrix in group)
     summed = (3 * hessian + 8.0 * rows * inputs) if spec.corrected else 2 * hessian
-    return max(summed, hessian + _PIECES * 4.0 * min(rows * inputs, _PIECE), 8.0 * largest)
+    chosen = hessian + _PIECES * 4.0 * min(rows * inputs, _PIECE)
+    if (
+        spec.gradients
+    ):  # weights of one input at once, a thread each: curvature by outputs is factored, then codes are chosen
+        summing = sum(16.0 * matrix.N**2 + 12.0 * spec.graded * matrix.N for matrix in group)
+        choosing = hessian + 20.0 * rows * inputs + sum(8.0 * matrix.N**2 for matrix in group)
+        chosen = 2 * hessian + 4.0 * rows * inputs + max(summing, choosing)
+    return max(summed, chosen, 8.0 * largest)
+
+
+def _solving_head(spec: CompileSpec) -> float:
+    """Return the bytes of the head's solve: it is read as stored, in floats for each stream, and coded in pieces."""
+    head, streams = spec.architecture.head, (1 + spec.corrected) * spec.solving
+    count = float(head.N * head.K) if head is not None and head.name in spec.schemes else 0.0
+    return (_width(spec.architecture) + 4.0 * streams + 1) * count + _PIECES * 4.0 * min(count, _PIECE)
+
+
+def _grading(spec: CompileSpec) -> dict[str, float]:
+    """Return the bytes of the gradients' collection, before the first block is solved."""
+    model = spec.architecture
+    layer = max(model.layers, key=lambda layer: elements(layer.matrices))
+    return {
+        "ends": spec.ends,
+        "weights": spec.block,
+        "hidden": 4.0 * spec.graded * model.hidden * (1 + len(model.layers)),
+        "activations": 4.0 * spec.length * sum(matrix.active * (matrix.N + matrix.K) for matrix in layer.matrices),
+        "logits": 4.0 * min(spec.length, _PULLED) * (model.vocabulary or 0),
+    }
+
+
+def _kernels(spec: CompileSpec) -> float:
+    """Return the bytes of kernels left behind by gradients, of experts alone: other shapes are few."""
+    experts = sum(matrix.count for matrix in spec.architecture.inside() if matrix.count > 1)
+    return _KERNEL * min(_KERNELS, experts * min(spec.gradients, spec.sequences))
 
 
 def _recovering(spec: CompileSpec, settings: Any) -> dict[str, float]:
