@@ -16,8 +16,9 @@ from quantkit.bundle import Decision
 from quantkit.calibrate.statistics.collected import Doubt
 from quantkit.errors import InputError
 from quantkit.model.device import ComputeDevice, Lane, demand_name, put
+from quantkit.model.source.open import open_model
 from quantkit.model.source.weights import Weights
-from quantkit.model.streaming.stream import LoadedModel, ReadAhead
+from quantkit.model.streaming.stream import CachedAhead, LoadedModel, ReadAhead, StreamedModel
 from quantkit.passes import Outcome, Pass
 from quantkit.pipeline import Request, compile_model
 from quantkit.pipeline.blocks import prepared, quantize
@@ -182,6 +183,22 @@ def test_what_fails_on_its_way_is_said_when_it_is_asked_for() -> None:
         ahead.load(0)
         with pytest.raises(InputError, match="planted"):
             ahead.load(1)
+
+
+def _bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what a process reads, on Linux")
+def test_on_a_processor_the_next_block_is_read_from_the_disk_but_not_held(tmp_path: Path) -> None:
+    zoo.tiny("llama", num_hidden_layers=3, hidden_size=256, intermediate_size=1024).save_pretrained(tmp_path)  # type: ignore[operator]
+    stream = StreamedModel(open_model(str(tmp_path)))
+    block = 4 * sum(value.numel() for value in stream.load(0).parameters())
+    for index, blocks in ((0, 2), (2, 1)):
+        before = _bytes_read()
+        with Lane(torch.device("cpu")) as lane:
+            CachedAhead(stream, lane).load(index)
+        assert 0 <= _bytes_read() - before - blocks * block < block / 10
 
 
 @pytest.fixture

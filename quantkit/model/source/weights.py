@@ -227,6 +227,17 @@ class Weights:
             _check_finite(tensor, where)
         return tensor
 
+    def cache(self, names: Iterable[str]) -> None:
+        """Read the bytes of tensors of the files and drop them: the system then has them in its cache, if it has
+        room."""
+        piece = memoryview(bytearray(1 << 20))
+        for entry in (self.entries[name] for name in names):
+            if not isinstance(entry, MadeTensor):
+                with (self.folder / entry.shard).open("rb", buffering=0) as file:
+                    file.seek(entry.start)
+                    while file.readinto(piece[: entry.end - file.tell()]):
+                        pass
+
     def same(self, one: str, other: str) -> bool:
         """Tell whether two tensors are equal bit for bit, piece by piece."""
         first, second = self.entries[one], self.entries[other]

@@ -111,6 +111,25 @@ class ReadAhead:
         return block
 
 
+class CachedAhead:
+    """Stream of a CPU that has the system cache the next block's files: another block in memory might not fit."""
+
+    def __init__(self, stream: StreamedModel, lane: Lane) -> None:
+        self.block_names, self.begin = stream.block_names, stream.begin
+        self._stream, self._lane = stream, lane
+
+    @property
+    def visits(self) -> tuple[int, ...]:
+        """Visits of the stream."""
+        return self._stream.visits
+
+    def load(self, index: int) -> nn.Module:
+        """Return block `index`, while the files of the next one are read."""
+        if index + 1 < len(self.block_names):
+            self._lane.submit(self._stream.cache, index + 1)
+        return self._stream.load(index)
+
+
 @torch.no_grad()
 def record(
     model: nn.Module,
@@ -339,6 +358,12 @@ class StreamedModel:
             transform.block(index, block)
         return block.eval()
 
+    def cache(self, index: int) -> None:
+        """Have the system read the files of block `index`, as far as it has room."""
+        block, prefix = self.blocks[index], self.block_names[index] + "."
+        names = (prefix + name for name, _ in [*block.named_parameters(), *block.named_buffers()])
+        self.source.weights.cache(self.files[name] for name in names if name in self.files)
+
     def rest_names(self) -> list[str]:
         """List the parameters outside of the blocks by their names in the skeleton; tied ones under each name."""
         return [name for name in self.files if not is_inside(name, self.paths)]
@@ -408,13 +433,13 @@ class StreamedModel:
     def through(self, ids: Tensor, chunk: int = 4) -> Calls:
         """Run all blocks on `ids` [samples, tokens], one in memory; `hidden` of the result is the last output.
 
-        On a GPU the next block is read meanwhile.
+        The next block is read meanwhile: to a GPU, or from the disk.
         """
         calls = self.begin(ids, chunk)
         hidden, before = calls.hidden, -1
         with ExitStack() as stack:
-            ahead = self.device.type != "cpu"
-            blocks = ReadAhead(self, stack.enter_context(Lane(self.device))) if ahead else self
+            ahead = CachedAhead if self.device.type == "cpu" else ReadAhead
+            blocks = ahead(self, stack.enter_context(Lane(self.device)))
             for stage, index in enumerate(self.visits):
                 if index != before:
                     block = blocks.load(index)

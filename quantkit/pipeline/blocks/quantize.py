@@ -129,14 +129,14 @@ def quantize_head(
 def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
     """Put all uncommitted blocks through the passes, then the parts outside the blocks.
 
-    On a GPU the next block is read during work on one, and the one before is written: each beside the device's work,
-    and never more than one.
+    The next block is read during work on one (on a CPU into the system's cache of files, which costs no memory), and
+    the one before is written; never more than one.
 
     Args:
         build: folder where `block-0000`, ..., `head` and `rest` are committed; with ranks, by the first one.
     """
     from quantkit.model.device import Lane
-    from quantkit.model.streaming.stream import ReadAhead
+    from quantkit.model.streaming.stream import CachedAhead, ReadAhead
 
     recipe, device, layers = prepared.request.recipe, prepared.device, prepared.layers
     count, ranks = len(prepared.stream.block_names), prepared.ranks
@@ -164,7 +164,7 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
         lanes = [stack.enter_context(Lane(device.torch)) for _ in range(2)]
         written: Future[None] | None = None
         for worked in work(
-            prepared.stream if device.is_cpu else ReadAhead(prepared.stream, lanes[0]),
+            (CachedAhead if device.is_cpu else ReadAhead)(prepared.stream, lanes[0]),
             prepared.steps,
             layers.schemes,
             prepared.calibration.ids if prepared.calibration else None,
@@ -200,15 +200,10 @@ def quantize(prepared: Prepared, build: Build, progress: Progress) -> None:
             seconds, others = now - begun, dict[Path, str]()
             if ranks is not None:
                 seconds, keep, others = _together(prepared, ranks, build, worked, seconds, keep)
-            write = functools.partial(_commit, prepared, build, worked, seconds, keep, others)
-            if not leads:
-                pass
-            elif device.is_cpu:
-                write()
-            else:
-                written = lanes[1].submit(write)
+            if leads:
+                written = lanes[1].submit(_commit, prepared, build, worked, seconds, keep, others)
             begun = now
-            del worked, write  # its block goes as soon as it is written
+            del worked  # its block goes as soon as it is written
             progress.at("quantize", (index + 1) / count, f"block {min(index + 2, count)} of {count}")
         if written is not None:
             written.result()
