@@ -246,7 +246,7 @@ def _divisible(recipe: Recipe, shapes: Shapes, schemes: Schemes, decisions: list
             reason = f"K {columns} in groups of {scheme.multiple}"
             decisions.append(decision("recipe", "padded", name, reason, columns, columns + scheme.padding(columns)))
         return dict(schemes)
-    if recipe.on_indivisible == "keep":
+    if recipe.on_indivisible == "keep" and len(wrong) < len(schemes):
         for name in wrong:
             reason = f"group {schemes[name].multiple} does not divide K {shapes[name][1]}"
             decisions.append(decision("recipe", "kept", name, reason, schemes[name].format))
@@ -270,7 +270,7 @@ def _divisible(recipe: Recipe, shapes: Shapes, schemes: Schemes, decisions: list
     remedies = [f"--set scheme.weights.group={nearest}"] if nearest else []
     if len(wrong) < len(schemes):  # keeping every layer would leave nothing to quantize
         remedies.append("--set on_indivisible=keep")
-    remedy = ", or ".join(remedies or ["--recipe int8, which has one scale per row"])
+    remedy = ", or ".join(remedies or ["--recipe int8-weights, which has one scale per row"])
     raise InputError("group-indivisible", _first_of(wrong), f"group {group}, K {columns}", "group divides K", remedy)
 
 

@@ -88,7 +88,8 @@ def batch(told: Mapping[str, Any]) -> list[Part]:
     rows: list[list[Cell]] = []
     for row in told["jobs"]:
         error = row.get("error")
-        ended = row.get("verdict") or (row["state"] if row["state"] != "done" else "not timed")
+        # a dry run has no figures: there `done` says that nothing is left
+        ended = row.get("verdict") or ("not timed" if "kl" in row and row["state"] == "done" else row["state"])
         ended = f"[{error['code']}] {error['value']}" if error else ended
         figured = [
             sure(row, "kl"),
@@ -98,7 +99,10 @@ def batch(told: Mapping[str, Any]) -> list[Part]:
             words.or_dash(row.get("seconds"), lambda seconds: f"{seconds:,.0f}\u00a0s"),
         ]
         last = [Styled(ended, "bad" if error else ""), Styled(row.get("node") or "", "dim")]
-        rows.append([row["model"], row["recipe"], *figured, *last])
+        recipe = Path(row["recipe"]).stem
+        # two jobs of one model and one recipe are told apart by the name of one
+        recipe += "" if row["job"].endswith(f"--{recipe}") else f" ({row['job']})"
+        rows.append([row["model"], recipe, *figured, *last])
     head = ["model", "recipe", "KL (nats)", "bits", "size", "speed-up", "took", "verdict", "node"]
     few = len({row.get("node") for row in told["jobs"]}) < 2
     rows = [row[:-1] for row in rows] if few else rows

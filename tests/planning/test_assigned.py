@@ -56,3 +56,11 @@ def test_scales_are_stored_as_the_model_reads_them() -> None:
 def test_errors_name_the_model() -> None:
     with pytest.raises(InputError, match=r"nothing-to-quantize\] a-model: 3 linears"):
         assign(recipe(keep=["a.*"]), SHAPES, "float32", model="a-model")
+
+
+def test_a_model_that_no_group_divides_is_refused_for_its_widths() -> None:
+    # `keep` would keep every layer: the error names the group and K, and a recipe that takes any width
+    with pytest.raises(InputError, match=r"group-indivisible\] a.*: group 32, K 50; .*--recipe int8-weights"):
+        assign(recipe(on_indivisible="keep"), {"a": (64, 50), "b": (50, 70)}, "float32")
+    kept = assign(recipe(on_indivisible="keep"), {"a": (64, 50), "b": (50, 64)}, "float32")
+    assert set(kept.schemes) == {"b"}

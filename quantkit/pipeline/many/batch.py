@@ -345,7 +345,7 @@ class BatchRun:
                         row = {"state": outcome.state, "error": outcome.error, "exit": outcome.exit}
                         self.rows[job.name] = self._about(job) | told | row
                     shown = self.rows[job.name]
-                    progress.note(f"{job.name}: {shown['state']} {outcome.node}".rstrip())
+                    progress.note(f"{job.name}: {shown['state']}" + (f" on {outcome.node}" if outcome.node else ""))
         except (KeyboardInterrupt, Stopped) as problem:
             full = isinstance(problem, Stopped) and problem.code == "disk-full"
             value = f"{len(self.rows)} of {words.plural(len(self.jobs), 'job')} ended, {len(left)} were to do"

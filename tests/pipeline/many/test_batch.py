@@ -78,6 +78,8 @@ def test_a_table_of_all_jobs_and_called_again_only_what_failed_runs(
     assert run(["batch", str(path)]) == 1
     out = capsys.readouterr()
     assert "gate-failed" in out.out and "KL" in out.out and out.err.count("error: [jobs-failed]") == 1
+    # three rows of one model and one recipe are told apart by their names
+    assert all(f"({name})" in out.out for name in ("odd", "eights", "strict")) and "(tiny--own)" not in out.out
 
 
 def test_a_finished_bundle_has_its_figures_in_the_table(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +130,9 @@ def test_a_half_done_job_goes_on_and_a_bundle_without_a_record_is_taken(
         capsys, "batch", write(home, jobs=[{"model": "./tiny", "recipe": "./own.yaml", "name": "new"}]), "--dry-run"
     )
     assert [row["state"] for row in listed[1]["result"]["jobs"]] == ["done", "half-done"]
+    assert run(["batch", str(path), "--dry-run"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("tiny ")]
+    assert [(row[1], row[-1]) for row in rows] == [("own", "done"), ("own", "half-done")] and rows[1][2] == "(new)"
 
 
 def test_a_model_that_changed_since_is_no_finished_job(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
