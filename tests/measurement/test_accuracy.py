@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from reference.plain_accuracy import score
 
@@ -18,7 +19,6 @@ from quantkit.measurement.accuracy.positions import (
     common,
     flipped,
     load_items,
-    standard_error,
 )
 from quantkit.measurement.rows import Data, Device
 from quantkit.stats.decision import decide
@@ -170,16 +170,17 @@ def test_rows_say_what_was_found():
 
 
 @pytest.mark.parametrize("sequences, clusters, flag", [(10, 10, "sequence"), (8, 8, "sequence"), (3, 9, "block")])
-def test_standard_error_of_the_divergence(sequences, clusters, flag):
+def test_the_interval_of_the_divergence_is_student_s(sequences, clusters, flag):
     items = scored(sequences)
     row = rows_of(items)["kl"]
     labels, unit = items.clusters()
     assert (np.unique(labels).size, unit) == (clusters, flag)
     assert row.flags == [f"ci95-by-{flag}"]
     means = [items.kl[labels == label].mean() for label in np.unique(labels)]
-    assert standard_error(row) == pytest.approx(items.mean(items.kl).standard_error, rel=1e-9)
+    error = (row.ci95[1] - row.ci95[0]) / 2 / scipy.stats.t.ppf(0.975, clusters - 1)
+    assert error == pytest.approx(items.mean(items.kl).standard_error, rel=1e-9)
     if flag == "sequence":
-        assert standard_error(row) == pytest.approx(np.std(means, ddof=1) / np.sqrt(clusters), rel=1e-9)
+        assert error == pytest.approx(np.std(means, ddof=1) / np.sqrt(clusters), rel=1e-9)
 
 
 def test_blocks_are_contiguous_and_inside_one_sequence():

@@ -54,8 +54,7 @@ def test_summary_shows_every_figure_of_its_rows(monkeypatch: pytest.MonkeyPatch)
         *("layers.0.mlp", "0.01 → 0.1", "no factor", planted.NOTE, "ot measured yet: nothing says"),
         *("a-model", "rtn-int4", "cpu-x86", "quantkit measure '/somewhere/a bundle'"),
         "quantkit generate",
-        # half of 0.016 over Student's t for 12 sequences, 2.201
-        "± 0.0036 nats",
+        "0.135 to 0.151 nats",
     ):
         assert figure in text
 

@@ -33,7 +33,7 @@ from quantkit.calibrate.tokens.ids import TokenSet
 from quantkit.errors import GateError, InputError
 from quantkit.measurement.accuracy.labelled import About, Drawn
 from quantkit.measurement.rows import Baseline, Data, Interval, Row
-from quantkit.stats.clustered import FEWEST, Estimate, clustered_mean, clusters_of, student
+from quantkit.stats.clustered import Estimate, clustered_mean, clusters_of
 from quantkit.stats.evidence import Evidence
 from quantkit.stats.flips import flips, increase, same_items
 
@@ -168,17 +168,6 @@ def common(one: Items, other: Items) -> tuple[Items, Items]:
         return one, other
     cut = Items(**{name: getattr(long, name)[:count] for name in DTYPES})
     return (one, cut) if one is short else (cut, other)
-
-
-def standard_error(row: Row) -> float | None:
-    """Return the standard error behind the interval of a row of KL: its half width over Student's t."""
-    sequences = (row.shape or {}).get("sequences", 0)
-    if row.ci95 is None or row.name not in ("accuracy.kl", "across.kl") or not sequences:
-        return None
-    clusters = sequences
-    if sequences < FEWEST:
-        clusters = sequences * -(-FEWEST // sequences)
-    return (row.ci95[1] - row.ci95[0]) / 2 / student(0.95, clusters - 1)
 
 
 def data_of(tokens: TokenSet) -> Data:

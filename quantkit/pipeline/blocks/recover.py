@@ -82,7 +82,8 @@ def recover(prepared: Prepared, build: Build, progress: Progress) -> None:
         taken = decision(name, NOTE, "scales and norm gains", f"{kl}, after {min(at, least * _EVERY)} steps")
     else:
         files, hashes = {}, {}
-        taken = decision(name, UNGAINED, "scales and norm gains", f"{kl}: no gain beyond chance, so they stay as they were")
+        reason = f"{kl}: no gain beyond chance, so they stay as they were"
+        taken = decision(name, UNGAINED, "scales and norm gains", reason)
     record |= {"decisions": [taken.as_dict()], "cpu_seconds": time.process_time() - begun}
     build.commit(_DONE, record, files, hashes=hashes)
 

@@ -9,9 +9,7 @@ from typing import Any
 
 from quantkit.bundle import AdapterEntry, Check, Decision, Manifest, PromptVerdict, WeightsEntry
 from quantkit.bundle.manifest import CalibrationEntry
-from quantkit.errors import MissingDependency
 from quantkit.measurement.accuracy.outputs import NOTHING
-from quantkit.measurement.accuracy.positions import standard_error
 from quantkit.measurement.load import LoadVerdict, outcome
 from quantkit.measurement.rows import Data, Row
 from quantkit.measurement.timing.schedule import LARGEST
@@ -95,11 +93,7 @@ def _next_word(row: Row, value: float) -> Figures:
 
 
 def _kl(row: Row, value: float) -> Figures:
-    try:
-        error = standard_error(row)
-    except MissingDependency:  # the interval is in the row; only the error behind it needs scipy
-        error = None
-    sure = words.between(row.ci95, words.short) if error is None else f"± {words.figure(error, 2)}"
+    sure = words.between(row.ci95, words.short)
     return f"KL divergence{_across(row)}", "", words.short(value), f"{sure} nats".strip()
 
 
@@ -267,7 +261,7 @@ def scored(rows: Sequence[Row]) -> str:
         what += f" in {words.plural(sequences, 'sequence')}{begins(row.data.begins)}" if sequences else ""
     over = "" if groups is None else f" over {words.plural(groups, 'group')} of similar {counted(row)}s"
     paired = any(row.baseline is not None and row.baseline.difference is not None for row in rows)
-    how = ", ± standard error" if sequences and not of_classes(row) else ""
+    how = ""
     if paired:
         exact = "McNemar's exact test" if groups is None else "McNemar's test"
         how = f"; changes are paired, {counted(row)} by {counted(row)}, with {exact}"
