@@ -300,14 +300,10 @@ def _storing(what: Stores) -> str:
 
 
 def fitted(part: str) -> str:
-    """Return the name of the part with the fit: `check checkpoint` for `check gguf`, since single files were not
-    fitted.
-    """
+    """Return the part with the fit: `check checkpoint` for `check gguf`, since single files were not fitted."""
     kind, _, export = part.partition(" ")
-    if not export:
-        return part
-    what = _stores(export)
-    return f"{kind} {_storing('tensors' if what == 'file' else what)}"
+    what = _stores(export) if export else None
+    return f"{kind} {_storing('tensors' if what == 'file' else what)}" if what else part
 
 
 def shared(layer: BlockShapes) -> list[list[Matrix]]:
@@ -356,9 +352,7 @@ def peaks(spec: CompileSpec) -> dict[str, float]:
 
 
 def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
-    """Map part -> content -> bytes; `one` is the interpreter with its libraries, `graph` and `engine` are the libraries
-    of ONNX and TensorRT.
-    """
+    """Map part -> content -> bytes; `one` is the interpreter with its libraries, `graph`, `engine` ONNX, TensorRT's."""
     model, stored = spec.architecture, {_stores(name) for name in spec.exports}
     libraries = {
         "one": 1.0,
@@ -370,7 +364,7 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
     whole, experts = 4.0 * model.parameters, elements([matrix for matrix in model.inside() if matrix.count > 1])
     parts: dict[str, dict[str, float]] = {
         "open": {**libraries, "largest": float(_width(model) * max(largest, model.embeddings))},
-        "prove": {**libraries, "whole": min(whole, WHOLE)},
+        "prove": {**libraries, "whole": whole if whole <= WHOLE else max(WHOLE, _alone(spec))},
     }
     left: dict[str, float] = {}
     libraries["library"] = _kernels(spec)
@@ -384,8 +378,7 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
         left = {f"left {name}": kept * amount for name, amount in quantized.items()}
         if (training := spec.training) is not None:
             parts["train"] = {**libraries, "ends": 3 * spec.ends, **_recovering(spec, training)}
-    # a closed session leaves memory too
-    left |= {"left floats": _table(model)} if libraries["graph"] else {}
+    left |= {"left floats": _table(model)} if libraries["graph"] else {}  # a closed session leaves memory too
     for step in spec.recipe.export:
         layout = str(step.options.get("layout"))
         loaded_with = load_layout(layout.replace("-", "_")).libraries if layout in layout_names() else ()
@@ -416,6 +409,12 @@ def held(spec: CompileSpec) -> dict[str, dict[str, float]]:
     if spec.timed and spec.baseline and _timed_as(spec) == "graph":
         parts["speed"] = {**libraries, "ends": spec.ends, "whole": whole + _table(model), **left}
     return parts
+
+
+def _alone(spec: CompileSpec) -> float:
+    """Count a block in plain transformers: floats with pages of its files, experts apart too; `memory.py --block`."""
+    largest = max((layer.matrices for layer in spec.architecture.layers), key=elements, default=[])
+    return 5.2 * elements(largest) + 7.0 * elements([one for one in largest if one.count > 1]) + spec.ends
 
 
 def _width(model: Architecture) -> int:
