@@ -456,9 +456,7 @@ def _solving(spec: CompileSpec, group: Sequence[Matrix]) -> float:
     hessian, rows = 4.0 * inputs**2, sum(matrix.N for matrix in group)
     summed = (3 * hessian + 8.0 * rows * inputs) if spec.corrected else 2 * hessian
     chosen = hessian + _PIECES * 4.0 * min(rows * inputs, _PIECE)
-    if (
-        spec.gradients
-    ):  # weights of one input at once, a thread each: curvature by outputs is factored, then codes are chosen
+    if spec.gradients:  # weights of one input, a thread each: curvature by outputs is factored, then codes are chosen
         summing = sum(16.0 * matrix.N**2 + 12.0 * spec.graded * matrix.N for matrix in group)
         choosing = hessian + 20.0 * rows * inputs + sum(8.0 * matrix.N**2 for matrix in group)
         chosen = 2 * hessian + 4.0 * rows * inputs + max(summing, choosing)
