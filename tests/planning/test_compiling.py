@@ -56,7 +56,7 @@ def test_memory_grows_with_the_block_and_not_with_their_number() -> None:
 @pytest.mark.parametrize(
     ("hidden", "wide", "heads", "tied", "recipe", "peaks"),
     [
-        (4096, 14336, 32, False, "gptq-int4", {"quantize": 3558, "score checkpoint": 3435}),
+        (4096, 14336, 32, False, "gptq-int4", {"prove": 2027, "quantize": 3558, "score checkpoint": 3435}),
         (3072, 8192, 24, True, "rtn-int4", {"score checkpoint": 2197}),
     ],
 )
@@ -76,7 +76,7 @@ def test_large_blocks_are_counted(
     assert found.peak == pytest.approx(1e6 * max(peaks.values()), rel=0.15)
 
 
-def mixture(experts: int = 32, layers: int = 4) -> Architecture:
+def mixture(experts: int = 32, layers: int = 4, **changes: object) -> Architecture:
     """Qwen3's mixture, small: of 61 million weights if it has 32 experts."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -87,7 +87,7 @@ def mixture(experts: int = 32, layers: int = 4) -> Architecture:
     config |= {"num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     config |= {"num_experts": experts, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "dtype": "float32"}
     config |= {"intermediate_size": 256, "max_position_embeddings": 2048, "tie_word_embeddings": False}
-    return configs.from_config(config, "mixture")
+    return configs.from_config(config | changes, "mixture")
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,16 @@ def test_a_small_mixture_is_checked_whole_and_its_experts_are_there_twice(recipe
     found = predict(described(mixture(), Recipe.load(recipe, changes), positions=1000))
     assert found.at_peak == "check checkpoint"
     assert found.peak == pytest.approx(1e6 * peak, rel=0.1)
+
+
+def test_a_block_of_many_experts_is_largest_where_plain_transformers_joins_them() -> None:
+    """MB that one block of Qwen3-30B-A3B took (`memory.py --block qwen3-30b-a3b`); 6.0 GB were forecast once."""
+    widths = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4}
+    one = mixture(128, 1, **widths, head_dim=128, num_experts_per_tok=8, vocab_size=4096, dtype="bfloat16")
+    recipe = Recipe.load("gptq-int4", ["calibration.samples=2", "calibration.tokens=128"])
+    found = predict(described(one, recipe, positions=256))
+    assert found.at_peak == "prove"
+    assert found.peak == pytest.approx(9090e6, rel=0.1)
 
 
 def test_a_large_model_is_checked_a_few_blocks_at_a_time() -> None:
