@@ -61,20 +61,23 @@ class Awq(Pass):
 
         def search(seen: InputStats) -> tuple[Tensor | None, Tensor | None]:
             """Return the scales, and the Hessian if it is needed again: those of all experts would fill the memory."""
-            group, hessian, fold = groups.get(seen.name), seen.hessian, folds.get(seen.name)
-            if group is None or hessian is None:
+            group, fold = groups.get(seen.name), folds.get(seen.name)
+            if group is None:
                 return None, None
+            hessian = seen.hessian if settings.clip else seen.taken()
             weights, scales = [block.weight(member) for member in group.members], None
             fits = all(weight.shape[1] == hessian.shape[0] for weight in weights)
             if fits and fold is not None and settings.grid:
-                importance = None
+                importance, costs = None, hessian
                 if settings.cost == "gptq":
-                    solved = factor(hessian, shrink=settings.shrink, raised=stats.raised.get(seen.name, 0))
+                    costs = hessian.diagonal().clone()  # factored in place if nobody needs it again
+                    raised, own = stats.raised.get(seen.name, 0), not settings.clip
+                    solved = factor(hessian, shrink=settings.shrink, raised=raised, own=own, whole=False)
                     stats.doubt(solved.pivots, seen.name, again=True)
                     importance = solved.importance
                 scales = awq.search_scales(
                     weights,
-                    hessian,
+                    costs,
                     block.scheme(group.members[0]),
                     grid=settings.grid,
                     producers=fold.index,

@@ -193,7 +193,7 @@ class Gptq(Pass):
         if settings.correction:
             parts = corrected_by_moments(parts, moments, ridge=settings.ridge, share=settings.correction)
         shrink = moments.noise if settings.shrink == "auto" else settings.shrink
-        how = {"damping": settings.damping, "shrink": shrink}
+        how: dict[str, Any] = {"damping": settings.damping, "shrink": shrink}
         unit = together(load_grid(scheme.format))
         if moments.by_row and (settings.act_order, settings.range, settings.sweeps) == (True, "hessian", 0):
             hessians = moments.hessian.repeat_interleave(parts.shape[1], 0)
@@ -246,7 +246,8 @@ def _outputs(gradients: Tensor | None, name: str, place: torch.device) -> Factor
     if gradients is None:
         return None
     seen = curvature(gradients.to(place), name)
-    return awaited(seen.hessian, damping=_DAMPING, shrink=seen.noise, act_order=True, where=name)
+    noise = seen.noise  # before the sums become the factor
+    return awaited(seen.taken(), damping=_DAMPING, shrink=noise, act_order=True, where=name, own=True)
 
 
 def _chosen(settings: Gptq.Settings) -> dict[str, Any]:

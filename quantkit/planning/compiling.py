@@ -59,7 +59,7 @@ _LOGITS, _ON_DISK = 1 << 23, 1 << 30
 # live tensors of a scoring forward's widest activation
 _FORWARD = 4
 # weights whose codes are chosen together, and copies of them meanwhile: `passes/solvers/gptq.py`
-_PIECE, _PIECES = 1 << 23, 7
+_PIECE, _PIECES, _AT_ONCE = 1 << 23, 7, 4 << 30
 # kernels in bfloat16 that oneDNN keeps, each of one number of tokens, and bytes of one
 _KERNELS, _KERNEL = 1024, 3e5
 # bytes of a token in a tokenizer's memory: a byte-level BPE of 24,000 takes 28 MB, benchmarks/harness/tokenizer_side.py
@@ -456,10 +456,10 @@ def _solving(spec: CompileSpec, group: Sequence[Matrix]) -> float:
     hessian, rows = 4.0 * inputs**2, sum(matrix.N for matrix in group)
     summed = (3 * hessian + 8.0 * rows * inputs) if spec.corrected else 2 * hessian
     chosen = hessian + _PIECES * 4.0 * min(rows * inputs, _PIECE)
-    if spec.gradients:  # weights of one input, a thread each: curvature by outputs is factored, then codes are chosen
-        summing = sum(16.0 * matrix.N**2 + 12.0 * spec.graded * matrix.N for matrix in group)
-        choosing = hessian + 20.0 * rows * inputs + sum(8.0 * matrix.N**2 for matrix in group)
-        chosen = 2 * hessian + 4.0 * rows * inputs + max(summing, choosing)
+    if spec.gradients:  # a curvature by outputs is summed and factored, then codes are chosen; on two threads, if small
+        apiece = sorted(8.0 * matrix.N**2 + 20.0 * matrix.N * inputs for matrix in group)
+        at_once = apiece[-2:] if 2 * apiece[-1] <= _AT_ONCE else apiece[-1:]
+        chosen = 2 * hessian + 8.0 * rows * inputs + sum(at_once)
     return max(summed, chosen, 8.0 * largest)
 
 

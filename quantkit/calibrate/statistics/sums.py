@@ -15,8 +15,8 @@ from torch import Tensor
 
 from quantkit.errors import InputError
 
-# columns of a Hessian summed at a time; only the upper triangle is
-_PANEL = 256
+# columns of a Hessian summed at a time, of which only the upper triangle is; rows and elements that a cache holds
+_PANEL, _ROWS, _CACHED = 256, 1024, 1 << 19
 # inputs in the sample: in all, and of one sequence, evenly spaced
 _SAMPLE, _SAMPLE_EACH = 512, 16
 
@@ -217,15 +217,15 @@ class InputStats:
             self._sums = flat.new_zeros(2, flat.shape[1], dtype=torch.float64)
             self._ends = flat.new_tensor([math.inf, -math.inf])[:, None].repeat(1, flat.shape[1])
         total, squares = self._sums
-        squares += weighed.square().sum(dim=0).double()
-        if not bool(torch.isfinite(squares).all()):
-            raise nonfinite(self.name, f"{int((~torch.isfinite(flat)).sum())} NaN or infinite inputs")
-        total += flat.sum(dim=0).double()
-        # in pieces that fit the cache; torch.aminmax takes ten times as long across rows
         low, high = self._ends
-        for piece in flat.split(_PANEL) if flat.shape[0] else ():
+        # in pieces that fit the cache; torch.aminmax takes ten times as long across rows
+        for piece, weighty in zip(flat.split(_ROWS), weighed.split(_ROWS), strict=True) if flat.shape[0] else ():
+            squares += weighty.square().sum(dim=0)
+            total += piece.sum(dim=0)
             torch.minimum(low, piece.amin(dim=0), out=low)
             torch.maximum(high, piece.amax(dim=0), out=high)
+        if not bool(torch.isfinite(squares).all()):
+            raise nonfinite(self.name, f"{int((~torch.isfinite(flat)).sum())} NaN or infinite inputs")
 
     def sums(self) -> Sums:
         """Return the sums of a part, to be added to those of other parts; not to be used afterwards."""
@@ -397,8 +397,9 @@ class InputStats:
         size = ((first.diagonal() + second.diagonal()) / self.tokens).clamp(min=0).sqrt()
         size = torch.where(size > 0, size, torch.inf)
         both, apart = self.squares.new_zeros(()), self.squares.new_zeros(())
-        for left in range(0, size.numel(), _PANEL):
-            rows = slice(left, left + _PANEL)
+        step = max(_PANEL, _CACHED // size.numel())
+        for left in range(0, size.numel(), step):
+            rows = slice(left, left + step)
             scale = size[rows].unsqueeze(1) * size[left:]
             pair = [
                 (half[rows, left:] / count / scale).triu_(1)

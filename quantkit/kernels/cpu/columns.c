@@ -77,26 +77,48 @@ API int quantkit_choose(long columns, long rows, long width, const float *restri
     return 0;
 }
 
+/* Finds the smallest and the largest of each group of `length` columns of a row, each column times its factor.
+ *
+ * `weights` [columns, rows], `factors` [columns]; `low` and `high` [groups, rows]. */
+API int quantkit_ends(long groups, long length, long rows, const float *restrict weights,
+                      const float *restrict factors, float *restrict low, float *restrict high) {
+    for (long at = 0; at < groups * rows; at++) low[at] = INFINITY, high[at] = -INFINITY;
+    for (long column = 0; column < groups * length; column++) {
+        const float *restrict own = weights + column * rows;
+        float *restrict least = low + column / length * rows, *restrict most = high + column / length * rows;
+        for (long row = 0; row < rows; row++) {
+            const float value = own[row] * factors[column];
+            least[row] = value < least[row] ? value : least[row];
+            most[row] = value > most[row] ? value : most[row];
+        }
+    }
+    return 0;
+}
+
 /* Finds the best of some grids for each group of `length` columns of a row: `best`, its number, and its cost, the squared
  * errors times `costs` [columns]. `fitted` is the scale that is best for its codes; not finite if they are all zero.
  *
- * `weights` [columns, rows]; `scale`, `inverse`, `low` and `high` [tries, groups, rows], ends in units of the scale;
+ * `weights` [columns, rows], each column times its factor of `factors` [columns];
+ * `scale`, `inverse`, `low` and `high` [tries, groups, rows], ends in units of the scale;
  * `fitted` and `cost` [groups, rows]. 1 without memory. */
 API int quantkit_ranges(long groups, long length, long rows, long tries, const float *restrict weights,
-                        const float *restrict costs, const float *restrict scale, const float *restrict inverse,
+                        const float *restrict factors, const float *restrict costs, const float *restrict scale, const float *restrict inverse,
                         const float *restrict low, const float *restrict high, long *restrict best,
                         float *restrict fitted, float *restrict cost) {
     float(*tile)[ROWS] = calloc((size_t)length, sizeof *tile);
     if (!tile) return 1;
     for (long group = 0; group < groups; group++) {
         const float *own = weights + group * length * rows, *dear = costs + group * length;
+        const float *times = factors + group * length;
         for (long first = 0; first < rows; first += ROWS) {
             const long count = rows - first < ROWS ? rows - first : ROWS;
             for (long column = 0; column < length; column++)
-                memcpy(tile[column], own + column * rows + first, (size_t)count * sizeof(float));
+                for (long row = 0; row < count; row++)
+                    tile[column][row] = own[column * rows + first + row] * times[column];
             float least[ROWS], ends[4][ROWS] = {{0}};
             long chosen[ROWS] = {0};
-            for (long one = 0; one <= tries; one++) { /* the last time, the chosen one again */
+            const long begin = tries > 1 ? 0 : tries;
+            for (long one = begin; one <= tries; one++) { /* the last time, the chosen one again */
                 float missed[ROWS] = {0}, along[ROWS] = {0}, bent[ROWS] = {0};
                 for (long row = 0; row < count; row++) {
                     const long at = ((one < tries ? one : chosen[row]) * groups + group) * rows + first + row;
@@ -114,7 +136,7 @@ API int quantkit_ranges(long groups, long length, long rows, long tries, const f
                     }
                 for (long row = 0; row < count; row++) {
                     const float paid = missed[row] * ends[3][row] * ends[3][row];
-                    if (!one || paid < least[row]) least[row] = paid, chosen[row] = one < tries ? one : chosen[row];
+                    if (one == begin || paid < least[row]) least[row] = paid, chosen[row] = one < tries ? one : chosen[row];
                     if (one < tries) continue;
                     const long at = group * rows + first + row;
                     best[at] = chosen[row], cost[at] = least[row], fitted[at] = along[row] / bent[row];

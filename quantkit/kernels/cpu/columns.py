@@ -56,22 +56,33 @@ def choose(
     return written
 
 
-def ranges(weights: Tensor, costs: Tensor, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def ends(weights: Tensor, factors: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Return the smallest and largest of weights [K, N] times factors [K], of each group and row: [groups, N] each."""
+    columns, rows = weights.shape
+    written = weights.new_empty(groups, rows), weights.new_empty(groups, rows)
+    _call("quantkit_ends", (groups, columns // groups, rows), (weights, factors), written)
+    return written
+
+
+def ranges(
+    weights: Tensor, costs: Tensor, tables: Sequence[Tensor], factors: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Find the best of T grids for each group of columns and each row.
 
     Args:
         weights: [K, N], in G groups of as many columns.
         costs: [K], of an error in a column.
         tables: scales, their inverses, and both ends in units of the scale, [T, G, N] each.
+        factors: [K], of each column; None for 1.
 
     Returns:
         Number of the best grid [G, N] int64, the scale that is best for its codes (not finite for zeros), and the cost
         of its errors, [G, N] each.
     """
     (tries, groups, _), (columns, rows) = tables[0].shape, weights.shape
-    shape = weights.new_empty(groups, rows)
+    times, shape = weights.new_ones(columns) if factors is None else factors, weights.new_empty(groups, rows)
     written = torch.empty_like(shape, dtype=torch.int64), shape, torch.empty_like(shape)
-    _call("quantkit_ranges", (groups, columns // groups, rows, tries), (weights, costs, *tables), written)
+    _call("quantkit_ranges", (groups, columns // groups, rows, tries), (weights, times, costs, *tables), written)
     return written
 
 

@@ -14,7 +14,8 @@ On a device all α are tried at once, as far as memory allows, and the best is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ from quantkit.passes.solvers import Scaling, device, one_thread, ranges, spread
 from quantkit.passes.solvers.factor import check_finite
 from quantkit.scheme import WeightScheme
 
-# elements in one piece of work
-_CHUNK = 1 << 17
+# elements in one piece of work, and in one that is held in floats
+_CHUNK, _PIECE = 1 << 17, 1 << 23
 # bytes of errors, and of their products with the Hessian, on a device at a time
 _MEMORY = 3_000_000_000
 
@@ -50,7 +51,7 @@ def search_scales(
 
     Args:
         weights: weights [N_i, K], of any float dtype, with one input; never modified.
-        hessian: [K, K] of that input.
+        hessian: [K, K] of that input; its diagonal [K] suffices beside `importance`.
         scheme: integer format, of any granularity and symmetry, or GGUF blocks.
         grid: number of α above 0, up to 1, to try.
         producers: [K] integers: channel of the module that absorbs the scale, for every input. Inputs from one channel
@@ -69,24 +70,26 @@ def search_scales(
     """
     if not device.launched(hessian):
         check_finite(hessian)
+    squares = (hessian if hessian.dim() == 1 else hessian.diagonal()).float()
     with one_thread(hessian) as threads:
-        rows = [weight.shape[0] for weight in weights]
         costs = hessian.float() if importance is None else importance.float()
         if device.launched(hessian) and device.known(load_grid(scheme.format)):
             from quantkit.kernels.solving.losses import cheapest, powers, sizes
 
-            squares = hessian.diagonal().float()
             powered = powers(squares if producers is None or not tied else sizes(squares, producers), grid + 1)
             target = torch.cat([weight.float().T for weight in weights], dim=1).contiguous()
+            rows = [len(weight) for weight in weights]
             scales, figures = cheapest(_costs(target, rows, powered, costs, scheme), powered)
             return Scaling(scales, *figures.unbind())
-        target = torch.cat([weight.float() for weight in weights]).T.contiguous()
-        size = _shared(hessian.diagonal().float().clamp(min=0).sqrt(), producers, channels)
+        size = _shared(squares.clamp(min=0).sqrt(), producers, channels)
         exponents = torch.arange(grid + 1, dtype=torch.float64) / max(grid, 1)
         tried = [torch.ones_like(size), *(_power(size, alpha) for alpha in exponents[1:].tolist())]
-        cost = lambda scales: _cost(target, rows, scales, costs, scheme)  # noqa: E731
-        paid = spread(cost, tried, threads) if over is None else over(cost, tried)
-        lost = torch.tensor([*paid], dtype=torch.float64)
+        lost = torch.zeros(len(tried), dtype=torch.float64)
+        for some in _pieces(weights, scheme):
+            target, rows = torch.cat([part.float() for part in some]).T.contiguous(), [len(part) for part in some]
+            cost = partial(_cost, target, rows, hessian=costs, scheme=scheme)
+            paid = spread(cost, tried, threads) if over is None else over(cost, tried)
+            lost += torch.tensor([*paid], dtype=torch.float64)
         best = int(lost.argmin())  # ties take the first
         return Scaling(tried[best], exponents[best], lost[best], lost[0])
 
@@ -116,6 +119,16 @@ def clip(weight: Tensor, hessian: Tensor, scheme: WeightScheme, search: ranges.S
         shift = zero.float().unsqueeze(2)
         cut = parts.clamp((form.low - shift) * width, (form.high - shift) * width)
     return cut.reshape(weight.shape)
+
+
+def _pieces(weights: Sequence[Tensor], scheme: WeightScheme) -> Iterator[Sequence[Tensor]]:
+    """Yield the rows [n, K] whose costs are added together: a thread holds a piece in floats several times."""
+    columns = weights[0].shape[1]
+    if not scheme.rows_apart or sum(len(weight) for weight in weights) * columns <= _PIECE:
+        yield weights
+    else:
+        for weight in weights:
+            yield from ([rows] for rows in weight.split(max(1, _PIECE // columns)))
 
 
 def _power(size: Tensor, alpha: float) -> Tensor:
@@ -170,23 +183,23 @@ def _costs(target: Tensor, rows: list[int], powers: Tensor, hessian: Tensor, sch
 
 def _cost(target: Tensor, rows: list[int], scales: Tensor, hessian: Tensor, scheme: WeightScheme) -> float:
     """Return `tr(D H Dᵀ)` for rounding the scaled target [K, N] to nearest."""
-    scaled = target * scales.unsqueeze(1)
     columns = target.shape[0]
     plain = ranges.Search(steps=0, refinements=0)
     form = load_grid(scheme.format)
     if not isinstance(form, BlockFormat):
         form = ranges.integer_format(scheme)
-    total = 0.0
+    if scheme.rows_apart and isinstance(form, IntegerFormat):
+        groups = groups_of(columns, scheme)
+        if ranges.compiled(form, hessian, columns // groups, target):
+            tables = ranges.tables(form, [form.parameters(*loops.ends(target, scales, groups), scheme)])
+            return float(loops.ranges(target, hessian / scales.square(), tables, scales)[2].double().sum())
+    scaled, total = target * scales.unsqueeze(1), 0.0
     for part, original in zip(torch.split(scaled, rows, dim=1), torch.split(target, rows, dim=1), strict=True):
         if scheme.granularity == "tensor":
             scale, zero = ranges.transposed(part.reshape(-1, 1), part.numel(), scheme, None, plain)
         else:
             length = columns // groups_of(columns, scheme)
             scale, zero = ranges.transposed(part, length, scheme, None, plain)
-            if isinstance(form, IntegerFormat) and ranges.compiled(form, hessian, length, part):
-                tables = ranges.tables(form, [(scale, zero)])
-                total += float(loops.ranges(part, hessian / scales.square(), tables)[2].double().sum())
-                continue
         # as many columns at a time as a cache holds, so that intermediate results stay in it
         for piece in torch.arange(part.shape[1]).split(max(1, _CHUNK // columns)):
             at = slice(int(piece[0]), int(piece[-1]) + 1)

@@ -225,10 +225,11 @@ def awaited(
     act_order: bool,
     together: int = 1,
     where: str = "",
+    own: bool = False,
 ) -> Factor:
     """Call `factor` and wait for a GPU, raising the damping until it succeeds. Raises as `factor`."""
     for raised in range(ATTEMPTS):
-        how = {"damping": damping, "shrink": shrink, "act_order": act_order, "together": together}
+        how = {"damping": damping, "shrink": shrink, "act_order": act_order, "together": together, "own": own}
         solved = factor(hessian, **how, raised=raised, where=where)  # type: ignore[arg-type]
         if not hessian.is_cuda or bool(torch.isfinite(solved.pivots).all()):
             return solved

@@ -48,6 +48,8 @@ Range = Literal["minmax", "mse", "hessian"]
 _BLOCK = 32
 # elements of a weight that are chosen together on a CPU, each held seven times in float32
 _PIECE = 1 << 23
+# bytes of weights whose outputs have curvatures, solved at once on a CPU
+_AT_ONCE = 4 << 30
 # rows that the loops in C take at a time: `ROWS` of columns.c
 _ROWS = 32
 # bands of rows that compensate one another, and columns that a band is ahead of the next
@@ -157,9 +159,12 @@ def gptq_shared(
 
             def apart_of(pair: tuple[slice, Callable[[], Factor | None]]) -> tuple[Tensor, Tensor]:
                 one, by = pair
-                return _by_outputs(target[:, one], solved, grid.of(one), sweeps, refit, by())
+                return _by_outputs(target[:, one], solved, grid.of(one), sweeps, refit, by)
 
-            apiece = spread(apart_of, zip(own, outputs, strict=True), threads)
+            # a large weight's curvatures fill the memory, so one is solved after another
+            largest = max(8 * count**2 + 20 * count * columns for count in rows)
+            at_once = threads if threads * largest <= _AT_ONCE else 1
+            apiece = spread(apart_of, zip(own, outputs, strict=True), at_once)
             codes, errors = (torch.cat(parts, dim=-1) for parts in zip(*apiece, strict=True))
         else:
             codes, errors = _by_inputs(target, solved, grid, neighbours, sweeps, refit, threads)
@@ -366,17 +371,20 @@ def _by_inputs(
 
 
 def _by_outputs(
-    target: Tensor, solved: Factor, grid: _Grid, sweeps: int, refit: bool, outputs: Factor | None
+    target: Tensor, solved: Factor, grid: _Grid, sweeps: int, refit: bool, by: Callable[[], Factor | None]
 ) -> tuple[Tensor, Tensor]:
     """Return the same for one weight, whose errors cost what its outputs' do."""
+    outputs = by()
     if outputs is None:
         own = replace(grid, scale=grid.scale.contiguous())
         codes, errors = _by_inputs(target.contiguous(), solved, own, None, sweeps, refit)
         grid.scale.copy_(own.scale)
         return codes, errors
     codes, delta = _choose_by_rows(target, solved, grid, outputs)
+    curve = outputs.hessian
+    del outputs  # its factor is not needed again
     if sweeps:
-        _descend_by_rows(target, codes, delta, solved.hessian, grid, sweeps, refit, outputs.hessian)
+        _descend_by_rows(target, codes, delta, solved.hessian, grid, sweeps, refit, curve)
     return codes, (solved.hessian @ delta).mul_(delta).sum(dim=0)
 
 
@@ -543,14 +551,13 @@ def _descend_by_rows(
 
 def _bands(curve: Tensor) -> tuple[int, float]:
     """Return a number of bands of every n-th row, and how rows of one band are coupled by their curvature [N, N]."""
-    pull = curve / curve.diagonal()
     for bands in _TURNS:
         coupled = 1.0
         for number in range(bands):
-            inside = pull[number::bands, number::bands]
+            inside = curve[number::bands, number::bands]
             shape, size = torch.ones(len(inside), device=curve.device), torch.ones((), device=curve.device)
             for _ in range(_POWERS):
-                shape = inside @ (shape / size)
+                shape = inside @ (shape / size / inside.diagonal())
                 size = shape.norm()
             coupled = max(coupled, float(size))
         if coupled <= _COUPLED:

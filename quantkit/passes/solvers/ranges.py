@@ -31,7 +31,7 @@ from quantkit.scheme import WeightScheme
 # elements in one piece of work: few calls, and the temporaries still fit into the last-level cache
 _CHUNK = 1 << 17
 # elements in one call of the loops in C, whose tables take half as many
-_LOOPED = 1 << 19
+_LOOPED = 1 << 18
 # a program of the kernel takes a whole group: longer groups leave too few programs, and H is a matrix product then
 LONGEST, _LONGEST_BLOCK = 1 << 15, 512
 
@@ -151,7 +151,7 @@ def transposed(
         tries = (search.smallest, search.steps, search.refinements)
         scale, zeros = search_integers(target, importance, length, *ends, *tries, device.precision())
         return scale, None if scheme.symmetric else zeros
-    whole = form.global_scale(target.abs().amax(), scheme)
+    whole = None if isinstance(form, IntegerFormat) else form.global_scale(target.abs().amax(), scheme)
     parts = target.unflatten(0, (groups, length))
     low, high = parts.amin(dim=1), parts.amax(dim=1)
     scale, zero = form.parameters(low, high, scheme, whole)
