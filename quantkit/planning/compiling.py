@@ -459,7 +459,7 @@ def _solving(spec: CompileSpec, group: Sequence[Matrix]) -> float:
     if spec.gradients:  # a curvature by outputs is summed and factored, then codes are chosen; on two threads, if small
         apiece = sorted(8.0 * matrix.N**2 + 20.0 * matrix.N * inputs for matrix in group)
         at_once = apiece[-2:] if 2 * apiece[-1] <= _AT_ONCE else apiece[-1:]
-        chosen = 2 * hessian + 8.0 * rows * inputs + sum(at_once)
+        chosen = 3 * hessian + 8.0 * rows * inputs + sum(at_once)
     return max(summed, chosen, 8.0 * largest)
 
 
