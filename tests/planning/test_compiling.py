@@ -126,8 +126,7 @@ def test_gradients_hold_all_inputs_of_blocks_and_a_linear_with_the_curvature_of_
     found, plain = held(with_them), held(without)
     assert "gradients" not in plain
     assert found["gradients"]["hidden"] == 4 * 4 * LENGTH * HIDDEN * (2 + 1)
-    # gate and up: the Hessian, its factor in two layouts, weights and codes; by each, two matrices of its outputs, five of
-    # its size
+    # gate and up: the Hessian, its factor in two layouts, weights, codes; two matrices by outputs, five copies of each
     curved = 2 * (2 * 4 * WIDE**2 + 5 * 4 * WIDE * HIDDEN)
     assert found["quantize"]["solve"] == 3 * 4 * HIDDEN**2 + 2 * 4 * 2 * WIDE * HIDDEN + curved
     assert found["quantize"]["gradients"] == 2 * 4 * LENGTH * (3 * HIDDEN + 2 * WIDE + HIDDEN)

@@ -172,6 +172,7 @@ def factorize(matrix: Tensor) -> int:
             if int(info):
                 break
             matrix[own, own] = corner
+            matrix[own, own.stop :] = 0
             below = [slice(at, at + _PANEL) for at in range(start + _PANEL, len(matrix), _PANEL)]
 
             def solve(rows: slice, own: slice = own, corner: Tensor = corner) -> None:
@@ -183,7 +184,6 @@ def factorize(matrix: Tensor) -> int:
 
             spread(solve, below, threads)
             spread(update, [(rows, columns) for at, rows in enumerate(below) for columns in below[: at + 1]], threads)
-    matrix.tril_()
     return int(info)
 
 

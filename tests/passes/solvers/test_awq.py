@@ -5,6 +5,7 @@ from reference.gptq_oracle import cost
 from quantkit.errors import InputError
 from quantkit.formats import load_format
 from quantkit.formats.base.layout import extremes
+from quantkit.kernels.cpu import columns as loops
 from quantkit.passes.solvers import awq as solver
 from quantkit.passes.solvers.awq import clip, search_scales, transformed
 from quantkit.passes.solvers.factor import factor
@@ -143,11 +144,16 @@ def test_importance_is_the_diagonal_when_nothing_can_be_made_up_for():
     assert bool((factor(inputs.T @ inputs, damping=0, shrink=0).importance <= diagonal * (1 + 1e-5)).all())
 
 
+@pytest.mark.parametrize("by_input", [True, False], ids=["importance", "Hessian"])
 @pytest.mark.parametrize("choice", CASES, ids=lambda s: f"{s.granularity}-{s.symmetric}")
-def test_the_cost_does_not_depend_on_how_it_is_cut_into_pieces(choice, monkeypatch):
+def test_the_cost_does_not_depend_on_pieces_or_a_compiler(choice, by_input, monkeypatch):
     weight, inputs = problem()
-    whole = search_scales([weight, weight[:7]], inputs.T @ inputs, choice, grid=4)
+    hessian = inputs.T @ inputs
+    given = {"grid": 4, "importance": hessian.diagonal() if by_input else None}
+    whole = search_scales([weight, weight[:7]], hessian.diagonal() if by_input else hessian, choice, **given)
     monkeypatch.setattr(solver, "_CHUNK", 64 * 5)
-    parts = search_scales([weight, weight[:7]], inputs.T @ inputs, choice, grid=4)
+    monkeypatch.setattr(solver, "_PIECE", 64 * 5)
+    monkeypatch.setattr(loops, "ready", lambda: None)
+    parts = search_scales([weight, weight[:7]], hessian, choice, **given)
     assert parts.alpha == whole.alpha
     assert float(parts.cost) == pytest.approx(float(whole.cost), rel=1e-5)
