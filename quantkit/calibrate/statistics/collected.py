@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -210,7 +211,18 @@ class Stats:
         elif self.share is None and sequences is not None and sequences < len(self.hidden):
             calls = self.calls if self.few is None else self.few(sequences)
             stats = replace(self, hidden=self.hidden[:sequences], calls=calls)
-        stats.staged(lambda group, seen: taken.update({group.name: of(seen)}), products=products, whole=False)
+        if self.calls.device.type != "cpu" or self.ranks is not None:
+            stats.staged(lambda group, seen: taken.update({group.name: of(seen)}), products=products, whole=False)
+        else:  # beside the forward, which nothing changes; one at a time
+            found: dict[str, Future[T]] = {}
+            with ThreadPoolExecutor(1) as lane:
+
+                def visit(group: SharedInput, seen: InputStats) -> None:
+                    wait(found.values())
+                    found[group.name] = lane.submit(torch.no_grad()(of), seen)
+
+                stats.staged(visit, products=products, whole=False)
+            taken = {name: one.result() for name, one in found.items()}
         self.outputs = None
         return taken
 
