@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +36,7 @@ from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor, joined
 from quantkit.model.streaming.calls import Calls, gathered
-from quantkit.model.structure.experts import Experts, found_in
+from quantkit.model.structure.experts import found_in
 from quantkit.model.structure.traced import SharedInput, hooked
 
 
@@ -140,10 +140,8 @@ class Stats:
         """Return the failed checks of all ranks: each has made its own, of what it solved."""
         failed = [doubt for doubt in self.doubts if not bool(torch.isfinite(doubt.values).all())]
         told = ranks.agree([(doubt.group, doubt.again) for doubt in failed])
-        return [
-            Doubt(torch.empty(0), group, again)
-            for group, again in dict.fromkeys(tuple(one) for some in told for one in some)
-        ]
+        anywhere = dict.fromkeys(tuple(one) for some in told for one in some)
+        return [Doubt(torch.empty(0), group, again) for group, again in anywhere]
 
     def doubt(self, values: Tensor, group: str, *, again: bool) -> None:
         """Add a check of values on a device; on a CPU it was made already."""
@@ -186,10 +184,9 @@ class Stats:
         self.outputs = None
         self.scales.use_cache(quantized)
         sums = partial(InputStats, products=products, noise=noise)
-        if self.share is not None:
-            run = self._in_step if len(self.hidden) <= self.share.at_once else self._replaying
-        else:
-            run = self._pausing if self.hidden.shape[0] <= self.calls.chunk else self._replaying
+        at_once = self.calls.chunk if self.share is None else self.share.at_once
+        together = self._pausing if self.share is None else self._in_step
+        run = together if len(self.hidden) <= at_once else self._replaying
         run(visit, sums, drift, quantized, whole)
         if self._unchecked:  # checks of one run, in one launch; copied, since a view would keep a Hessian alive
             sizes = [len(values) for values in self._unchecked.values()]
@@ -202,7 +199,7 @@ class Stats:
         self, of: Callable[[InputStats], T], *, products: bool = True, sequences: int | None = None
     ) -> dict[str, T]:
         """Return name of a shared input -> result of `of` on its statistics, from a staged run without changes."""
-        taken: dict[str, T] = {}
+        taken: dict[str, Callable[[], T]] = {}
         stats = self
         if self.share is not None and sequences is not None and sequences < self.share.samples and self.few is not None:
             share, rows = self.share.first(sequences)
@@ -211,20 +208,20 @@ class Stats:
         elif self.share is None and sequences is not None and sequences < len(self.hidden):
             calls = self.calls if self.few is None else self.few(sequences)
             stats = replace(self, hidden=self.hidden[:sequences], calls=calls)
-        if self.calls.device.type != "cpu" or self.ranks is not None:
-            stats.staged(lambda group, seen: taken.update({group.name: of(seen)}), products=products, whole=False)
-        else:  # beside the forward, which nothing changes; one at a time
-            found: dict[str, Future[T]] = {}
-            with ThreadPoolExecutor(1) as lane:
+        beside = self.calls.device.type == "cpu" and self.ranks is None  # the forward, whose inputs nothing changes
+        with ThreadPoolExecutor(1) as lane:
 
-                def visit(group: SharedInput, seen: InputStats) -> None:
-                    wait(found.values())
-                    found[group.name] = lane.submit(torch.no_grad()(of), seen)
+            def visit(group: SharedInput, seen: InputStats) -> None:
+                for finished in taken.values():  # one at a time
+                    finished()
+                if beside:
+                    taken[group.name] = lane.submit(torch.no_grad()(of), seen).result
+                else:
+                    taken[group.name] = partial(lambda result: result, of(seen))
 
-                stats.staged(visit, products=products, whole=False)
-            taken = {name: one.result() for name, one in found.items()}
+            stats.staged(visit, products=products, whole=False)
         self.outputs = None
-        return taken
+        return {name: finished() for name, finished in taken.items()}
 
     def over(self, work: Callable[[T], R], items: Sequence[T], sizes: Sequence[int] | None = None) -> list[R]:
         """Return the result of each item; with ranks each is found by one of them, by `sizes`, and told to all.
@@ -417,10 +414,8 @@ class Stats:
                 come = {number: inputs for number, (at, inputs) in standing.items() if at == index}
                 if any(at < index for at, _ in standing.values()):
                     value = f"{group.name} runs before another linear for some texts, after it for others"
-                    rule = "ranks need one order of linears for all texts"
-                    raise InputError(
-                        "stream-unsupported", type(self.module).__name__, value, rule, "compile on one rank"
-                    )
+                    rule, where = "ranks need one order of linears for all texts", type(self.module).__name__
+                    raise InputError("stream-unsupported", where, value, rule, "compile on one rank")
 
                 def reached(
                     number: int, _: Tensor, group: SharedInput = group, come: Mapping[int, Tensor] = come
@@ -564,9 +559,8 @@ def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[st
     layers = found_in(block)
     if not layers:
         return {}
-    counts = {
-        path: torch.zeros(len(experts), dtype=torch.int64, device=calls.device) for path, experts in layers.items()
-    }
+    zeros = partial(torch.zeros, dtype=torch.int64, device=calls.device)
+    counts = {path: zeros(len(experts)) for path, experts in layers.items()}
 
     def note(path: str) -> Hook:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -603,10 +597,3 @@ def force(block: nn.Module, names: list[str]) -> None:
     for path, experts in found_in(block).items():
         numbers = [name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")]
         experts.forced = frozenset(int(number) for number in numbers)
-
-
-def expert_of(linear: str, block: nn.Module) -> str | None:
-    """Return the expert of a linear: `mlp.experts.3` for `mlp.experts.3.up_proj`."""
-    owner = linear.rpartition(".")[0]
-    path = owner.rpartition(".")[0]
-    return owner if path and isinstance(block.get_submodule(path), Experts) else None

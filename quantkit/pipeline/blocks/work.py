@@ -545,7 +545,7 @@ def settle(block: Block, counts: Mapping[str, int], rare: Rare) -> tuple[dict[st
     Returns:
         linear's full name -> the tokens its expert is routed, and the decisions.
     """
-    owners = {linear: owner for linear in block.linears() if (owner := collected.expert_of(linear, block.module))}
+    owners = {linear: owner for linear in block.linears() if (owner := experts.expert_of(linear, block.module))}
     routed = {block.full_name(linear): counts[owner] for linear, owner in owners.items() if owner in counts}
     chosen = [expert for expert, seen in counts.items() if seen < rare.tokens and expert in owners.values()]
     layers = experts.found_in(block.module)
