@@ -270,9 +270,6 @@ def predict(spec: CompileSpec) -> Compiling:
     return Compiling(peaks(spec), disk(spec))
 
 
-# --- what a recipe and its plug-ins say ------------------------------------------------------------------------------
-
-
 def chunk_size(widest: int, tokens: int) -> int:
     """Count the sequences of `tokens` per forward if the widest activation has `widest` features."""
     return max(1, ACTIVATION_BYTES // (widest * tokens * 4 * ALIVE))
@@ -330,9 +327,6 @@ def in_memory(matrices: Sequence[Matrix]) -> list[Matrix]:
     experts = [matrix for matrix in matrices if matrix.count > 1]
     apart = 4 * elements(experts) > EXPERTS_IN_MEMORY
     return [matrix for matrix in matrices if not apart or matrix not in experts]
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -437,13 +431,21 @@ def _quantizing(spec: CompileSpec) -> dict[str, float]:
     return {
         # codes of a byte beside the floats
         "weights": (4.0 * (2 if spec.corrected else 1) + bool(spec.schemes)) * elements(in_memory(layer.matrices)),
-        "solve": max([_solving_head(spec), *(_solving(spec, group) for group in groups)]),
+        "solve": max([_solving_head(spec), _folding(spec, layer), *(_solving(spec, group) for group in groups)]),
         "hidden": 0.0 if hidden > _ON_DISK else hidden * (2 if spec.corrected else 1),
         "activations": 4.0 * at_once * features,
         "originals": 4.0 * at_once * kept,
         "gradients": 2.0 * spec.graded * sum(matrix.active * matrix.N for matrix in layer.matrices),
         "beside": _beside(spec, spec.tokens),
     }
+
+
+def _folding(spec: CompileSpec, layer: BlockShapes) -> float:
+    """Return the bytes of a fold's proof: the block in float64, and once more what the fold changes."""
+    if not any("folded" in pass_of(step).ensures for step in spec.recipe.passes):
+        return 0.0
+    largest = max(matrix.N * matrix.K for matrix in layer.matrices)
+    return 8.0 * (elements(in_memory(layer.matrices)) + max(map(elements, shared(layer))) + largest)
 
 
 def _solving(spec: CompileSpec, group: Sequence[Matrix]) -> float:
@@ -566,9 +568,6 @@ def _packed_bytes(spec: CompileSpec, *, work: bool = False) -> float:
                 spare += 64 / (scheme.group or matrix.K)
             total += matrix.count * (stored_bits((matrix.N, matrix.K), scheme) + spare * matrix.N * matrix.K) / 8
     return total
-
-
-# --- disk ------------------------------------------------------------------------------------------------------------
 
 
 def disk(spec: CompileSpec) -> Disk:

@@ -149,14 +149,14 @@ def disagreement(before: Tensor, after: Tensor) -> float:
 
 
 def in_double(block: nn.Module) -> nn.Module:
-    """Copy a block in float64; unlike `Module.double`, this accepts tensors without values."""
+    """Copy a block in float64, and share what is; unlike `Module.double`, this accepts tensors without values."""
     exact = copy.deepcopy(block, {id(value): value for value in (*block.parameters(), *block.buffers())})
     for module in exact.modules():
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
             if value is not None and value.is_floating_point():
                 if isinstance(value, nn.Parameter):
                     double = value.detach().double()
-                    double = filed(double) if is_in_file(value) else double
+                    double = filed(double) if is_in_file(value) and not is_in_file(double) else double
                     module._parameters[name] = nn.Parameter(double, requires_grad=False)
                 else:
                     module._buffers[name] = value.double()
@@ -241,7 +241,7 @@ def find(
             errors = []
             for form in forms:
                 fold = Fold(group.name, name, index, channels, form, tied)
-                error = prove(block, structure, fold, call)
+                error = prove(probe.block, structure, fold, call)
                 if error <= TOLERANCE:
                     folds[group.name] = fold
                     break
@@ -263,7 +263,7 @@ def find(
                     for name in like
                     if fold.producer.startswith(f"{owner}.")
                 }
-                if others and prove_all(block, structure, others, call) <= TOLERANCE:
+                if others and prove_all(probe.block, structure, others, call) <= TOLERANCE:
                     folds |= others
             elif reason == _ELSEWHERE and not nearly:
                 declined |= dict.fromkeys(like, reason)
