@@ -238,6 +238,8 @@ def _manifest(subject: Subject) -> Manifest:
     """Describe a written bundle before its measurement."""
     import torch
 
+    from quantkit.kernels.cpu import columns
+
     request, (model, calibration) = subject.request, subject.entries()
     files, compiled_on = inventory(subject.build.bundle, subject.build.hashes), subject.device.as_dict()
     return Manifest(
@@ -252,7 +254,7 @@ def _manifest(subject: Subject) -> Manifest:
         threads=torch.get_num_threads(),
         isa=machine.isa(),
         device={**machine.device(), **({"compiled_on": compiled_on} if compiled_on else {})},
-        versions=machine.versions(),
+        versions={**machine.versions(), "solvers": columns.language()},
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         layers=subject.layers,
         files=files,

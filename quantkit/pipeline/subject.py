@@ -39,6 +39,8 @@ def fingerprint(request: Request, packages: Sequence[str], **own: Any) -> dict[s
     """
     import torch
 
+    from quantkit.kernels.cpu import columns
+
     versions = machine.versions()
     return {
         "quantkit": __version__,
@@ -46,6 +48,7 @@ def fingerprint(request: Request, packages: Sequence[str], **own: Any) -> dict[s
         "code": request.recipe.outside(),
         "threads": torch.get_num_threads(),
         "isa": machine.isa(),
+        "solvers": columns.language(),
         "versions": {name: versions[name] for name in packages if name in versions},
         **own,
     }

@@ -18,6 +18,7 @@ from zoo import shrink
 from quantkit.bundle import Bundle
 from quantkit.calibrate.statistics.gradients import collect
 from quantkit.errors import GateError, InputError, QuantkitError
+from quantkit.kernels.cpu import columns
 from quantkit.model.source import pretrained
 from quantkit.model.source.open import open_model
 from quantkit.model.streaming.stream import StreamedModel
@@ -438,6 +439,7 @@ def test_the_manifest_tells_where_everything_came_from(llama: Path, by_gptq: Bun
     bundle = by_gptq
     manifest = json.loads((bundle.path / "manifest.json").read_text())
     assert manifest["model"]["source"]["dtype"] == "float32"
+    assert manifest["versions"]["solvers"] == ("torch" if columns.ready() is None else "C")
     assert manifest["calibration"]["samples"] == 6
     assert str(llama.parent) not in json.dumps(manifest)
     assert {entry["path"] for entry in manifest["files"]} == {

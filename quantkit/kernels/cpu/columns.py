@@ -29,6 +29,11 @@ def ready() -> ctypes.CDLL | None:
         return None
 
 
+def language() -> str:
+    """Name what loops over columns on a CPU: `C`, or `torch`, whose codes differ from those where two are as good."""
+    return "torch" if ready() is None else "C"
+
+
 def laid(unit: Tensor) -> Tensor:
     """Lay a factor [K, K] out as `choose` reads it: by row, with zeros up to whole tiles of columns."""
     missing = -len(unit) % _TILE
