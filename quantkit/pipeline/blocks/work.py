@@ -156,9 +156,11 @@ class _Folds:
         with experts.all_running(self._module):
             places = self._known.folds
             if not (alike and self._proved(folds)):
+                machine.trim_heap()  # copies in float64 do not fit into the holes there are, nor into theirs what follows
                 places = fold.find(self._module, self._structure, self._call, self._wanted)
             if self._computed and not self._proved(places[0], whatever_weights=True):
                 self._computed = ()  # the next block is proved by itself
+            machine.trim_heap()
             return places
 
     def known(self, before: Known) -> Known:
@@ -446,8 +448,11 @@ class _Loop:
         dead = [linear for linear in idle if experts.expert_of(linear, module)]
         why = "no token reached it while the block was traced"
         worked.decisions += [_never_ran(prefix + linear, why) for linear in idle if linear not in dead]
+        wide = sum(value.nbytes for value in module.parameters()) > machine.KEPT
         for step in self.steps:
             outcome = demand_returned(step.run.run(block, stats, step.settings), Outcome, step.run, "run")
+            if wide:  # the next step's matrices do not fit into the holes of this one's
+                machine.trim_heap()
             worked.decisions += outcome.decisions
             worked.errors.update({prefix + linear: error for linear, error in outcome.errors.items()})
         if any("codes" in step.run.ensures for step in self.steps):
