@@ -30,7 +30,7 @@ def ready() -> ctypes.CDLL | None:
 
 
 def language() -> str:
-    """Name what loops over columns on a CPU: `C`, or `torch`, whose codes differ from those where two are as good."""
+    """Name the language of the loops on a CPU: `C`, or `torch`. Where two codes are as good, they may choose another."""
     return "torch" if ready() is None else "C"
 
 

@@ -156,7 +156,7 @@ class _Folds:
         with experts.all_running(self._module):
             places = self._known.folds
             if not (alike and self._proved(folds)):
-                machine.trim_heap()  # copies in float64 do not fit into the holes there are, nor into theirs what follows
+                machine.trim_heap()  # copies in float64 fit into no hole, nor what follows into theirs
                 places = fold.find(self._module, self._structure, self._call, self._wanted)
             if self._computed and not self._proved(places[0], whatever_weights=True):
                 self._computed = ()  # the next block is proved by itself
