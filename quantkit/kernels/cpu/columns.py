@@ -30,7 +30,7 @@ def ready() -> ctypes.CDLL | None:
 
 
 def language() -> str:
-    """Name the language of the loops on a CPU: `C`, or `torch`. Where two codes are as good, they may choose another."""
+    """Name the language of the loops: `C` or `torch`. Of two codes that are as good, they may choose another."""
     return "torch" if ready() is None else "C"
 
 
