@@ -1,62 +1,86 @@
-"""Time the quantize stage on one rank and on two, a thread each, in turns: seconds, processor seconds, peak memory.
+"""Time the quantize stage on one thread, on two, and on two ranks with a thread each, in turns.
 
     python benchmarks/ranks.py [RECIPE ...]      two turns each; SmolLM2-135M, 8 sequences of 512 tokens
 
-The first rank's figures: its processor seconds are those of its share, of `all` those of all ranks.
+Of ranks, processor seconds and memory are those of the first; `all` counts the others too. `times` is how many times as
+fast as one thread in the same turn, with the least and the most of the turns.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from harness.record import layout, parsing, record, show
 
+Row = dict[str, Any]
 COLUMNS = layout(
-    "recipe | ranks | seconds=s:.1f | cpu_seconds=CPU s, first:.1f | cpu_seconds_all=all:.1f | peak_mb | kl:.4f"
+    "recipe | threads | ranks | seconds=s:.1f | times:.2f | least:.2f | most:.2f | cpu_seconds=CPU s:.1f"
+    " | cpu_seconds_all=all:.1f | peak_mb=peak, MB:d | kl:.4f | content"
 )
 SETTINGS = ("calibration.samples=8", "calibration.tokens=512", "export=[{checkpoint: {layout: pack-quantized}}]")
+# threads and ranks
+WAYS = ((1, 1), (2, 1), (1, 2))
 
 
-def measured(recipe: str, ranks: int, folder: Path) -> dict[str, object]:
-    """Compile on so many ranks, and return the figures of the stage."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
-    command = [*launch, "-m", "quantkit", "compile", "smollm2-135m", "--recipe", recipe, "--json"]
+def measured(recipe: str, threads: int, ranks: int, out: Path) -> Row:
+    """Compile with so many threads a rank, and return the figures of the stage."""
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks > 1 else []
+    command = [sys.executable, *launch, "-m", "quantkit", "compile", "smollm2-135m", "--recipe", recipe, "--json"]
     command += [part for setting in SETTINGS for part in ("--set", setting)]
     command += ["--set", "gptq.gradients=0"] if recipe == "int4-best" else []
-    command += ["--no-speed", "--no-vllm", "--out", str(folder / f"{recipe}-{ranks}-{len(list(folder.iterdir()))}")]
-    answer = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    command += ["--no-speed", "--no-vllm", "--out", str(out)]
+    given = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, env=given)
     result = json.loads(answer.stdout)["result"]
     stage = next(stage for stage in result["stages"] if stage["name"] == "quantize")
-    kl = next((row["value"] for row in result["measurements"] if row["name"].endswith("kl")), None)
     return {
-        "recipe": recipe,
-        "ranks": ranks,
-        "seconds": round(stage["seconds"], 1),
-        "cpu_seconds": round(stage["cpu_seconds"], 1),
-        "cpu_seconds_all": round(result["seconds"]["quantize_cpu"], 1),
+        "seconds": stage["seconds"],
+        "cpu_seconds": stage["cpu_seconds"],
+        "cpu_seconds_all": result["seconds"]["quantize_cpu"],
         "peak_mb": round(stage["memory_peak_bytes"] / 1e6),
-        "kl": kl,
+        "kl": next((row["value"] for row in result["measurements"] if row["name"].endswith("kl")), None),
         "content": result["content_sha256"][:12],
     }
+
+
+def compared(recipe: str, turns: int, folder: Path) -> list[Row]:
+    """Run all ways in turns, and return a row each: medians, and how many times as fast as one thread."""
+    runs: dict[tuple[int, int], list[Row]] = {way: [] for way in WAYS}
+    for turn in range(turns):
+        for way in WAYS:
+            runs[way].append(measured(recipe, *way, folder / f"{recipe}-{turn}-{way[0]}-{way[1]}"))
+    rows = []
+    for (threads, ranks), found in runs.items():
+        times = [one["seconds"] / run["seconds"] for one, run in zip(runs[WAYS[0]], found, strict=True)]
+        figures = {
+            key: statistics.median(run[key] for run in found) for key in ("seconds", "cpu_seconds", "cpu_seconds_all")
+        }
+        spread = {"times": statistics.median(times), "least": min(times), "most": max(times)}
+        peak = max(run["peak_mb"] for run in found)
+        rows.append(
+            {"recipe": recipe, "threads": threads, "ranks": ranks, **found[0], **figures, **spread, "peak_mb": peak}
+        )
+    show(recipe, rows, COLUMNS)
+    return rows
 
 
 def main() -> None:
     """Measure, show and record."""
     parser = parsing(__doc__)
     parser.add_argument("recipes", nargs="*", default=["gptq-int4", "awq-int4", "int4-best"])
-    recipes, rows = parser.parse_args().recipes, list[dict[str, object]]()
+    parser.add_argument("--turns", type=int, default=2)
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        for recipe in recipes:
-            rows += [measured(recipe, ranks, Path(name)) for _ in range(2) for ranks in (1, 2)]
-            show(recipe, rows[-4:], COLUMNS)
-    record("ranks", "two ranks with a thread each share the quantize stage of SmolLM2-135M", rows, {"set": SETTINGS})
+        rows = [row for recipe in given.recipes for row in compared(recipe, given.turns, Path(name))]
+    claim = "how many times as fast as one thread two threads, and two ranks, quantize SmolLM2-135M"
+    record("ranks", claim, rows, {"set": SETTINGS, "turns": given.turns})
 
 
 if __name__ == "__main__":

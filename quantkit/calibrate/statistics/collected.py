@@ -29,6 +29,7 @@ from greenlet import greenlet
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from quantkit import machine
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.statistics.parts import Piece, Share, pieces
 from quantkit.calibrate.statistics.scales import Scales, samples_of
@@ -132,7 +133,7 @@ class Stats:
         self.scales.checked.clear()
         if self.ranks is not None and self.calls.device.type != "cpu":
             return self._failed_anywhere(self.ranks)
-        if not self.doubts or math.isfinite(torch.cat([doubt.values for doubt in self.doubts]).sum().item()):
+        if self.doubts and math.isfinite(torch.cat([doubt.values for doubt in self.doubts]).sum().item()):
             return []
         return [doubt for doubt in self.doubts if not bool(torch.isfinite(doubt.values).all())]
 
@@ -149,6 +150,8 @@ class Stats:
             self.doubts.append(Doubt(values, group, again))
 
     def _visited(self, visit: Visit, group: SharedInput, sums: InputStats) -> None:
+        if sum(value.nbytes for value in self.module.parameters()) > machine.KEPT:
+            machine.trim_heap()  # matrices of this input do not fit into the holes of the one before
         doubts = len(self.doubts)
         visit(group, sums)
         if self.calls.device.type != "cpu":
@@ -451,9 +454,8 @@ class Stats:
         for path, layer in found_in(self.module).items():
             places = [place for place, group in enumerate(groups) if group.name.startswith(f"{path}.")]
             forced = {f"{path}.{number}" for number in layer.forced if layer.routed}
-            own = [groups[place] for place in places]
-            last = [group for group in own if group.name.rpartition(".")[0] not in forced]
-            own = [group for group in own if group not in last] + last
+            last = [groups[place].name.rpartition(".")[0] not in forced for place in places]
+            own = [groups[place] for _, place in sorted(zip(last, places, strict=True))]
             for place, group in zip(places, own, strict=True):
                 groups[place] = group
         return groups
@@ -537,10 +539,8 @@ class Stats:
             return hook
 
         # before hooks that quantize an input or move its channels: the residual stream is not quantized
-        return [
-            module.get_submodule(name).register_forward_pre_hook(keep(name), prepend=True)
-            for name in dict.fromkeys(names)
-        ]
+        inner = ((name, module.get_submodule(name)) for name in dict.fromkeys(names))
+        return [one.register_forward_pre_hook(keep(name), prepend=True) for name, one in inner]
 
     def _original(self) -> Original:
         assert self.original is not None, "a pass that uses the original stream must list it in `needs`"

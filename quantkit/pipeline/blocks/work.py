@@ -448,11 +448,8 @@ class _Loop:
         dead = [linear for linear in idle if experts.expert_of(linear, module)]
         why = "no token reached it while the block was traced"
         worked.decisions += [_never_ran(prefix + linear, why) for linear in idle if linear not in dead]
-        wide = sum(value.nbytes for value in module.parameters()) > machine.KEPT
         for step in self.steps:
             outcome = demand_returned(step.run.run(block, stats, step.settings), Outcome, step.run, "run")
-            if wide:  # the next step's matrices do not fit into the holes of this one's
-                machine.trim_heap()
             worked.decisions += outcome.decisions
             worked.errors.update({prefix + linear: error for linear, error in outcome.errors.items()})
         if any("codes" in step.run.ensures for step in self.steps):
