@@ -106,10 +106,13 @@ class Gptq(Pass):
                 scheme = block.scheme(names[0])
                 weights = [block.weight(name) for name in names]
                 width = weights[0].shape[1]
-                # of linears stored alike, this is its last use
-                hessian = filled(seen.taken() if len(alike) == 1 else seen.hessian, width, width)
+                last = len(alike) == 1  # use of these sums
+                hessian = filled(seen.taken() if last else seen.hessian, width, width)
                 key = width, together(load_grid(scheme.format))
-                drift = filled(seen.drift if settings.correction else None, width, width)
+                drift: Tensor | None = None
+                if settings.correction:
+                    drift = filled(seen.taken_drift() if last else seen.drift, width, width)
+                drifted = drift is not None
                 moved: Callable[[Piece, list[Tensor]], list[Tensor]] | None = None
                 if drift is not None:
                     damping = raised_damping(settings.damping, raised)
@@ -118,6 +121,7 @@ class Gptq(Pass):
                     del ridge
                 if moved is not None and stats.ranks is None:  # before there is a second factor
                     weights, moved = moved([(number, slice(None)) for number in range(len(names))], weights), None
+                del drift
                 if key not in factors:
                     factors[key] = factor(
                         hessian,
@@ -127,7 +131,7 @@ class Gptq(Pass):
                         together=key[1],
                         raised=raised,
                         where=where,
-                        own=len(alike) == 1,
+                        own=last,
                         whole=bool(settings.sweeps or settings.gradients),
                     )
                     stats.doubt(factors[key].pivots, whole.name, again=True)
@@ -157,14 +161,14 @@ class Gptq(Pass):
 
                 results = stats.by_rows([len(weight) for weight in weights], solve, apart=scheme.rows_apart)
                 del moved, solve
-                if len(alike) == 1:
+                if last:
                     factors.clear()
                 for name in names if settings.gradients else ():
                     if name not in stats.gradients:  # an expert
                         reason = "no token of the sequences with gradients reaches it"
                         outcome.note(self.name, UNGRADED, block.full_name(name), reason, settings.gradients, 0)
                 for name, (tensor, costs) in zip(names, results, strict=True):
-                    if drift is not None:  # the cost of the codes shows whether there was a second factor
+                    if drifted:  # the cost of the codes shows whether there was a second factor
                         stats.doubt(costs, whole.name, again=True)
                     outcome.errors[name] = assign(block, name, tensor)
 

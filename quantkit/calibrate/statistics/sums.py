@@ -361,6 +361,11 @@ class InputStats:
         """Drift `ΔᵀX / tokens`, [K, K] float32, with Δ the original inputs less these; None if unknown."""
         return None if self._drift is None else self._mean(self._drift)
 
+    def taken_drift(self) -> Tensor | None:
+        """Return the drift and let go of it; on a CPU it takes the place of its sum."""
+        total, self._drift = self._drift, None
+        return total if total is None or self._waits(total) else total.div_(self.tokens)
+
     def lag(self, linear: str) -> Tensor | None:
         """Return the lag `RᵀX / tokens`, [N, K] float32, with R the lag of the tensor to which a linear's output is
         added.

@@ -28,7 +28,7 @@ _SOLVED = 256
 def ridged(hessian: Tensor, *, ridge: float = 2.0, damping: float = 0.01) -> Factor:
     """Factor the ridged Hessian of `corrected`, over 1 + ridge. Raises InputError as `factor`."""
     # (H + ridge D) = (1 + ridge) times H with a share ridge / (1 + ridge) of its off-diagonal entries taken off
-    return factor(hessian, damping=damping, shrink=ridge / (1 + ridge), act_order=False)
+    return factor(hessian, damping=damping, shrink=ridge / (1 + ridge), act_order=False, whole=False)
 
 
 def corrected(
@@ -69,14 +69,13 @@ def corrected(
         for part, lag in zip(added.split(rows), lags or [None] * len(rows), strict=True):
             if lag is not None:
                 part.add_(lag)
-        root = solved.unit if launched else solved.unit * solved.pivots.sqrt()  # H = root rootᵀ
-        sides = {"left": False, "unitriangular": launched}
+        sides = {"left": False, "unitriangular": True}
 
         def solve(rows: slice) -> None:
             part = added[rows] if launched else added[rows].addmm_(whole[rows], drift)
-            part = torch.linalg.solve_triangular(root.T, part, upper=False, **sides)
-            part = part.div_(solved.pivots) if launched else part  # H = unit pivots unitᵀ, without another matrix
-            part = torch.linalg.solve_triangular(root, part, upper=True, **sides)
+            # H = unit pivots unitᵀ
+            part = torch.linalg.solve_triangular(solved.unit.T, part, upper=False, **sides).div_(solved.pivots)
+            part = torch.linalg.solve_triangular(solved.unit, part, upper=True, **sides)
             whole[rows].add_(part, alpha=share / (1 + ridge))
 
         step = len(whole) if launched else _SOLVED
