@@ -182,6 +182,32 @@ def test_the_reason_of_a_refused_setting_is_its_own(blocks: Any, reason: str, tm
             assert told.startswith(reason) and "[type=" not in told
 
 
+class Fixed(torch.nn.Module):
+    """A linear of vLLM with a fixed scale and zero point of its input."""
+
+    def __init__(self, zero: int) -> None:
+        super().__init__()
+        self.input_size, self.output_size = 64, 8
+        self.weight = torch.nn.Parameter(torch.randn(8, 64, generator=torch.Generator().manual_seed(1)))
+        self.input_scale, self.input_zero_point = torch.tensor(0.3851), torch.tensor([zero], dtype=torch.int32)
+        self.quant_method = self
+
+    def apply(self, _: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Multiply as `scaled_int8_quant` and the product after it do."""
+        codes = (x.float() / self.input_scale + self.input_zero_point).round().clamp(-128, 127)
+        return (codes - self.input_zero_point) * self.input_scale @ self.weight.T
+
+
+@pytest.mark.parametrize("zero", [0, -113, -128, 127])
+def test_a_linear_with_a_fixed_scale_is_fed_with_what_its_range_holds(zero: int) -> None:
+    """SmolLM2's by `int8` have zero points down to -113, of which 32 steps below zero were clipped."""
+    _, products = inside._linears(torch.nn.ModuleDict({"down_proj": Fixed(zero)}), torch.bfloat16)
+    x, y = (products[f"down_proj.{which}"].float() for which in "xy")
+    wanted = x @ Fixed(zero).weight.T
+    assert float((y - wanted).norm()) < 0.01 * float(wanted.norm())
+    assert len(x.unique()) == 2
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(REAL is None, reason="quantkit runtime add vllm --install")
 def test_the_real_one_computes_what_transformers_computes(

@@ -177,7 +177,7 @@ def likelihoods(job: Job, say: Any) -> None:
 
 
 def _linears(model: Any, dtype: Any) -> tuple[dict[str, list[str]], Job]:
-    """Multiply every linear with 16 vectors of one size and random signs, which 8 bits hold exactly.
+    """Multiply every linear with 16 vectors of two values, mostly of one size, which 8 bits hold exactly.
 
     Returns (merged linear -> linears of the checkpoint, {name.x: [16, K], name.y: [16, N]}).
     """
@@ -190,10 +190,14 @@ def _linears(model: Any, dtype: Any) -> tuple[dict[str, list[str]], Job]:
         is_linear = hasattr(module, "input_size") and hasattr(module, "output_size")
         if method is None or not is_linear or hasattr(module, "num_embeddings"):  # a vocabulary is padded
             continue
-        x = torch.randint(0, 2, (16, module.input_size), generator=generator).mul(2).sub(1).to(dtype)
-        scale = getattr(module, "input_scale", None)
-        if scale is not None and scale.numel():  # a fixed one: far from its ends
-            x = x * (32 * scale.max().to(dtype).cpu())
+        high = torch.randint(0, 2, (16, module.input_size), generator=generator).bool()
+        scale, zero = getattr(module, "input_scale", None), getattr(module, "input_zero_point", None)
+        if scale is None or not scale.numel():
+            x = torch.where(high, 1, -1).to(dtype)
+        else:  # a fixed one: far from its ends, of which one may be near zero
+            zeros = [0] if zero is None or not zero.numel() else zero.flatten().tolist()
+            ends = max(-32, -128 - int(min(zeros))), min(32, 127 - int(max(zeros)))
+            x = torch.where(high, ends[1], ends[0]).to(dtype) * scale.max().to(dtype).cpu()
         y = method.apply(module, x.to(next(module.parameters()).device))
         products |= {f"{name}.x": x.contiguous(), f"{name}.y": y.detach().cpu().contiguous()}
     return {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}, products
