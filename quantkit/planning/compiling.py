@@ -444,8 +444,7 @@ def _folding(spec: CompileSpec, layer: BlockShapes) -> float:
     """Return the bytes of a fold's proof: the block in float64, and once more what the fold changes."""
     if not any("folded" in pass_of(step).ensures for step in spec.recipe.passes):
         return 0.0
-    largest = max(matrix.N * matrix.K for matrix in layer.matrices)
-    return 8.0 * (elements(in_memory(layer.matrices)) + max(map(elements, shared(layer))) + largest)
+    return 8.0 * (elements(in_memory(layer.matrices)) + max(map(elements, shared(layer))))
 
 
 def _solving(spec: CompileSpec, group: Sequence[Matrix]) -> float:

@@ -57,6 +57,7 @@ def test_memory_grows_with_the_block_and_not_with_their_number() -> None:
     ("hidden", "wide", "heads", "tied", "recipe", "peaks"),
     [
         (4096, 14336, 32, False, "gptq-int4", {"prove": 2027, "quantize": 3558, "score checkpoint": 3435}),
+        (4096, 14336, 32, False, "awq-int4", {"prove": 2028, "quantize": 4144, "score checkpoint": 3393}),
         (3072, 8192, 24, True, "rtn-int4", {"score checkpoint": 2197}),
     ],
 )
@@ -67,10 +68,10 @@ def test_large_blocks_are_counted(
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "dtype": "bfloat16"}
     config |= {"intermediate_size": wide, "num_hidden_layers": 1, "num_attention_heads": heads, "vocab_size": 4096}
     config |= {"num_key_value_heads": 8, "max_position_embeddings": 8192, "tie_word_embeddings": tied}
-    calibration = ["calibration.samples=2", "calibration.tokens=128"] if recipe == "gptq-int4" else []
+    calibration = ["calibration.samples=2", "calibration.tokens=128"] if recipe != "rtn-int4" else []
     positions = 256 if calibration else None
     found = predict(described(configs.from_config(config, "b"), Recipe.load(recipe, calibration), positions=positions))
-    assert found.memory["quantize"] < 4e9
+    assert found.memory["quantize"] < 4.5e9
     for part, peak in peaks.items():
         assert found.memory[part] == pytest.approx(1e6 * peak, rel=0.15), part
     assert found.peak == pytest.approx(1e6 * max(peaks.values()), rel=0.15)
