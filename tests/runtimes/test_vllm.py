@@ -202,8 +202,8 @@ class Fixed(torch.nn.Module):
 def test_a_linear_with_a_fixed_scale_is_fed_with_what_its_range_holds(zero: int) -> None:
     """SmolLM2's by `int8` have zero points down to -113, of which 32 steps below zero were clipped."""
     _, products = inside._linears(torch.nn.ModuleDict({"down_proj": Fixed(zero)}), torch.bfloat16)
-    x, y = (products[f"down_proj.{which}"].float() for which in "xy")
-    wanted = x @ Fixed(zero).weight.T
+    x, y = (products[f"down_proj.{which}"].detach().float() for which in "xy")
+    wanted = (x @ Fixed(zero).weight.T).detach()
     assert float((y - wanted).norm()) < 0.01 * float(wanted.norm())
     assert len(x.unique()) == 2
 
