@@ -350,3 +350,14 @@ def test_statistics_need_no_output_of_the_block(chunk: int) -> None:
     taken = found.each(lambda seen: seen.hessian)
     assert not ran
     assert all(torch.equal(taken[name], expected[name].hessian) for name in expected)
+
+
+def test_the_noise_does_not_depend_on_threads() -> None:
+    """SmolLM2 by `gptq-int4` had other codes on two threads than on one."""
+    drawn = [torch.randn(4, 64, 576, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    before, found = torch.get_num_threads(), list[list[float]]()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append([float(InputStats([inputs]).noise) for inputs in drawn])
+    torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]

@@ -410,9 +410,10 @@ class InputStats:
                 (half[rows, left:] / count / scale).triu_(1)
                 for half, count in zip((first, second), self._counts, strict=True)
             ]
-            apart += (pair[0] - pair[1]).square().sum()
+            # row by row, so that the number of threads changes no bit
+            apart += (pair[0] - pair[1]).square().sum(dim=1).sum()
             whole = (first[rows, left:] + second[rows, left:]).div_(self.tokens)
-            both += whole.div_(scale).triu_(1).square().sum()
+            both += whole.div_(scale).triu_(1).square().sum(dim=1).sum()
         return torch.where(both > 0, (apart / 4 / both).clamp(max=1.0), 1.0)
 
 

@@ -1,4 +1,4 @@
-/* Loops of GPTQ over the columns of a weight, for rows side by side: rows are independent (passes/solvers/gptq.py).
+/* Loops of solvers over the columns of a weight, for rows side by side: rows are independent (passes/solvers).
  *
  * Matrices are stored by column of the weight: [columns, rows]. */
 
@@ -98,13 +98,12 @@ API int quantkit_ends(long groups, long length, long rows, const float *restrict
 /* Finds the best of some grids for each group of `length` columns of a row: `best`, its number, and its cost, the squared
  * errors times `costs` [columns]. `fitted` is the scale that is best for its codes; not finite if they are all zero.
  *
- * `weights` [columns, rows], each column times its factor of `factors` [columns];
- * `scale`, `inverse`, `low` and `high` [tries, groups, rows], ends in units of the scale;
- * `fitted` and `cost` [groups, rows]. 1 without memory. */
+ * `weights` [columns, rows], each column times its factor in `factors` [columns]; `scale`, `inverse`, `low` and `high`
+ * [tries, groups, rows], ends in units of the scale; `fitted` and `cost` [groups, rows]. 1 without memory. */
 API int quantkit_ranges(long groups, long length, long rows, long tries, const float *restrict weights,
-                        const float *restrict factors, const float *restrict costs, const float *restrict scale, const float *restrict inverse,
-                        const float *restrict low, const float *restrict high, long *restrict best,
-                        float *restrict fitted, float *restrict cost) {
+                        const float *restrict factors, const float *restrict costs, const float *restrict scale,
+                        const float *restrict inverse, const float *restrict low, const float *restrict high,
+                        long *restrict best, float *restrict fitted, float *restrict cost) {
     float(*tile)[ROWS] = calloc((size_t)length, sizeof *tile);
     if (!tile) return 1;
     for (long group = 0; group < groups; group++) {
@@ -136,7 +135,10 @@ API int quantkit_ranges(long groups, long length, long rows, long tries, const f
                     }
                 for (long row = 0; row < count; row++) {
                     const float paid = missed[row] * ends[3][row] * ends[3][row];
-                    if (one == begin || paid < least[row]) least[row] = paid, chosen[row] = one < tries ? one : chosen[row];
+                    if (one == begin || paid < least[row]) {
+                        least[row] = paid;
+                        if (one < tries) chosen[row] = one;
+                    }
                     if (one < tries) continue;
                     const long at = group * rows + first + row;
                     best[at] = chosen[row], cost[at] = least[row], fitted[at] = along[row] / bent[row];
