@@ -39,10 +39,10 @@ PACKAGES = (
 )
 # a cgroup without a limit says "max" (version 2) or a huge page-aligned number (version 1)
 _NO_LIMIT = 1 << 60
-# of mallopt(3), and bytes of the largest freed block to keep, where memory is plenty: a larger one is of a model that
-# fills the memory
+# of mallopt(3); bytes of the heap to keep when they are freed, where memory is plenty, and of the largest tensor in it:
+# a larger one is of a model that fills the memory, and gives its pages back
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-KEPT = 512 << 20
+KEPT, _IN_HEAP = 512 << 20, 64 << 20
 
 
 def isa() -> str:
@@ -209,7 +209,7 @@ def keep_heap() -> None:
 
     with contextlib.suppress(OSError, AttributeError):
         mallopt, kept = ctypes.CDLL("libc.so.6").mallopt, min(KEPT, memory_limit() // 64)
-        mallopt(_MMAP_THRESHOLD, kept)
+        mallopt(_MMAP_THRESHOLD, min(kept, _IN_HEAP))
         mallopt(_TRIM_THRESHOLD, 2 * kept)
 
 

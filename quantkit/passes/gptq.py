@@ -110,18 +110,20 @@ class Gptq(Pass):
                 hessian = filled(seen.taken() if last else seen.hessian, width, width)
                 key = width, together(load_grid(scheme.format))
                 drift: Tensor | None = None
+                lags: list[Tensor | None] = []
                 if settings.correction:
                     drift = filled(seen.taken_drift() if last else seen.drift, width, width)
-                drifted = drift is not None
+                    lags = [filled(seen.taken_lag(name), width) for name in names]
+                drifted = drift is not None or any(lag is not None for lag in lags)
                 moved: Callable[[Piece, list[Tensor]], list[Tensor]] | None = None
-                if drift is not None:
+                if drifted:
                     damping = raised_damping(settings.damping, raised)
                     ridge = ridged(hessian, ridge=settings.ridge, damping=damping)
-                    moved = partial(_moved, seen, names, ridge, drift, settings)
+                    moved = partial(_moved, ridge, drift, lags, settings)
                     del ridge
                 if moved is not None and stats.ranks is None:  # before there is a second factor
                     weights, moved = moved([(number, slice(None)) for number in range(len(names))], weights), None
-                del drift
+                del drift, lags
                 if key not in factors:
                     factors[key] = factor(
                         hessian,
@@ -132,7 +134,7 @@ class Gptq(Pass):
                         raised=raised,
                         where=where,
                         own=last,
-                        whole=bool(settings.sweeps or settings.gradients),
+                        whole=settings.sweeps > 0,
                     )
                     stats.doubt(factors[key].pivots, whole.name, again=True)
                     if factors[key].raised:
@@ -154,7 +156,7 @@ class Gptq(Pass):
                     parts = parts if moved is None else moved(piece, parts)
                     graded = settings.gradients and any(name in stats.gradients for name in names)
                     told = [(stats.gradients.get(name), block.full_name(name), parts[0].device) for name in names]
-                    outputs = [partial(_outputs, *one) for one in told]
+                    outputs = [partial(_outputs, *one, whole=settings.sweeps > 0) for one in told]
                     how = {**_chosen(settings), "outputs": outputs if graded else None}
                     results = gptq_shared(parts, factors[key], block.scheme(names[0]), neighbours=bounds, **how)
                     return [(result.tensor, result.costs) for result in results]
@@ -225,24 +227,21 @@ class Gptq(Pass):
 
 
 def _moved(
-    seen: InputStats,
-    names: list[str],
     ridge: Factor,
-    drift: Tensor,
+    drift: Tensor | None,
+    lags: list[Tensor | None],
     settings: Gptq.Settings,
     piece: Piece,
     parts: list[Tensor],
 ) -> list[Tensor]:
     """Return some rows of weights, corrected for the drift of their inputs."""
     from quantkit.passes.solvers.correction import corrected
-    from quantkit.passes.solvers.moments import filled
 
-    lags = [(filled(seen.lag(names[number]), len(drift)), rows) for number, rows in piece]
-    behind = [lag if lag is None else lag[rows] for lag, rows in lags]
+    behind = [lag if (lag := lags[number]) is None else lag[rows] for number, rows in piece]
     return corrected(parts, ridge, drift, behind, ridge=settings.ridge, share=settings.correction)
 
 
-def _outputs(gradients: Tensor | None, name: str, place: torch.device) -> Factor | None:
+def _outputs(gradients: Tensor | None, name: str, place: torch.device, *, whole: bool) -> Factor | None:
     """Factor the curvature of the loss by a linear's outputs, shrunk by what two halves of the tokens agree on."""
     from quantkit.calibrate.statistics.gradients import curvature
     from quantkit.passes.solvers.factor import awaited
@@ -251,7 +250,8 @@ def _outputs(gradients: Tensor | None, name: str, place: torch.device) -> Factor
         return None
     seen = curvature(gradients.to(place), name)
     noise = seen.noise  # before the sums become the factor
-    return awaited(seen.taken(), damping=_DAMPING, shrink=noise, act_order=True, where=name, own=True)
+    how: dict[str, Any] = {"damping": _DAMPING, "shrink": noise, "act_order": True, "own": True}
+    return awaited(seen.taken(), where=name, whole=whole, **how)
 
 
 def _chosen(settings: Gptq.Settings) -> dict[str, Any]:

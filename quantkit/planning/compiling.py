@@ -455,12 +455,18 @@ def _solving(spec: CompileSpec, group: Sequence[Matrix]) -> float:
     if not spec.solving:
         return 8.0 * largest
     hessian, rows = 4.0 * inputs**2, sum(matrix.N for matrix in group)
-    summed = (3 * hessian + 8.0 * rows * inputs) if spec.corrected else 2 * hessian
+    weights, summed = 4.0 * rows * inputs, 2 * hessian
+    if spec.corrected:  # the drift of an output that is added to a stream is a sum of its weights' size
+        summed += 3 * weights if len(group) == 1 and rows <= inputs else hessian + 2 * weights
     chosen = hessian + _PIECES * 4.0 * min(rows * inputs, _PIECE)
     if spec.gradients:  # a curvature by outputs is summed and factored, then codes are chosen; on two threads, if small
-        apiece = sorted(8.0 * matrix.N**2 + 20.0 * matrix.N * inputs for matrix in group)
-        at_once = apiece[-2:] if 2 * apiece[-1] <= _AT_ONCE else apiece[-1:]
-        chosen = 3 * hessian + 8.0 * rows * inputs + sum(at_once)
+        swept = any(getattr(step.settings, "sweeps", 0) for step in spec.recipe.passes)
+        apiece = sorted(
+            max(8.0 * N**2 + (12.0 * spec.graded + 4.0 * inputs) * N, 4.0 * (1 + swept) * N**2 + 16.0 * N * inputs)
+            for N in (matrix.N for matrix in group)
+        )
+        alone = 2 * (8.0 * group[0].N ** 2 + 20.0 * largest) > _AT_ONCE
+        chosen = (1 + swept) * hessian + weights + sum(apiece[-1:] if alone else apiece[-2:])
     return max(summed, chosen, 8.0 * largest)
 
 

@@ -13,7 +13,7 @@ from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.errors import InputError
 from quantkit.model.streaming.stream import LoadedModel
 from quantkit.model.structure import residual
-from quantkit.model.structure.traced import SharedInput, trace
+from quantkit.model.structure.traced import SharedInput, trace, weight_of
 
 
 def stats(name: str, chunk: int, samples: int = 5, tokens: int = 12) -> Stats:
@@ -139,7 +139,7 @@ def test_the_number_of_threads_changes_no_sum() -> None:
             sums = InputStats()
             for part in (x[:100], x[100:]):
                 sums.add(part, part.sin(), {"linear": part.cos()})
-            found.append((sums.hessian, sums.drift, sums.lag("linear")))
+            found.append((sums.hessian, sums.drift, sums.taken_lag("linear")))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
@@ -262,27 +262,33 @@ def test_drift_is_how_far_inputs_are_from_the_original_ones(name: str, chunk: in
     lags: dict[str, Tensor] = {}
     hessians: dict[str, Tensor] = {}
 
+    weights: dict[str, Tensor] = {}
+
     def visit(group: SharedInput, seen: InputStats) -> None:
-        assert seen.drift is not None
-        kept[group.name], hessians[group.name] = seen.drift, seen.hessian
+        hessians[group.name] = seen.hessian
+        if seen.drift is not None:
+            kept[group.name] = seen.drift
         for member in group.members:
-            lag = seen.lag(member)
-            assert (lag is None) == (member not in skips)
-            if lag is not None:
-                lags[member] = lag
+            lag = seen.taken_lag(member)
+            assert (lag is None) == (member not in skips) == (seen.drift is not None)
             linear = found.module.get_submodule(member)
+            if lag is not None:
+                lags[member], weights[member] = lag, weight_of(linear)
             linear.weight = nn.Parameter(linear.weight.detach() * 0.9)
 
     found.staged(visit, drift=True)
     after = inputs_of(found, *skips.values())
-    for group, drift in kept.items():
+    for group, hessian in hessians.items():
         x = after[group]
         w = 1 / after[skips[group]].square().mean(dim=1, keepdim=True) if group in skips else torch.ones(len(x), 1)
-        assert relative(drift, (w * (before[group] - x)).T @ x / x.shape[0]) < 1e-5
-        assert relative(hessians[group], (w * x).T @ x / x.shape[0]) < 1e-5
+        assert relative(hessian, (w * x).T @ x / x.shape[0]) < 1e-5
+        if group in kept:
+            assert relative(kept[group], (before[group] - x).T @ x / x.shape[0]) < 1e-5
     assert len(lags) == 2
     for linear, source in skips.items():
-        x, behind = after[linear], before[source] - after[source]
+        x = after[linear]
+        # how far the stream is behind once the output is added, which the original weights compute from both inputs
+        behind = before[source] - after[source] + (before[linear] - x) @ weights[linear].T.double()
         w = 1 / after[source].square().mean(dim=1, keepdim=True)
         assert relative(lags[linear], (w * behind).T @ x / x.shape[0]) < 1e-5
     assert relative(found.original_outputs(), expected) < 1e-6

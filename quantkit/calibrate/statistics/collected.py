@@ -38,11 +38,11 @@ from quantkit.errors import InputError
 from quantkit.formats import QuantTensor, joined
 from quantkit.model.streaming.calls import Calls, gathered
 from quantkit.model.structure.experts import found_in
-from quantkit.model.structure.traced import SharedInput, hooked
+from quantkit.model.structure.traced import SharedInput, hooked, weight_of
 
 
 class _Reached(Exception):
-    """Signal that ends a replay at its shared input."""
+    """Signal that ends a run at its shared input, or behind the last experts."""
 
 
 T = TypeVar("T")
@@ -522,6 +522,11 @@ class Stats:
         added = {linear: sources[linear] for linear in group.members if linear in sources and whole(sources[linear])}
         lags = {linear: before[name] - here[name] for linear, name in added.items()}
         stream = here[next(iter(added.values()))] if added else None
+        if original is not None and len(added) == len(group.members):  # [N, K] instead of [K, K]
+            moved, original = original.float() - here[group.name].float().view(original.shape), None
+            for linear, lag in lags.items():
+                weight = weight_of(self.module.get_submodule(linear)).float()
+                lags[linear] = lag + (moved @ weight.T).view(lag.shape)
         sums.add(here[group.name], original, lags, stream)
 
     def _sources(self) -> tuple[str, ...]:
@@ -547,10 +552,6 @@ class Stats:
         return self.original
 
 
-class _Counted(Exception):
-    """Signal that ends a run behind the last experts."""
-
-
 @torch.no_grad()
 def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[str, int]:
     """Return expert -> number of calibration tokens [samples, tokens, width] routed to it; empty for a block without
@@ -566,7 +567,7 @@ def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[st
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             counts[path] += torch.bincount(args[1].flatten(), minlength=len(counts[path]))[: len(counts[path])]
             if len(layers) == 1:
-                raise _Counted
+                raise _Reached
 
         return hook
 
@@ -584,7 +585,7 @@ def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[st
             hooks.append(first.register_forward_pre_hook(reached(path, number)))
     with hooked(hooks):
         for number, part in enumerate(calls.chunks(hidden)):
-            with suppress(_Counted):
+            with suppress(_Reached):
                 calls.run(block, stage, part, number)
     return {f"{path}.{number}": int(seen) for path, row in counts.items() for number, seen in enumerate(row.tolist())}
 

@@ -76,7 +76,7 @@ class InputStats:
         inputs: chunks [sequences, tokens, K] in order; or [tokens, K], with every token as a sequence.
         name: name of the shared input, for errors.
         products: True to sum products of two inputs, which a Hessian needs; they take most of the time.
-        noise: True to sum them in halves on a device too, which `noise` needs; on a CPU they always are.
+        noise: True to sum them in halves, which `noise` needs.
         part: number of the part that all sequences belong to (`parts.py`), whose half is that of its number; sums are
             then the same on all devices.
     """
@@ -121,7 +121,7 @@ class InputStats:
             original: the same inputs in the unquantized model, token by token; drift is unknown unless all chunks have
                 them.
             lags: linear -> [..., N], difference between the original stream and this one in the tensor to which its
-                output is added.
+                output is added, and in that output.
             stream: [..., N], the tensor to which outputs are added. The next norm scales it to one size, so errors
                 count relative to it: in products, tokens are weighted by the inverse of its mean square.
 
@@ -192,13 +192,15 @@ class InputStats:
         if not len(self._halves) and self._part is not None:
             self._halves = [weighed.new_zeros(width, width) if half == self._part % 2 else None for half in range(2)]
         elif not len(self._halves):
-            apiece = [weighed.new_zeros(width, width) for _ in range(0 if at_once else 2)]  # each is freed alone
+            count = 0 if at_once else 1 + self._in_halves
+            apiece = [weighed.new_zeros(width, width) for _ in range(count)]  # each is freed alone
             self._halves = apiece or weighed.new_zeros(2, width, width)
         panel = width if at_once else _PANEL
         for half, products in enumerate(self._halves):
             if products is None:
                 continue
-            piece = (weighed if self._part is not None else weighed[(half + begun) % 2 :: 2]).reshape(-1, width)
+            every = self._part is not None or not self._in_halves
+            piece = (weighed if every else weighed[(half + begun) % 2 :: 2]).reshape(-1, width)
             for left in range(0, width, panel):
                 upper = products[left : left + panel, left:]
                 upper.addmm_(piece[:, left : left + panel].T, piece[:, left:])
@@ -358,25 +360,25 @@ class InputStats:
 
     @property
     def drift(self) -> Tensor | None:
-        """Drift `ΔᵀX / tokens`, [K, K] float32, with Δ the original inputs less these; None if unknown."""
-        return None if self._drift is None else self._mean(self._drift)
+        """Drift `ΔᵀX / tokens`, [K, K] float32, with Δ the original inputs less these; None if unknown, or if the lags
+        of all linears hold its effect.
+        """
+        total = self._drift
+        return total if total is None or self._waits(total) else total / self.tokens
 
     def taken_drift(self) -> Tensor | None:
         """Return the drift and let go of it; on a CPU it takes the place of its sum."""
         total, self._drift = self._drift, None
         return total if total is None or self._waits(total) else total.div_(self.tokens)
 
-    def lag(self, linear: str) -> Tensor | None:
-        """Return the lag `RᵀX / tokens`, [N, K] float32, with R the lag of the tensor to which a linear's output is
-        added.
+    def taken_lag(self, linear: str) -> Tensor | None:
+        """Return the lag `RᵀX / tokens`, [N, K] float32, and let go of it.
 
-        It is None for a linear without such a tensor, or if unknown.
+        R is the original stream less this one, after a linear's output was added. None for a linear whose output is
+        added to nothing, or if unknown.
         """
-        total = self._lags.get(linear)
-        return None if total is None else self._mean(total)
-
-    def _mean(self, total: Tensor) -> Tensor:
-        return total if self._waits(total) else total / self.tokens
+        total = self._lags.pop(linear, None)
+        return total if total is None or self._waits(total) else total.div_(self.tokens)
 
     @property
     def noise(self) -> Tensor:

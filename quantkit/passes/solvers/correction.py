@@ -2,8 +2,8 @@
 
 Inputs X differ from the original X + Δ, since earlier layers are quantized. On X the matrix `W + W ΔᵀX H⁻¹` comes
 closest to `W (X + Δ)ᵀ` (Li et al., "GPTAQ", 2025, arXiv 2504.02692). If the output is added to a stream that differs
-from the original by R, `W + (W ΔᵀX + RᵀX) H⁻¹` compensates that too. The regression is a ridge, `(H + λ D)⁻¹` with D
-the diagonal of H: a drift in many tokens is corrected fully, in few hardly.
+from the original by R, `W + (W ΔᵀX + RᵀX) H⁻¹` compensates that too; then one sum `(Δ Wᵀ + R)ᵀX` [N, K] is enough. The
+regression is a ridge, `(H + λ D)⁻¹` with D the diagonal of H: a drift in many tokens is corrected fully, in few hardly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def ridged(hessian: Tensor, *, ridge: float = 2.0, damping: float = 0.01) -> Fac
 def corrected(
     weights: Sequence[Tensor],
     hessian: Tensor | Factor,
-    drift: Tensor,
+    drift: Tensor | None,
     lags: Sequence[Tensor | None] | None = None,
     *,
     ridge: float = 2.0,
@@ -47,7 +47,7 @@ def corrected(
         weights: weights with one input; never modified.
         hessian: [K, K] of it, `XᵀX` in any scale, or what `ridged` makes of it. Inputs never seen (zero diagonal) are
             allowed.
-        drift: [K, K], `ΔᵀX` in that scale, Δ the original inputs minus the present ones.
+        drift: [K, K], `ΔᵀX` in that scale, Δ the original inputs minus the present ones; None if `lags` hold `W ΔᵀX`.
         lags: for every weight [N_i, K], `RᵀX` in that scale, R the original stream minus the present one, to which its
             output is added; None if it is added to nothing.
         share: share of the correction, 0 to 1.
@@ -56,29 +56,27 @@ def corrected(
     Raises:
         InputError: `drift-nonfinite`, `hessian-nonfinite`, `hessian-not-positive`.
     """
-    if not device.launched(drift) and not bool(torch.isfinite(drift).all()):
+    if drift is not None and not device.launched(drift) and not bool(torch.isfinite(drift).all()):
         value = f"{int((~torch.isfinite(drift)).sum())} of {drift.numel()} entries are NaN or infinite"
         rule = "the original activations of the calibration text have to be finite"
         raise InputError("drift-nonfinite", value=value, rule=rule, remedy="compute in float32, or set correction: 0")
     solved = hessian if isinstance(hessian, Factor) else ridged(hessian, ridge=ridge, damping=damping)
-    with one_thread(drift) as threads:
+    with one_thread(solved.pivots) as threads:
         rows = [weight.shape[0] for weight in weights]
         whole = torch.cat([weight.float() for weight in weights])
-        launched = device.launched(whole)
-        added = whole @ drift if launched else torch.zeros_like(whole)
-        for part, lag in zip(added.split(rows), lags or [None] * len(rows), strict=True):
-            if lag is not None:
-                part.add_(lag)
+        pairs = zip(weights, lags or [None] * len(rows), strict=True)
+        apiece = [torch.zeros_like(weight).float() if lag is None else lag for weight, lag in pairs]
+        behind = apiece[0] if len(apiece) == 1 else torch.cat(apiece)
         sides = {"left": False, "unitriangular": True}
 
         def solve(rows: slice) -> None:
-            part = added[rows] if launched else added[rows].addmm_(whole[rows], drift)
+            part = behind[rows] if drift is None else torch.addmm(behind[rows], whole[rows], drift)
             # H = unit pivots unitᵀ
             part = torch.linalg.solve_triangular(solved.unit.T, part, upper=False, **sides).div_(solved.pivots)
             part = torch.linalg.solve_triangular(solved.unit, part, upper=True, **sides)
             whole[rows].add_(part, alpha=share / (1 + ridge))
 
-        step = len(whole) if launched else _SOLVED
+        step = len(whole) if device.launched(whole) else _SOLVED
         spread(solve, [slice(start, start + step) for start in range(0, len(whole), step)], threads)
         return list(whole.split(rows))
 

@@ -7,6 +7,7 @@ input j at the output after all later inputs have compensated it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,8 +114,8 @@ def factor(
         act_order: whether to choose columns in order of falling diagonal (ties by index), else from left to right.
         together: number of neighbouring columns, which stay so: their order is that of their sums.
         where: name of the linear, for errors.
-        own: True for a Hessian that nobody else needs: on a CPU it is overwritten.
-        whole: False to keep only the damped Hessian's diagonal, for solvers that neither sweep nor see outputs.
+        own: True for a Hessian that nobody else needs: on a CPU, if `whole`, it is overwritten.
+        whole: False to keep only the damped Hessian's diagonal, for solvers that do not sweep.
 
     Raises:
         InputError: on a CPU `hessian-nonfinite`; `hessian-not-positive` when no damping helps.
@@ -126,10 +127,10 @@ def factor(
     mean = float(diagonal.mean())
     if mean <= 0:  # no input was ever seen: an identity gives plain rounding, the best choice
         hessian, diagonal, mean = torch.eye(len(diagonal)), torch.ones(len(diagonal)), 1.0
-    diagonal = diagonal.clone()
-    damped = hessian.float().mul_(1 - shrink) if own else hessian.float() * (1 - shrink)
+    diagonal, damped = diagonal.clone(), hessian.float()
+    if whole:
+        damped = damped.mul_(1 - shrink) if own else damped * (1 - shrink)
     del hessian
-    damped.diagonal().copy_(diagonal)
     order = _falling(diagonal, together) if act_order else torch.arange(len(diagonal))
     backwards = order.flip(0)
     turned = torch.empty_like(damped, memory_format=torch.contiguous_format).mT
@@ -137,6 +138,8 @@ def factor(
         # one column after another, as a Cholesky in place wants them
         for rows, place in zip(backwards.split(_PANEL), turned.split(_PANEL), strict=True):
             place.copy_(damped.index_select(0, rows).index_select(1, backwards))
+            if not whole:  # one copy is enough
+                place.mul_(1 - shrink)
         share = raised_damping(damping, times)
         added = torch.zeros_like(diagonal)
         added += share * mean
@@ -146,13 +149,13 @@ def factor(
         if not factorize(turned) and bool(torch.isfinite(turned.diagonal()).all()):
             _reverse(turned.mT.view(-1))
             pivots = turned.diagonal().clone()
-            damped.diagonal().add_(added)
-            solved = Factor(damped, order, turned.div_(pivots), pivots.square(), share, times)
+            unit, costs = turned.div_(pivots), diagonal + added
             if whole:
-                return solved
-            unit = _transposed(turned.mT)  # by row, as compiled loops read it
-            laid = (solved.diagonal.clone(), solved.importance)
-            return replace(solved, hessian=damped.new_empty(0, 0), unit=unit, laid=laid)
+                damped.diagonal().copy_(costs)
+                return Factor(damped, order, unit, pivots.square(), share, times)
+            unit = _transposed(unit.mT)  # by row, as compiled loops read it
+            solved = Factor(damped.new_empty(0, 0), order, unit, pivots.square(), share, times)
+            return replace(solved, laid=(costs, solved.importance))
     raise no_factor(f"up to {share:g}", where)
 
 
@@ -226,11 +229,12 @@ def awaited(
     together: int = 1,
     where: str = "",
     own: bool = False,
+    whole: bool = True,
 ) -> Factor:
     """Call `factor` and wait for a GPU, raising the damping until it succeeds. Raises as `factor`."""
     for raised in range(ATTEMPTS):
-        how = {"damping": damping, "shrink": shrink, "act_order": act_order, "together": together, "own": own}
-        solved = factor(hessian, **how, raised=raised, where=where)  # type: ignore[arg-type]
+        how: dict[str, Any] = {"act_order": act_order, "together": together, "own": own, "whole": whole}
+        solved = factor(hessian, damping=damping, shrink=shrink, **how, raised=raised, where=where)
         if not hessian.is_cuda or bool(torch.isfinite(solved.pivots).all()):
             return solved
     raise no_factor(f"raised tenfold {ATTEMPTS - 1} times", where)

@@ -48,8 +48,9 @@ Range = Literal["minmax", "mse", "hessian"]
 _BLOCK = 32
 # elements of a weight that are chosen together on a CPU, each held seven times in float32
 _PIECE = 1 << 23
-# bytes of weights whose outputs have curvatures, solved at once on a CPU
-_AT_ONCE = 4 << 30
+# bytes of weights whose outputs have curvatures, solved at once on a CPU; columns whose errors are fed back together,
+# and rows whose costs are found together
+_AT_ONCE, _FED, _COSTED = 4 << 30, 2048, 256
 # rows that the loops in C take at a time: `ROWS` of columns.c
 _ROWS = 32
 # bands of rows that compensate one another, and columns that a band is ahead of the next
@@ -127,6 +128,12 @@ def gptq_shared(
     if apart and sum(rows) * columns > _PIECE and not device.launched(weights[0]):
         how: dict[str, Any] = {"range": range, "sweeps": sweeps, "refit": refit, "neighbours": neighbours}
         return [_in_pieces(weight, solved, scheme, **how) for weight in weights]
+    largest = max(8 * count**2 + 20 * count * columns for count in rows) if outputs is not None else 0
+    if outputs is not None and len(rows) > 1 and scheme.rows_apart and 2 * largest > _AT_ONCE:
+        # curvatures fill the memory, so one weight is solved after another
+        how = {"range": range, "sweeps": sweeps, "refit": refit}
+        pairs = zip(weights, outputs, strict=True)
+        return [gptq_shared([weight], solved, scheme, outputs=[by], **how)[0] for weight, by in pairs]
     with one_thread(weights[0]) as threads:
         group = (scheme.group or columns) if scheme.granularity == "block" else columns // groups_of(columns, scheme)
         # transposed, so that work on a column of all weights is one vector operation
@@ -157,13 +164,13 @@ def gptq_shared(
         if outputs is not None:
             own = [slice(end - count, end) for end, count in zip(accumulate(rows), rows, strict=True)]
 
+            at_once = threads if len(rows) > 1 and threads * largest <= _AT_ONCE else 1
+            inside = threads if at_once == 1 else 1
+
             def apart_of(pair: tuple[slice, Callable[[], Factor | None]]) -> tuple[Tensor, Tensor]:
                 one, by = pair
-                return _by_outputs(target[:, one], solved, grid.of(one), sweeps, refit, by)
+                return _by_outputs(target[:, one], solved, grid.of(one), sweeps, refit, by, inside)
 
-            # a large weight's curvatures fill the memory, so one is solved after another
-            largest = max(8 * count**2 + 20 * count * columns for count in rows)
-            at_once = threads if threads * largest <= _AT_ONCE else 1
             apiece = spread(apart_of, zip(own, outputs, strict=True), at_once)
             codes, errors = (torch.cat(parts, dim=-1) for parts in zip(*apiece, strict=True))
         else:
@@ -271,8 +278,8 @@ def _tensor(units: Tensor, grid: _Grid, whole: Tensor | None) -> QuantTensor:
     scales = scale.T[::stride].contiguous().to(effective(scheme))
     zeros = None if zero is None else zero.T[::stride].contiguous().to(torch.int8)
     if isinstance(form, IntegerFormat):
-        codes = units if zero is None else units + zero.repeat_interleave(grid.group, dim=0)
-        return QuantTensor(codes.T.contiguous().to(torch.int8), scales, zeros, scheme)
+        codes = units if zero is None else zero.repeat_interleave(grid.group, dim=0).add_(units)
+        return QuantTensor(codes.to(torch.int8).T.contiguous(), scales, zeros, scheme)
     values = units * scale.repeat_interleave(grid.group, dim=0)[: units.shape[0]]
     return form.nearest(values.T.contiguous(), scales, zeros, scheme, whole)
 
@@ -310,15 +317,7 @@ def _choose(
     back = torch.empty_like(solved.order)
     back[solved.order] = torch.arange(columns, device=target.device)
     if neighbours is None and grid.compiled(target):
-        place_of, unit = solved.order // grid.group, loops.laid(solved.unit)
-        tables, step = grid.tables(), max(_ROWS, -(-rows // (threads * _ROWS)) * _ROWS)
-
-        def some(start: int) -> tuple[Tensor, ...]:
-            own = slice(start, start + step)
-            return loops.choose(unit, place_of, solved.pivots, [table[:, own] for table in tables], ordered[:, own])
-
-        parts = zip(*spread(some, range(0, rows, step), threads), strict=True)
-        codes, delta, cost = (torch.cat(part, dim=-1) for part in parts)
+        codes, delta, cost = _looped(loops.laid(solved.unit), solved, grid.group, grid.tables(), ordered, threads)
         return codes[back], cost, delta[back]
     columnwise = solved.unit.mT.contiguous().mT
     beside = None if neighbours is None else back[neighbours[solved.order]].tolist()
@@ -356,6 +355,21 @@ def _choose(
     return codes[back], cost, delta[back]
 
 
+def _looped(
+    unit: Tensor, solved: Factor, group: int, tables: Sequence[Tensor], wanted: Tensor, threads: int
+) -> tuple[Tensor, ...]:
+    """Return values, `D` and the cost of every row from compiled loops, whose rows share nothing, on all threads."""
+    place, rows = solved.order // group, wanted.shape[1]
+    step = max(_ROWS, -(-rows // (threads * _ROWS)) * _ROWS)
+
+    def some(start: int) -> tuple[Tensor, ...]:
+        own = slice(start, start + step)
+        return loops.choose(unit, place, solved.pivots, [table[:, own] for table in tables], wanted[:, own])
+
+    parts = spread(some, range(0, rows, step), threads)
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(part, dim=-1) for part in zip(*parts, strict=True))
+
+
 def _by_inputs(
     target: Tensor,
     solved: Factor,
@@ -371,24 +385,37 @@ def _by_inputs(
 
 
 def _by_outputs(
-    target: Tensor, solved: Factor, grid: _Grid, sweeps: int, refit: bool, by: Callable[[], Factor | None]
+    target: Tensor,
+    solved: Factor,
+    grid: _Grid,
+    sweeps: int,
+    refit: bool,
+    by: Callable[[], Factor | None],
+    threads: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the same for one weight, whose errors cost what its outputs' do."""
     outputs = by()
     if outputs is None:
         own = replace(grid, scale=grid.scale.contiguous())
-        codes, errors = _by_inputs(target.contiguous(), solved, own, None, sweeps, refit)
+        codes, errors = _by_inputs(target.contiguous(), solved, own, None, sweeps, refit, threads)
         grid.scale.copy_(own.scale)
         return codes, errors
-    codes, delta = _choose_by_rows(target, solved, grid, outputs)
+    codes, delta = _choose_by_rows(target, solved, grid, outputs, threads)
     curve = outputs.hessian
     del outputs  # its factor is not needed again
     if sweeps:
         _descend_by_rows(target, codes, delta, solved.hessian, grid, sweeps, refit, curve)
-    return codes, (solved.hessian @ delta).mul_(delta).sum(dim=0)
+        return codes, (solved.hessian @ delta).mul_(delta).sum(dim=0)
+
+    def cost(some: Tensor) -> Tensor:
+        return solved.pivots @ (solved.unit.T @ some[solved.order]).square_()
+
+    return codes, torch.cat(spread(cost, delta.split(_COSTED, dim=1), threads))
 
 
-def _choose_by_rows(target: Tensor, solved: Factor, grid: _Grid, outputs: Factor) -> tuple[Tensor, Tensor]:
+def _choose_by_rows(
+    target: Tensor, solved: Factor, grid: _Grid, outputs: Factor, threads: int
+) -> tuple[Tensor, Tensor]:
     """Return values and `D` as `_choose`, of one weight; a band of rows also compensates errors of those before it.
 
     Where the loops over columns are compiled, bands choose one after another. Else band b is b steps of columns behind
@@ -400,14 +427,18 @@ def _choose_by_rows(target: Tensor, solved: Factor, grid: _Grid, outputs: Factor
     if grid.compiled(target):
         wanted, laid = target[solved.order][:, outputs.order], loops.laid(solved.unit)
         codes, delta = torch.empty_like(wanted), torch.empty_like(wanted)
-        place, turned = solved.order // grid.group, [table[:, outputs.order] for table in grid.tables()]
+        turned = [table[:, outputs.order] for table in grid.tables()]
         for start in range(0, rows, size):
             some = slice(start, start + size)
-            asked = wanted[:, some] - delta[:, :start] @ outputs.unit[:start, some]
+            before = outputs.unit[:start, some]
+            parts = spread(lambda errors, by=before: errors[:, : len(by)] @ by, delta.split(_FED), threads)  # type: ignore[misc]
+            asks = wanted[:, some] - torch.cat(parts)
             on = [table[:, some] for table in turned]
-            codes[:, some], off, _ = loops.choose(laid, place, solved.pivots, on, asked)
-            delta[:, some] = off.add_(asked).sub_(wanted[:, some])
-        return codes[back], delta[back]
+            codes[:, some], off, _ = _looped(laid, solved, grid.group, on, asks, threads)
+            delta[:, some] = off.add_(asks).sub_(wanted[:, some])
+        del wanted
+        codes = codes[back]
+        return codes, delta[back]
     bands, strides = -(-rows // size), -(-columns // _STEP)
     # the last band is filled up with the last row; the last step with columns of no cost
     there = target.device
