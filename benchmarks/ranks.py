@@ -1,6 +1,6 @@
 """Time the quantize stage on one thread, on two, and on two ranks with a thread each, in turns.
 
-    python benchmarks/ranks.py [RECIPE ...]      two turns each; SmolLM2-135M, 8 sequences of 512 tokens
+    python benchmarks/ranks.py [RECIPE ...]      two turns each; SmolLM2-135M, 16 sequences of 512 tokens
 
 Of ranks, processor seconds and memory are those of the first; `all` counts the others too. `times` is how many times as
 fast as one thread in the same turn, with the least and the most of the turns.
@@ -24,7 +24,7 @@ COLUMNS = layout(
     "recipe | threads | ranks | seconds=s:.1f | times:.2f | least:.2f | most:.2f | cpu_seconds=CPU s:.1f"
     " | cpu_seconds_all=all:.1f | peak_mb=peak, MB:d | kl:.4f | content"
 )
-SETTINGS = ("calibration.samples=8", "calibration.tokens=512", "export=[{checkpoint: {layout: pack-quantized}}]")
+SETTINGS = ("calibration.samples=16", "calibration.tokens=512", "export=[{checkpoint: {layout: pack-quantized}}]")
 # threads and ranks
 WAYS = ((1, 1), (2, 1), (1, 2))
 

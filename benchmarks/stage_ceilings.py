@@ -110,9 +110,11 @@ def stages(spec: CompileSpec, *, at_once: bool = False) -> dict[str, Work]:
                 put("choosing", values * K, 4 * (2 * values + times * K * K))
             put("ranges", TRIED * EACH * values, 4 * values)
             if spec.corrected:
-                put("sums", 2 * here * K * (K + (rows if outward else 0)), 4 * (here * K + times * K * K))
+                # of an output that is added to a stream: how far it is behind, then its products with inputs
+                sums = 4 * here * rows * K if outward else 2 * here * K * K
+                put("sums", sums, 4 * (here * K + (values if outward else times * K * K)))
                 put("factors", times * K**3 / 3, 8 * times * K * K)
-                put("correction", 4 * values * K, 4 * (2 * values + 2 * times * K * K))
+                put("correction", (2 if outward else 4) * values * K, 4 * (2 * values + 2 * times * K * K))
             if awq is not None:
                 few = float(min(awq.sequences or spec.sequences, spec.sequences) * spec.length * first.active)
                 put("scales", few * K * K + times * K**3 / 3, 4 * (few * K + 2 * times * K * K))
@@ -149,7 +151,7 @@ def travelling(spec: CompileSpec, ranks: int = CARDS) -> tuple[float, float]:
     for layer in spec.architecture.layers:
         for group in shared(layer):
             K, times, rows = group[0].K, group[0].count, sum(matrix.N for matrix in group)
-            beside = 4 * K * (K + (rows if group[0].name.rpartition(".")[2] in OUTWARD else 0)) if spec.corrected else 0
+            beside = 4 * K * (rows if group[0].name.rpartition(".")[2] in OUTWARD else K) if spec.corrected else 0
             sums += math.log2(ranks) * times * (2 * K * K + beside)  # the upper half, in a swap for each level
             codes += times * rows * K / ranks
     return sums, codes
