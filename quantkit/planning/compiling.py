@@ -46,6 +46,7 @@ from quantkit.scheme import WeightScheme
 ACTIVATION_BYTES, ALIVE = 768 * 2**20, 6
 # names of linears that add to the residual stream, or begin a new shared input
 OUTWARD = ("o_proj", "out_proj", "down_proj", "dense", "output", "fc2", "c_proj", "w2")
+_ADDED = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt")  # types that add them as they are; others may norm them
 # fewest positions that a compile scores, by the kind of model; tokens of a sequence if the calibration set does not say
 SCORED, LENGTH = {"decoder": 2000, "encoder": 6000}, 512
 # sequences per scoring forward; tokens and sequences of the long contexts for a quantized cache
@@ -448,16 +449,15 @@ def _folding(spec: CompileSpec, layer: BlockShapes) -> float:
 
 
 def _solving(spec: CompileSpec, group: Sequence[Matrix]) -> float:
-    """Return the bytes of one input's solve: two matrices of its Hessian's size while it is summed and factored, or its
-    factor beside a piece of the weights, or the values of a weight's codes with their errors.
-    """
+    """Return the bytes of one input's solve: its Hessian twice while it is factored, or its factor beside codes."""
     inputs, largest = group[0].K, max(matrix.N * matrix.K for matrix in group)
     if not spec.solving:
         return 8.0 * largest
     hessian, rows = 4.0 * inputs**2, sum(matrix.N for matrix in group)
     weights, summed = 4.0 * rows * inputs, 2 * hessian
-    if spec.corrected:  # the drift of an output that is added to a stream is a sum of its weights' size
-        summed += 3 * weights if len(group) == 1 and rows <= inputs else hessian + 2 * weights
+    if spec.corrected:  # the drift of an output that is added to a stream as it is: a sum of its weights' size
+        added = group[0].name.rpartition(".")[2] in OUTWARD and spec.architecture.model_type in _ADDED
+        summed += 3 * weights if added else hessian + 2 * weights
     chosen = hessian + _PIECES * 4.0 * min(rows * inputs, _PIECE)
     if spec.gradients:  # a curvature by outputs is summed and factored, then codes are chosen; on two threads, if small
         swept = any(getattr(step.settings, "sweeps", 0) for step in spec.recipe.passes)

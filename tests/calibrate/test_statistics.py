@@ -303,6 +303,12 @@ def test_drift_is_not_known_without_the_original_stream() -> None:
     assert torch.equal(some.drift, torch.ones(4, 4))
     some.add(x)
     assert some.drift is None, "nor of what only some chunks have"
+    lags = {"linear": torch.ones(2, 3, 5)}
+    for chunks in ((lags, None), (None, lags), (lags, lags)):
+        some = InputStats()
+        for lag in chunks:
+            some.add(x, None, lag)
+        assert (some.taken_lag("linear") is None) == (None in chunks)
 
 
 def test_a_token_without_a_stream_to_be_added_to_does_not_count() -> None:

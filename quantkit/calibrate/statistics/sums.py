@@ -141,7 +141,11 @@ class InputStats:
             moved = original.float().reshape(part.shape) - part
             moved = moved if share is None else moved * share
             self._drift = self._added(self._drift, moved.reshape(-1, width), weighed.reshape(-1, width), self.tokens)
+        known = self._lags if self.tokens else lags or {}
+        self._lags = {linear: total for linear, total in self._lags.items() if linear in (lags or {})}
         for linear, lag in (lags or {}).items():
+            if linear not in known:  # unknown for an earlier chunk
+                continue
             behind = lag.float() if share is None else lag.float() * share
             flat_lag = behind.reshape(-1, lag.shape[-1])
             self._lags[linear] = self._added(self._lags.get(linear), flat_lag, weighed.reshape(-1, width), self.tokens)
@@ -352,6 +356,7 @@ class InputStats:
     @property
     def halves(self) -> tuple[Tensor, ...]:
         """Hessian of every other sequence and of the rest, [K, K] float32 each; a single one for one sequence."""
+        assert self._in_halves, "a pass that asks for halves collects statistics with noise"
         if isinstance(self._halves, Tensor):
             whole = list(self._halves)
         else:
@@ -391,9 +396,9 @@ class InputStats:
         Approach to Large-Scale Covariance Matrix Estimation", 2005, for shrinking towards the diagonal.)
         """
         self._sum("products")
+        assert self._in_halves, "a pass that asks for noise collects statistics with it"
         if min(self._counts) == 0:
             return self.squares.new_ones(())
-        assert self._in_halves
         if isinstance(self._halves, Tensor):
             from quantkit.kernels.solving.statistics import chance, quotient
 

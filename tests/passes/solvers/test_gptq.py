@@ -473,8 +473,9 @@ def test_inputs_never_seen_are_left_as_they_are():
 def test_a_drift_that_is_not_finite_is_an_error(bad):
     drift = torch.zeros(8, 8)
     drift[1, 2] = bad
-    with pytest.raises(InputError, match=r"\[drift-nonfinite\]"):
-        corrected([torch.ones(2, 8)], torch.eye(8), drift)
+    for sums in ((drift,), (None, [drift[:2]])):
+        with pytest.raises(InputError, match=r"\[drift-nonfinite\]"):
+            corrected([torch.ones(2, 8)], torch.eye(8), *sums)
 
 
 @pytest.mark.parametrize(
