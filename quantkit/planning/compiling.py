@@ -465,7 +465,7 @@ def _solving(spec: CompileSpec, group: Sequence[Matrix]) -> float:
             max(8.0 * N**2 + (12.0 * spec.graded + 4.0 * inputs) * N, 4.0 * (1 + swept) * N**2 + 16.0 * N * inputs)
             for N in (matrix.N for matrix in group)
         )
-        alone = 2 * (8.0 * group[0].N ** 2 + 20.0 * largest) > _AT_ONCE
+        alone = 2 * max(8.0 * matrix.N**2 + 20.0 * matrix.N * inputs for matrix in group) > _AT_ONCE
         chosen = (1 + swept) * hessian + weights + sum(apiece[-1:] if alone else apiece[-2:])
     return max(summed, chosen, 8.0 * largest)
 

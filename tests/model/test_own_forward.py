@@ -57,6 +57,15 @@ def test_the_first_block_that_departs_is_named(folder: Path) -> None:
     assert stream.block_names[1] in str(caught.value)
 
 
+def test_a_model_whose_own_states_are_not_finite_is_told_apart(tmp_path: Path) -> None:
+    model = zoo.tiny("llama")
+    for name in ("up_proj", "gate_proj"):
+        model.get_submodule(f"model.layers.1.mlp.{name}").weight.data *= 1e25  # type: ignore[operator]
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    with pytest.raises(InputError, match=r"activations-nonfinite.*model\.layers\.1"):
+        own_forward.demand_equal(StreamedModel(open_model(str(tmp_path))), zoo.ids(5, 24), 3)
+
+
 def test_what_lies_before_the_blocks_is_named(folder: Path) -> None:
     stream = Wrong(open_model(str(folder)))
     stream.block, stream.outside = False, True

@@ -212,8 +212,8 @@ class _Asked:
         if (count := len(ids)) >= self.samples:
             return ids
         value = f"{count} sequence{'' if count == 1 else 's'} of {self.tokens} tokens in it"
-        remedy = f"--set calibration.samples={count}, fewer tokens each, or more text"
-        remedy = remedy if count else "fewer tokens each, or more text"
+        fewer = f"--set calibration.samples={count}, " if count else ""
+        remedy = f"{fewer}--set calibration.tokens={max(self.tokens // 4, 1)}, or more text"
         rule = f"{self.samples} were asked for"
         raise InputError("calibration-short", self.part.where, value, rule, remedy)
 

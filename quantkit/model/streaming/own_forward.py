@@ -114,7 +114,8 @@ def demand_equal(model: StreamedModel, ids: Tensor, blocks: int, beside: Answeri
         beside: answers to keep of the model's own forward, if all of it is in memory.
 
     Raises:
-        InputError: `stream-differs`, with the first block that differs; `stream-unsupported`; `out-of-memory`.
+        InputError: `stream-differs`, with the first block that differs; `activations-nonfinite`; `stream-unsupported`;
+            `out-of-memory`.
     """
     with _as_unsupported(model.source.architecture):
         return _demand_equal(model, few_of(ids), blocks, beside)
@@ -288,7 +289,11 @@ def _before(names: Sequence[str], stage: int) -> str:
 
 
 def _held(streamed: Tensor, own: Tensor, architecture: str, where: str, limit: float = LIMIT) -> float:
-    """Return the difference at the worst token; refuse one larger than rounding."""
+    """Return the difference at the worst token; refuse one larger than rounding, and states that are not finite."""
+    if not bool(torch.isfinite(own).all()):
+        value, rule = "its own forward gives NaN or infinite values", "a model's states are finite numbers"
+        remedy = "look at what transformers writes with it: weights may be damaged, or need another dtype"
+        raise InputError("activations-nonfinite", f"{architecture}: {where}", value, rule, remedy)
     streamed, worst = streamed.to(own.device), float("inf")
     if streamed.shape == own.shape:
         size = own.double().norm(dim=-1)

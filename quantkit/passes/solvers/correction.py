@@ -59,8 +59,9 @@ def corrected(
     for sums in (drift, *(lags or ())):
         if sums is not None and not device.launched(sums) and not bool(torch.isfinite(sums).all()):
             value = f"{int((~torch.isfinite(sums)).sum())} of {sums.numel()} entries are NaN or infinite"
-            rule, remedy = "the original activations of the calibration text have to be finite", "set correction: 0"
-            raise InputError("drift-nonfinite", value=value, rule=rule, remedy=f"compute in float32, or {remedy}")
+            rule = "the original activations of the calibration text have to be finite"
+            remedy = "use another text, or --set gptq.correction=0"
+            raise InputError("drift-nonfinite", value=value, rule=rule, remedy=remedy)
     solved = hessian if isinstance(hessian, Factor) else ridged(hessian, ridge=ridge, damping=damping)
     with one_thread(solved.pivots) as threads:
         rows = [weight.shape[0] for weight in weights]

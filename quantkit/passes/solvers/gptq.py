@@ -165,11 +165,10 @@ def gptq_shared(
             own = [slice(end - count, end) for end, count in zip(accumulate(rows), rows, strict=True)]
 
             at_once = threads if len(rows) > 1 and threads * largest <= _AT_ONCE else 1
-            inside = threads if at_once == 1 else 1
 
             def apart_of(pair: tuple[slice, Callable[[], Factor | None]]) -> tuple[Tensor, Tensor]:
                 one, by = pair
-                return _by_outputs(target[:, one], solved, grid.of(one), sweeps, refit, by, inside)
+                return _by_outputs(target[:, one], solved, grid.of(one), sweeps, refit, by, threads // at_once)
 
             apiece = spread(apart_of, zip(own, outputs, strict=True), at_once)
             codes, errors = (torch.cat(parts, dim=-1) for parts in zip(*apiece, strict=True))
