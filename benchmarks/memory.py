@@ -5,6 +5,7 @@
     python benchmarks/memory.py --cap-alone --shapes llama-3.2-3b --cap-layers 30 --cap 1.5e9 --recipe gptq-int4
     python benchmarks/memory.py --block llama-3-8b --recipes gptq-int4      one block of real shapes, part by part
     python benchmarks/memory.py --block llama-3.2-3b --whole --struck 10    and the whole model, killed and resumed
+    python benchmarks/memory.py --foretold llama-3-70b --recipes int4-best  forecasts alone, of one block
 
 Random Llamas with layers of 30.7 MB, float32, are compiled with `awq-int4`, few samples and a short search, each in a
 fresh process; the peak is the operating system's high-water mark of resident memory. glibc's allocator keeps part of
@@ -35,7 +36,7 @@ from typing import Any
 from harness import compiles
 from harness.compile_fit import parts, spec
 from harness.process import THREADS, compiled, environment, helper
-from harness.random_model import LARGE, layer_bytes
+from harness.random_model import LARGE, describe, layer_bytes
 from harness.record import layout, parsing, record, show, verdicts
 
 from quantkit.planning.compiling import peaks as held_peaks
@@ -160,6 +161,23 @@ def blocks(
     return verdicts({text: worst["peak_mb"] <= most / 1e6, **checks})
 
 
+def foretold(names: list[str], recipes: list[str], more: list[str]) -> int:
+    """The forecast of one block of these shapes by each recipe, with more changes; nothing is compiled."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            describe(Path(folder) / name, **{**SMALL, **SHAPES[name], "layers": 1})
+            config = json.loads((Path(folder) / name / "config.json").read_text())
+            for recipe in recipes:
+                changes = [*BLOCK_SETTINGS, *([] if recipe == "rtn-int4" else FEW), *more]
+                asked = {"recipe": recipe, "changes": changes, "config": config, "model": name}
+                found = held_peaks(spec({**asked, "speed": False, "scored": 256}))
+                part = max(found, key=lambda one: found[one])
+                rows.append({"name": name, "recipe": recipe, "part": part, "forecast_gb": found[part] / 1e9})
+    show("forecasts, one block", rows, layout("name | recipe | part | forecast_gb=GB:.1f"))
+    return 0
+
+
 def tell(name: str, rows: list[Row], predicted: list[Row]) -> None:
     """Parts of one block, and the whole model."""
     shown = "recipe | part | peak_mb=peak MB:.0f | forecast_mb=forecast:.0f | cpu_seconds=CPU s:.1f"
@@ -187,7 +205,13 @@ def main() -> int:
     parser.add_argument("--struck", type=int, default=0, help="of --whole: steps after which it is killed, and resumed")
     parser.add_argument("--rows", type=Path, help="with --block: file of what was compiled so far")
     parser.add_argument("--most", type=float, default=5e9, help="with --block: bytes")
+    parser.add_argument(
+        "--foretold", choices=list(SHAPES), nargs="+", help="forecasts of one block of these by --recipes"
+    )
+    parser.add_argument("--set", nargs="*", default=[], help="with --foretold: more changes of the recipes")
     options = parser.parse_args()
+    if options.foretold:
+        return foretold(options.foretold, options.recipes, options.set)
     if options.block:
         how = {"few": options.blocks, "repeats": options.repeats, "whole": options.whole}
         how |= {"struck": options.struck, "kept": options.rows}
