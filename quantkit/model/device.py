@@ -7,8 +7,10 @@ wait for each other.
 from __future__ import annotations
 
 import errno
+import functools
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,6 +30,7 @@ _NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
 _PIECE = 1 << 24
 P = ParamSpec("P")
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 def demand_name(name: str) -> str:
@@ -197,6 +200,40 @@ class Lane:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()  # what is queued is done: a finished block is written, whatever stops the next
+
+
+@contextmanager
+def one_thread(of: Tensor | None = None) -> Iterator[int]:
+    """Run torch's kernels in the body on one thread; does nothing if `of` is on a device.
+
+    Vectors are too short for several threads, and on one thread sums and Cholesky factors are equal on every machine.
+
+    Yields: number of threads for `spread`, those that there were.
+    """
+    if of is not None and of.device.type != "cpu":
+        yield 1
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield before
+    finally:
+        torch.set_num_threads(before)
+
+
+def spread(work: Callable[[T], V], parts: Iterable[T], threads: int) -> list[V]:
+    """Work on each part, on so many threads with one of torch's each; the parts, and so the bits, do not depend on
+    them."""
+    if threads == 1:
+        return [work(part) for part in parts]
+    return list(_workers(threads, os.getpid()).map(work, parts))
+
+
+@functools.cache
+def _workers(threads: int, process: int) -> ThreadPoolExecutor:
+    """Make lasting threads: to start them takes longer than a part does. A forked process has none of its
+    parent's."""
+    return ThreadPoolExecutor(threads, f"solver-{process}", torch.set_num_threads, (1,))
 
 
 # torch's CPU allocator raises a plain RuntimeError; libraries in Rust and C pass on the system's message

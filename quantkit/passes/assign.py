@@ -15,8 +15,9 @@ from torch import Tensor
 from quantkit.formats import QuantTensor, apart, joined
 from quantkit.formats.base.blocks import BlockFormat
 from quantkit.formats.base.grid import load_grid
+from quantkit.model.device import one_thread
 from quantkit.passes import load_pass
-from quantkit.passes.solvers import blocks, device, one_thread, ranges
+from quantkit.passes.solvers import blocks, device, ranges
 from quantkit.passes.solvers.moments import Moments, filled
 from quantkit.plugins.outside import demand_returned
 from quantkit.scheme import WeightScheme

@@ -96,7 +96,7 @@ class Awq(Pass):
                 outcome.note(self.name, "not-scaled", block.full_name(where), reason)
                 told.add((where, reason))
 
-        searched = stats.each(search, sequences=settings.sequences or None)
+        searched = stats.each(search, moments=False, sequences=settings.sequences or None)
         for name, group in groups.items():
             if name not in searched:
                 note(name, "no calibration token reached it")

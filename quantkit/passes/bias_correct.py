@@ -58,7 +58,7 @@ class BiasCorrect(Pass):
                     linear.bias = nn.Parameter(bias, requires_grad=False)
                     outcome.changed = True
 
-        stats.staged(visit, quantized=True)
+        stats.staged(visit, products=False, quantized=True)
         if without := [name for name in block.tensors if name not in biased]:
             outcome.note(self.name, "not-corrected", block.name, f"no bias: {', '.join(without)}")
         return outcome

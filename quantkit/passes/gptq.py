@@ -174,7 +174,8 @@ class Gptq(Pass):
                         stats.doubt(costs, whole.name, again=True)
                     outcome.errors[name] = assign(block, name, tensor)
 
-        stats.staged(visit, noise=settings.shrink == "auto", drift=settings.correction > 0, quantized=True)
+        measured = {"noise": settings.shrink == "auto", "drift": settings.correction > 0, "moments": False}
+        stats.staged(visit, **measured, quantized=True)
         return outcome
 
     def product(self, weight: Tensor, moments: Moments | None, scheme: WeightScheme, settings: Settings) -> QuantTensor:

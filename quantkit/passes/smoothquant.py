@@ -50,7 +50,7 @@ class SmoothQuant(Pass):
         from quantkit.passes.solvers import device, smoothquant
 
         outcome = Outcome(False)
-        reaches = stats.each(lambda seen: (seen.absmax, seen.sample))
+        reaches = stats.each(lambda seen: (seen.absmax, seen.sample), products=False)
         for group in block.groups():
             name = block.group_name(group)
             fold = block.folds.get(name)

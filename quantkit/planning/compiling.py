@@ -59,8 +59,8 @@ _PULLED = 128
 _LOGITS, _ON_DISK = 1 << 23, 1 << 30
 # live tensors of a scoring forward's widest activation
 _FORWARD = 4
-# weights whose codes are chosen together, and copies of them meanwhile: `passes/solvers/gptq.py`
-_PIECE, _PIECES, _AT_ONCE = 1 << 23, 7, 4 << 30
+# weights that a thread chooses codes of, such threads, and copies of the weights meanwhile: `passes/solvers/gptq.py`
+_PIECE, _PIECES, _COPIES, _AT_ONCE = 1 << 21, 8, 7, 4 << 30
 # kernels in bfloat16 that oneDNN keeps, each of one number of tokens, and bytes of one
 _KERNELS, _KERNEL = 1024, 3e5
 # bytes of a token in a tokenizer's memory: a byte-level BPE of 24,000 takes 28 MB, benchmarks/harness/tokenizer_side.py
@@ -458,7 +458,7 @@ def _solving(spec: CompileSpec, group: Sequence[Matrix]) -> float:
     if spec.corrected:  # the drift of an output that is added to a stream as it is: a sum of its weights' size
         added = group[0].name.rpartition(".")[2] in OUTWARD and spec.architecture.model_type in _ADDED
         summed += 3 * weights if added else hessian + 2 * weights
-    chosen = hessian + _PIECES * 4.0 * min(rows * inputs, _PIECE)
+    chosen = hessian + _COPIES * 4.0 * min(rows * inputs, _PIECE * min(machine.cores(), _PIECES))
     if spec.gradients:  # a curvature by outputs is summed and factored, then codes are chosen; on two threads, if small
         swept = any(getattr(step.settings, "sweeps", 0) for step in spec.recipe.passes)
         apiece = sorted(
@@ -474,7 +474,9 @@ def _solving_head(spec: CompileSpec) -> float:
     """Return the bytes of the head's solve: it is read as stored, in floats for each stream, and coded in pieces."""
     head, streams = spec.architecture.head, (1 + spec.corrected) * spec.solving
     count = float(head.N * head.K) if head is not None and head.name in spec.schemes else 0.0
-    return (_width(spec.architecture) + 4.0 * streams + 1) * count + _PIECES * 4.0 * min(count, _PIECE)
+    return (_width(spec.architecture) + 4.0 * streams + 1) * count + _COPIES * 4.0 * min(
+        count, _PIECE * min(machine.cores(), _PIECES)
+    )
 
 
 def _grading(spec: CompileSpec) -> dict[str, float]:

@@ -167,6 +167,7 @@ class Stats:
         *,
         products: bool = True,
         noise: bool = False,
+        moments: bool = True,
         drift: bool = False,
         quantized: bool = False,
         whole: bool = True,
@@ -177,6 +178,7 @@ class Stats:
             visit: callback that may change the linears of the group; None to only run the block.
             products: True for statistics with a Hessian.
             noise: True to measure the noise of the Hessian.
+            moments: True to measure means and ranges of inputs.
             drift: True to measure the drift of inputs and the lag of sums against the original stream.
             quantized: True for a pass that assigns codes: statistics are of inputs as the group's kernels see them,
                 keys and values go through the cache's format, and missing fixed scales are found on the way.
@@ -186,7 +188,7 @@ class Stats:
         """
         self.outputs = None
         self.scales.use_cache(quantized)
-        sums = partial(InputStats, products=products, noise=noise)
+        sums = partial(InputStats, products=products, noise=noise, moments=moments)
         at_once = self.calls.chunk if self.share is None else self.share.at_once
         together = self._pausing if self.share is None else self._in_step
         run = together if len(self.hidden) <= at_once else self._replaying
@@ -198,10 +200,8 @@ class Stats:
                 self.doubt(values, name, again=False)
             self._unchecked.clear()
 
-    def each(
-        self, of: Callable[[InputStats], T], *, products: bool = True, sequences: int | None = None
-    ) -> dict[str, T]:
-        """Return name of a shared input -> result of `of` on its statistics, from a staged run without changes."""
+    def each(self, of: Callable[[InputStats], T], *, sequences: int | None = None, **measured: bool) -> dict[str, T]:
+        """Return name of a shared input -> result of `of` on its statistics, `measured` as by `staged`."""
         taken: dict[str, Callable[[], T]] = {}
         stats = self
         if self.share is not None and sequences is not None and sequences < self.share.samples and self.few is not None:
@@ -211,7 +211,8 @@ class Stats:
         elif self.share is None and sequences is not None and sequences < len(self.hidden):
             calls = self.calls if self.few is None else self.few(sequences)
             stats = replace(self, hidden=self.hidden[:sequences], calls=calls)
-        beside = self.calls.device.type == "cpu" and self.ranks is None  # the forward, whose inputs nothing changes
+        # the forward, whose inputs nothing changes
+        beside = self.calls.device.type == "cpu" and self.ranks is None and torch.get_num_threads() > 1
         with ThreadPoolExecutor(1) as lane:
 
             def visit(group: SharedInput, seen: InputStats) -> None:
@@ -222,7 +223,7 @@ class Stats:
                 else:
                     taken[group.name] = partial(lambda result: result, of(seen))
 
-            stats.staged(visit, products=products, whole=False)
+            stats.staged(visit, whole=False, **measured)
         self.outputs = None
         return {name: finished() for name, finished in taken.items()}
 

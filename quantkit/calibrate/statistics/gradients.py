@@ -117,4 +117,4 @@ def curvature(gradients: Tensor, name: str) -> InputStats:
     """
     floats = gradients.float()
     size = floats.norm(dim=-1, keepdim=True)
-    return InputStats([torch.where(size > 0, floats * size.rsqrt(), 0.0)], name)
+    return InputStats([torch.where(size > 0, floats * size.rsqrt(), 0.0)], name, moments=False)

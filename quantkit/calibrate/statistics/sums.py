@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
+from quantkit.model.device import one_thread, spread
 
 # columns of a Hessian summed at a time, of which only the upper triangle is; rows and elements that a cache holds
 _PANEL, _ROWS, _CACHED = 256, 1024, 1 << 19
@@ -77,6 +78,7 @@ class InputStats:
         name: name of the shared input, for errors.
         products: True to sum products of two inputs, which a Hessian needs; they take most of the time.
         noise: True to sum them in halves, which `noise` needs.
+        moments: True for means and ranges of inputs, which a Hessian does without.
         part: number of the part that all sequences belong to (`parts.py`), whose half is that of its number; sums are
             then the same on all devices.
     """
@@ -88,10 +90,11 @@ class InputStats:
         *,
         products: bool = True,
         noise: bool = True,
+        moments: bool = True,
         part: int | None = None,
     ) -> None:
         self.name, self._part = name, part
-        self._products = products
+        self._products, self._moments = products, moments or not products
         self._in_halves = noise
         self.tokens = 0
         self._waiting: dict[str, Callable[[], None]] = {}  # pending sums of the last chunk, on a device
@@ -149,7 +152,8 @@ class InputStats:
             behind = lag.float() if share is None else lag.float() * share
             flat_lag = behind.reshape(-1, lag.shape[-1])
             self._lags[linear] = self._added(self._lags.get(linear), flat_lag, weighed.reshape(-1, width), self.tokens)
-        self._waiting["moments"] = partial(self._add_moments, flat, weighed.reshape(-1, width), share)
+        if self._moments or self._waits(part):
+            self._waiting["moments"] = partial(self._add_moments, flat, weighed.reshape(-1, width), share)
         self._waiting["sample"] = partial(self._add_sample, part)
         if self._products:
             one = self._in_halves or not self._waits(part)
@@ -158,8 +162,11 @@ class InputStats:
             )
         self.tokens += part.numel() // width
         self._sequences += part.shape[0]
-        if not self._waits(part):
-            self._sum("products", "moments", "sample")
+        if self._waits(part):
+            return
+        self._sum("products", "moments", "sample")
+        if not bool(torch.isfinite(self.squares).all()):
+            raise nonfinite(self.name, f"{int((~torch.isfinite(flat)).sum())} NaN or infinite inputs")
 
     def _sum(self, *which: str) -> None:
         """Compute pending sums."""
@@ -211,7 +218,7 @@ class InputStats:
             self._counts[half] += piece.shape[0]
 
     def _add_moments(self, flat: Tensor, weighed: Tensor, share: Tensor | None) -> None:
-        """Add sums, sums of squares and ranges of inputs [T, K]. Raises InputError (`activations-nonfinite`)."""
+        """Add sums, sums of squares and ranges of inputs [T, K]."""
         if self._waits(flat):
             from quantkit.kernels.solving.statistics import moments_joined, moments_of_parts
 
@@ -224,32 +231,41 @@ class InputStats:
             self._ends = flat.new_tensor([math.inf, -math.inf])[:, None].repeat(1, flat.shape[1])
         total, squares = self._sums
         low, high = self._ends
+
+        def summed(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+            piece, weighty = pair
+            return weighty.square().sum(dim=0), piece.sum(dim=0), piece.amin(dim=0), piece.amax(dim=0)
+
         # in pieces that fit the cache; torch.aminmax takes ten times as long across rows
-        for piece, weighty in zip(flat.split(_ROWS), weighed.split(_ROWS), strict=True) if flat.shape[0] else ():
-            squares += weighty.square().sum(dim=0)
-            total += piece.sum(dim=0)
-            torch.minimum(low, piece.amin(dim=0), out=low)
-            torch.maximum(high, piece.amax(dim=0), out=high)
-        if not bool(torch.isfinite(squares).all()):
-            raise nonfinite(self.name, f"{int((~torch.isfinite(flat)).sum())} NaN or infinite inputs")
+        pieces = zip(flat.split(_ROWS), weighed.split(_ROWS), strict=True) if flat.shape[0] else ()
+        with one_thread(flat) as threads:
+            found = spread(summed, pieces, threads)
+        for squared, added, least, most in found:
+            squares += squared
+            total += added
+            torch.minimum(low, least, out=low)
+            torch.maximum(high, most, out=high)
 
     def sums(self) -> Sums:
         """Return the sums of a part, to be added to those of other parts; not to be used afterwards."""
         values = {kind: half for kind, half in zip(_PRODUCTS, self._halves, strict=False) if half is not None}
         values |= {} if self._drift is None else {DRIFT: self._drift}
-        values |= {"sums": self._sums, "low": self._ends[:1], "high": self._ends[1:]}
+        values |= {"sums": self._sums, "low": self._ends[:1], "high": self._ends[1:]} if self._moments else {}
         values |= {LAG + linear: lag for linear, lag in self._lags.items()}
         counts = (self.tokens, self._sequences, *self._counts)
-        return Sums(values, counts, self._sums.shape[1])
+        columns = max((value.shape[1] for value in values.values()), default=0)
+        return Sums(values, counts, columns)
 
     @classmethod
     def of_sums(cls, sums: Sums, name: str) -> InputStats:
         """Make the statistics of a shared input from the sums of all parts."""
-        seen, values = cls(name=name, part=0), sums.values
+        values = sums.values
+        seen = cls(name=name, moments="sums" in values, part=0)
         seen.tokens, seen._sequences, *seen._counts = sums.counts
         seen._halves = [values.get(kind) for kind in _PRODUCTS]
-        seen._drift, seen._sums = values.get(DRIFT), values["sums"]
-        seen._ends = torch.cat([values["low"], values["high"]])
+        seen._drift = values.get(DRIFT)
+        if seen._moments:
+            seen._sums, seen._ends = values["sums"], torch.cat([values["low"], values["high"]])
         seen._lags = {kind.removeprefix(LAG): lag for kind, lag in values.items() if kind.startswith(LAG)}
         return seen
 
@@ -286,7 +302,9 @@ class InputStats:
     def squares(self) -> Tensor:
         """Sum of `x_k²`, weighted, [K] float64; finite if all inputs were."""
         self._sum("moments")
-        return self._sums[1]
+        if self._sums.shape[1] or not len(self._halves):
+            return self._sums[1]
+        return torch.stack([half.diagonal() for half in self._halves if half is not None]).double().sum(dim=0)
 
     @property
     def checked(self) -> Tensor:
@@ -408,19 +426,26 @@ class InputStats:
         assert first is not None and second is not None
         size = ((first.diagonal() + second.diagonal()) / self.tokens).clamp(min=0).sqrt()
         size = torch.where(size > 0, size, torch.inf)
-        both, apart = self.squares.new_zeros(()), self.squares.new_zeros(())
-        step = max(_PANEL, _CACHED // size.numel())
-        for left in range(0, size.numel(), step):
+
+        def panel(left: int) -> tuple[Tensor, Tensor]:
             rows = slice(left, left + step)
             scale = size[rows].unsqueeze(1) * size[left:]
             pair = [
                 (half[rows, left:] / count / scale).triu_(1)
                 for half, count in zip((first, second), self._counts, strict=True)
             ]
-            # row by row, so that the number of threads changes no bit
-            apart += (pair[0] - pair[1]).square().sum(dim=1).sum()
+            differing = pair[0].sub_(pair[1]).square_().sum(dim=1).sum()
+            del pair
             whole = (first[rows, left:] + second[rows, left:]).div_(self.tokens)
-            both += whole.div_(scale).triu_(1).square().sum(dim=1).sum()
+            return differing, whole.div_(scale).triu_(1).square_().sum(dim=1).sum()
+
+        step = max(_PANEL, _CACHED // size.numel())
+        with one_thread(size) as threads:
+            found = spread(panel, range(0, size.numel(), step), threads)
+        apart, both = (self.squares.new_zeros(()) for _ in range(2))
+        for differing, whole in found:
+            apart += differing
+            both += whole
         return torch.where(both > 0, (apart / 4 / both).clamp(max=1.0), 1.0)
 
 

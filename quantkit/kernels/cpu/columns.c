@@ -37,10 +37,10 @@ static void take_off(long columns, long wide, long width, const float *restrict 
 
 /* Rounds each column to its grid, after those before it: what they miss moves its aim. 1 without memory.
  *
- * `unit` [columns, width] is M_ij / M_jj, with zeros up to a multiple of TILE columns; `place` [columns] names the row
- * of the tables [groups, rows] that a column's scale and ends are in; `costs` [columns] are the pivots, `cost` [rows]. */
-API int quantkit_choose(long columns, long rows, long width, const float *restrict unit, const long *restrict place,
-                        const float *restrict costs, const float *restrict scale, const float *restrict inverse,
+ * `unit` [columns, width] is M_ij / M_jj, with zeros up to a multiple of TILE columns, and `costs` [columns] are the
+ * pivots, both in `order` [columns]. A `group` of columns has a row of the tables [groups, rows]; `cost` is [rows]. */
+API int quantkit_choose(long columns, long rows, long width, long group, const float *restrict unit,
+                        const long *restrict order, const float *restrict costs, const float *restrict scale, const float *restrict inverse,
                         const float *restrict low, const float *restrict high, const float *restrict wanted,
                         float *restrict codes, float *restrict errors, float *restrict cost) {
     float *missed = malloc((size_t)(columns + PANEL) * ROWS * sizeof(float));
@@ -52,10 +52,11 @@ API int quantkit_choose(long columns, long rows, long width, const float *restri
             const long wide = columns - start < PANEL ? columns - start : PANEL;
             float aim[PANEL][ROWS] = {{0}};
             for (long column = 0; column < wide; column++)
-                memcpy(aim[column], wanted + (start + column) * rows + first, (size_t)count * sizeof(float));
+                memcpy(aim[column], wanted + order[start + column] * rows + first, (size_t)count * sizeof(float));
             take_off(start, wide, width, unit + start, missed, aim[0]);
             for (long column = 0; column < wide; column++) {
-                const long at = start + column, table = place[at] * rows + first, own = at * rows + first;
+                const long at = start + column, own = order[at] * rows + first;
+                const long table = order[at] / group * rows + first;
                 float *off = missed + at * ROWS;
                 memset(off, 0, ROWS * sizeof(float));
                 for (long row = 0; row < count; row++) {

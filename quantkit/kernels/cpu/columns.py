@@ -41,14 +41,15 @@ def laid(unit: Tensor) -> Tensor:
 
 
 def choose(
-    unit: Tensor, place: Tensor, costs: Tensor, tables: Sequence[Tensor], wanted: Tensor
+    unit: Tensor, order: Tensor, group: int, costs: Tensor, tables: Sequence[Tensor], wanted: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Round each column to its grid, after those before it; returns values in units of the scale, errors and costs.
 
     Args:
-        unit: `M_ij / M_jj` in the order of the columns, `laid`.
-        place: [K] int64, group of each column.
-        costs: [K], pivots.
+        unit: `M_ij / M_jj` in the order in which columns are rounded, `laid`.
+        order: [K] int64, columns in that order.
+        group: number of columns that share a scale.
+        costs: [K], pivots, in that order.
         tables: scales, their inverses, and both ends in units of the scale, [G, N] each.
         wanted: [K, N], weights.
 
@@ -57,7 +58,7 @@ def choose(
     """
     columns, rows = wanted.shape
     written = torch.empty_like(wanted), torch.empty_like(wanted), wanted.new_empty(rows)
-    _call("quantkit_choose", (columns, rows, unit.shape[1]), (unit, place, costs, *tables, wanted), written)
+    _call("quantkit_choose", (columns, rows, unit.shape[1], group), (unit, order, costs, *tables, wanted), written)
     return written
 
 

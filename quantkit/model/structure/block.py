@@ -17,7 +17,7 @@ from quantkit.model.structure.fold import Fold, Ways
 from quantkit.model.structure.traced import SharedInput, Structure, set_parameter, set_weight, weight_of
 from quantkit.scheme import WeightScheme
 
-# elements of a weight whose errors are summed at a time, in float64
+# elements of a weight whose errors are summed at a time
 _PIECE = 1 << 23
 
 
@@ -136,8 +136,8 @@ class Block:
         energy = lost = torch.zeros((), dtype=torch.float64, device=weight.device)
         step = max(1, _PIECE // weight.shape[1])
         for ours, theirs in zip(weight.split(step), values.split(step), strict=True):
-            energy = energy + ours.double().square().sum()
-            lost = lost + (ours - theirs).double().square().sum()
+            energy = energy + ours.square().sum(dim=1).double().sum()
+            lost = lost + (ours - theirs).square_().sum(dim=1).double().sum()
         return lost / torch.where(energy > 0, energy, 1.0)
 
     def input_scales(self) -> dict[str, InputScale]:

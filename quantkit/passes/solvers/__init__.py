@@ -6,18 +6,9 @@ Throughout, a linear computes `y = W x` with `W` [N, K]; `X` [T, K] holds the in
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-T = TypeVar("T")
-V = TypeVar("V")
 
 
 class Scaling(NamedTuple):
@@ -32,37 +23,3 @@ class Scaling(NamedTuple):
     alpha: Tensor
     cost: Tensor
     plain: Tensor
-
-
-@contextmanager
-def one_thread(of: Tensor | None = None) -> Iterator[int]:
-    """Run torch's kernels in the body on one thread; does nothing if `of` is on a device.
-
-    Vectors are too short for several threads, and on one thread sums and Cholesky factors are equal on every machine.
-
-    Yields: number of threads for `spread`, those that there were.
-    """
-    if of is not None and of.device.type != "cpu":
-        yield 1
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield before
-    finally:
-        torch.set_num_threads(before)
-
-
-def spread(work: Callable[[T], V], parts: Iterable[T], threads: int) -> list[V]:
-    """Work on each part, on so many threads with one of torch's each; the parts, and so the bits, do not depend on
-    them."""
-    if threads == 1:
-        return [work(part) for part in parts]
-    return list(_workers(threads, os.getpid()).map(work, parts))
-
-
-@functools.cache
-def _workers(threads: int, process: int) -> ThreadPoolExecutor:
-    """Make lasting threads: to start them takes longer than a part does. A forked process has none of its
-    parent's."""
-    return ThreadPoolExecutor(threads, f"solver-{process}", torch.set_num_threads, (1,))

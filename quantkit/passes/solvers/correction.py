@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.passes.solvers import device, one_thread, spread
+from quantkit.model.device import one_thread, spread
+from quantkit.passes.solvers import device
 from quantkit.passes.solvers.factor import Factor, factor
 
 if TYPE_CHECKING:

@@ -6,21 +6,21 @@ input j at the output after all later inputs have compensated it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
-from quantkit.passes.solvers import one_thread, spread
+from quantkit.model.device import one_thread, spread
 
-# rows of a matrix that are looked at, or moved, together
-_PANEL = 512
 # number of times that damping is raised tenfold before the Hessian is refused
 ATTEMPTS = 6
 # rows and columns of a block of a large matrix
 _PANEL = 512
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,7 @@ def factor(
     backwards = order.flip(0)
     turned = torch.empty_like(damped, memory_format=torch.contiguous_format).mT
     for times in range(ATTEMPTS):
-        # one column after another, as a Cholesky in place wants them
-        for rows, place in zip(backwards.split(_PANEL), turned.split(_PANEL), strict=True):
-            place.copy_(damped.index_select(0, rows).index_select(1, backwards))
-            if not whole:  # one copy is enough
-                place.mul_(1 - shrink)
+        _turn(damped, backwards, turned.mT, 1.0 if whole else 1 - shrink)  # by column, as a Cholesky in place wants it
         share = raised_damping(damping, times)
         added = torch.zeros_like(diagonal)
         added += share * mean
@@ -190,26 +186,50 @@ def factorize(matrix: Tensor) -> int:
     return int(info)
 
 
+def _turn(matrix: Tensor, order: Tensor, turned: Tensor, share: float | Tensor) -> None:
+    """Write a share of a symmetric matrix [K, K] into another, rows and columns in an order."""
+
+    def panel(pair: tuple[Tensor, Tensor]) -> None:
+        rows, place = pair
+        place.copy_(matrix.index_select(0, rows).index_select(1, order))
+        if not isinstance(share, float) or share != 1:
+            place.mul_(share)
+
+    _apart(panel, [*zip(order.split(_PANEL), turned.split(_PANEL), strict=True)], matrix)
+
+
 def _reverse(values: Tensor) -> None:
     """Reverse values [n] in place: both axes of a matrix at once."""
-    count, step = len(values), _PANEL << 10
-    for start in range(0, count // 2, step):
+    count, step = len(values), _PANEL << 9
+
+    def pair(start: int) -> None:
         stop = min(start + step, count // 2)
         front, back = values[start:stop], values[count - stop : count - start]
         kept = front.flip(0)
         front.copy_(back.flip(0))
         back.copy_(kept)
 
+    _apart(pair, range(0, count // 2, step), values)
+
 
 def _transposed(matrix: Tensor) -> Tensor:
     """Transpose [K, K] in place."""
-    for left in range(0, len(matrix), _PANEL):
+
+    def panel(left: int) -> None:
         rows, after = slice(left, left + _PANEL), slice(left + _PANEL, None)
         matrix[rows, rows] = matrix[rows, rows].T.clone()
         kept = matrix[rows, after].clone()
         matrix[rows, after] = matrix[after, rows].T
         matrix[after, rows] = kept.T
+
+    _apart(panel, range(0, len(matrix), _PANEL), matrix)
     return matrix
+
+
+def _apart(work: Callable[[T], None], parts: Sequence[T], of: Tensor) -> None:
+    """Work on parts of a matrix that share nothing, on all threads."""
+    with one_thread(of) as threads:
+        spread(work, parts, threads)
 
 
 def _falling(diagonal: Tensor, together: int) -> Tensor:

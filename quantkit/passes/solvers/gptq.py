@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 import torch
@@ -38,7 +38,8 @@ from quantkit.formats.base.lattice import LatticeFormat
 from quantkit.formats.base.layout import by_row, groups_of
 from quantkit.formats.base.scaled import ScaledFormat
 from quantkit.kernels.cpu import columns as loops
-from quantkit.passes.solvers import blocks, device, lattice, one_thread, ranges, spread, unsaturated
+from quantkit.model.device import one_thread, spread
+from quantkit.passes.solvers import blocks, device, lattice, ranges, unsaturated
 from quantkit.passes.solvers.factor import Factor, factor
 from quantkit.scheme import WeightScheme
 
@@ -46,8 +47,8 @@ Range = Literal["minmax", "mse", "hessian"]
 
 # columns chosen one by one before the others are updated; small enough that a block stays in the cache
 _BLOCK = 32
-# elements of a weight that are chosen together on a CPU, each held seven times in float32
-_PIECE = 1 << 23
+# rows and elements of a weight that a thread chooses together, each held seven times in float32; such threads
+_SOME, _PIECE, _PIECES = 512, 1 << 21, 8
 # bytes of weights whose outputs have curvatures, solved at once on a CPU; columns whose errors are fed back together,
 # and rows whose costs are found together
 _AT_ONCE, _FED, _COSTED = 4 << 30, 2048, 256
@@ -125,9 +126,9 @@ def gptq_shared(
         hessian = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, together=together(form))
     solved, rows, columns = hessian, [weight.shape[0] for weight in weights], weights[0].shape[1]
     apart = scheme.rows_apart and isinstance(form, IntegerFormat) and outputs is None
-    if apart and sum(rows) * columns > _PIECE and not device.launched(weights[0]):
+    if apart and not device.launched(weights[0]) and (len(rows) > 1 or _step(rows[0], columns) < rows[0]):
         how: dict[str, Any] = {"range": range, "sweeps": sweeps, "refit": refit, "neighbours": neighbours}
-        return [_in_pieces(weight, solved, scheme, **how) for weight in weights]
+        return _in_pieces(weights, solved, scheme, **how)
     largest = max(8 * count**2 + 20 * count * columns for count in rows) if outputs is not None else 0
     if outputs is not None and len(rows) > 1 and scheme.rows_apart and 2 * largest > _AT_ONCE:
         # curvatures fill the memory, so one weight is solved after another
@@ -140,7 +141,7 @@ def gptq_shared(
         if device.launched(weights[0]):
             target = torch.cat([weight.float().T for weight in weights], dim=1).contiguous()
         else:
-            target = torch.cat([weight.float() for weight in weights]).T.contiguous()
+            target = (torch.cat([*weights]) if len(weights) > 1 else weights[0]).float().T.contiguous()
         whole = None if isinstance(form, IntegerFormat) else form.global_scale(target.abs().amax(), scheme)
         scale: Tensor
         zero: Tensor | None = None
@@ -187,12 +188,24 @@ def gptq_shared(
         return [GptqResult(tensor, solved.damping, solved.raised, costs) for tensor, costs in results]
 
 
-def _in_pieces(weight: Tensor, solved: Factor, scheme: WeightScheme, **how: Any) -> GptqResult:
-    """Choose the codes of a weight whose rows are independent, some rows at a time: each piece is held seven times."""
-    step = max(1, _PIECE // weight.shape[1])
-    parts = [gptq_shared([piece], solved, scheme, **how)[0] for piece in weight.split(step)]
-    costs = torch.cat([part.costs for part in parts])
-    return replace(parts[0], tensor=joined([part.tensor for part in parts]), costs=costs)
+def _step(rows: int, columns: int) -> int:
+    """Return the rows of a piece: whole vectors, and pieces of a weight about equally large."""
+    count = max(-(-rows // _SOME), -(-rows * columns // _PIECE))
+    return max(_ROWS, -(-rows // (count * _ROWS)) * _ROWS)
+
+
+def _in_pieces(weights: Sequence[Tensor], solved: Factor, scheme: WeightScheme, **how: Any) -> list[GptqResult]:
+    """Choose the codes of weights whose rows are independent, some rows at a time and a thread."""
+    cut = [weight.split(_step(*weight.shape)) for weight in weights]
+    with one_thread(weights[0]) as threads:
+        pieces = [piece for parts in cut for piece in parts]
+        results = iter(spread(lambda piece: gptq(piece, solved, scheme, **how), pieces, min(threads, _PIECES)))
+    found = []
+    for parts in cut:
+        own = [*islice(results, len(parts))]
+        costs = torch.cat([part.costs for part in own])
+        found.append(replace(own[0], tensor=joined([part.tensor for part in own]), costs=costs))
+    return found
 
 
 @dataclass(frozen=True)
@@ -306,6 +319,9 @@ def _choose(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return values in units of the scale [K, N], the cost of every row [N], and `D` [K, N], in the weights' order."""
     columns, rows = target.shape
+    if neighbours is None and grid.compiled(target):
+        codes, delta, cost = _looped(loops.laid(solved.unit), solved, grid.group, grid.tables(), target, threads)
+        return codes, cost, delta
     if device.launched(target) and device.known(grid.form) and neighbours is None:
         from quantkit.kernels.solving.gptq import choose
 
@@ -315,9 +331,6 @@ def _choose(
     ordered = target[solved.order]
     back = torch.empty_like(solved.order)
     back[solved.order] = torch.arange(columns, device=target.device)
-    if neighbours is None and grid.compiled(target):
-        codes, delta, cost = _looped(loops.laid(solved.unit), solved, grid.group, grid.tables(), ordered, threads)
-        return codes[back], cost, delta[back]
     columnwise = solved.unit.mT.contiguous().mT
     beside = None if neighbours is None else back[neighbours[solved.order]].tolist()
     groups = (solved.order // grid.group).tolist()
@@ -358,12 +371,14 @@ def _looped(
     unit: Tensor, solved: Factor, group: int, tables: Sequence[Tensor], wanted: Tensor, threads: int
 ) -> tuple[Tensor, ...]:
     """Return values, `D` and the cost of every row from compiled loops, whose rows share nothing, on all threads."""
-    place, rows = solved.order // group, wanted.shape[1]
+    rows = wanted.shape[1]
     step = max(_ROWS, -(-rows // (threads * _ROWS)) * _ROWS)
 
     def some(start: int) -> tuple[Tensor, ...]:
         own = slice(start, start + step)
-        return loops.choose(unit, place, solved.pivots, [table[:, own] for table in tables], wanted[:, own])
+        return loops.choose(
+            unit, solved.order, group, solved.pivots, [table[:, own] for table in tables], wanted[:, own]
+        )
 
     parts = spread(some, range(0, rows, step), threads)
     return parts[0] if len(parts) == 1 else tuple(torch.cat(part, dim=-1) for part in zip(*parts, strict=True))
@@ -422,9 +437,9 @@ def _choose_by_rows(
     """
     columns, rows = target.shape
     size = -(-rows // _BANDS)
-    back = solved.order.argsort()[:, None], outputs.order.argsort()
+    turned_back = outputs.order.argsort()
     if grid.compiled(target):
-        wanted, laid = target[solved.order][:, outputs.order], loops.laid(solved.unit)
+        wanted, laid = target[:, outputs.order], loops.laid(solved.unit)
         codes, delta = torch.empty_like(wanted), torch.empty_like(wanted)
         turned = [table[:, outputs.order] for table in grid.tables()]
         for start in range(0, rows, size):
@@ -436,8 +451,8 @@ def _choose_by_rows(
             codes[:, some], off, _ = _looped(laid, solved, grid.group, on, asks, threads)
             delta[:, some] = off.add_(asks).sub_(wanted[:, some])
         del wanted
-        codes = codes[back]
-        return codes, delta[back]
+        codes = codes[:, turned_back]
+        return codes, delta[:, turned_back]
     bands, strides = -(-rows // size), -(-columns // _STEP)
     # the last band is filled up with the last row; the last step with columns of no cost
     there = target.device
@@ -481,6 +496,7 @@ def _choose_by_rows(
                 aims[offset + 1 :].addcmul_(within[offset, offset + 1 :], error, value=-1)
         codes[column, active], missed[column, active] = chosen.view_as(asked), errors
         delta[column, active] = errors + asked - wanted[column, active]
+    back = solved.order.argsort()[:, None], turned_back
     codes, delta = codes.flatten(1)[back], delta.flatten(1)[back]
     return codes, delta
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quantkit.formats.base.grid import load_grid
-from quantkit.passes.solvers import device, one_thread
+from quantkit.model.device import one_thread
+from quantkit.passes.solvers import device
 from quantkit.scheme import WeightScheme
 
 # shares of the largest weight to try as the end of the grid

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from quantkit.formats.base.integers import IntegerFormat
-from quantkit.passes.solvers import device, one_thread, ranges
+from quantkit.model.device import one_thread
+from quantkit.passes.solvers import device, ranges
 from quantkit.scheme import WeightScheme
 
 # weights in one piece of work, so that the temporaries fit into the last-level cache

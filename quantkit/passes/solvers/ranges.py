@@ -13,7 +13,6 @@ numbers are one launch, other formats a few (`kernels/solving/search.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,8 @@ from quantkit.formats.base.grid import GridFormat, load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.layout import groups_of, tiles
 from quantkit.kernels.cpu import columns as loops
-from quantkit.passes.solvers import device, spread
+from quantkit.model.device import spread
+from quantkit.passes.solvers import device
 from quantkit.scheme import WeightScheme
 
 # elements in one piece of work: few calls, and the temporaries still fit into the last-level cache
@@ -157,31 +157,32 @@ def transposed(
     scale, zero = form.parameters(low, high, scheme, whole)
     if search.steps == search.refinements == 0:
         return scale, zero
+    # all groups and grids at once: vectors of one group are so short that calls would take longer than computing
     shares = [search.smallest + (1 - search.smallest) * number / search.steps for number in range(search.steps)]
-    if at_once:  # all grids in one launch, then one launch a refinement
+    share = torch.tensor([1.0, *shares, *form.stretches]).to(target.device, non_blocking=True)[:, None, None]
+    grids, shifts = form.parameters(low * share, high * share, scheme, whole)
+    if at_once:  # one launch, then one launch a refinement
         from quantkit.kernels.solving.search import best_grids
 
-        share = torch.tensor([1.0, *shares, *form.stretches]).to(target.device, non_blocking=True)[:, None, None]
-        grids, _ = form.parameters(low * share, high * share, scheme, whole)
         book = (*device.table(form, target.device), device.precision())
         best, fitted = best_grids(target, importance, length, grids.float(), *book)
         for _ in range(search.refinements):
             tried = form.stored(fitted, scheme, whole).float()
             best, fitted = best_grids(target, importance, length, torch.stack([best, tried]), *book)
         return best.to(grids.dtype), None
-    # all groups at once: vectors of one group are so short that the calls would take longer than the computation
-    laid = [form.parameters(low * share, high * share, scheme, whole) for share in (*shares, *form.stretches)]
     if compiled(form, importance, length, target):
         assert isinstance(form, IntegerFormat)
         dear = target.new_ones(len(target)) if importance is None else importance
         step = max(1, _LOOPED // len(target))
 
-        def loop(rows: slice) -> None:
-            grids = [(tried[:, rows], None if shift is None else shift[:, rows]) for tried, shift in laid]
-            own = scale[:, rows], None if zero is None else zero[:, rows]
-            _looped(target[:, rows], dear, scheme, form, search, [own, *grids])
+        def loop(start: int) -> None:
+            rows = slice(start, start + step)
+            zeros = None if shifts is None else shifts[..., rows]
+            scale[:, rows], found = _looped(target[:, rows], dear, scheme, form, search, grids[..., rows], zeros)
+            if zero is not None and found is not None:
+                zero[:, rows] = found
 
-        spread(loop, [slice(start, start + step) for start in range(0, columns, step)], threads)
+        spread(loop, range(0, columns, step), threads)
         return scale, zero
     step = columns if device.launched(target) else max(1, _CHUNK // length)
     for group in range(groups):
@@ -190,7 +191,8 @@ def transposed(
             costs = importance[group] if importance.dim() == 3 else importance[group * length : (group + 1) * length]
         for start in range(0, columns, step):
             at = (group, slice(start, start + step))
-            chosen = [(tried[at], None if shift is None else shift[at]) for tried, shift in ((scale, zero), *laid)]
+            zeros = [None] * len(grids) if shifts is None else [shift[at] for shift in shifts]
+            chosen = [*zip((tried[at] for tried in grids), zeros, strict=True)]
             best, moved = _search(parts[group, :, at[1]].contiguous(), costs, scheme, form, search, chosen, whole)
             scale[at] = best
             if zero is not None and moved is not None:
@@ -204,12 +206,11 @@ def compiled(form: GridFormat, importance: Tensor | None, length: int, target: T
     return by_column and length <= LONGEST and not device.launched(target) and loops.ready() is not None
 
 
-def tables(form: IntegerFormat, grids: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
-    """Return scales of some grids, their inverses, and both ends in units of the scale, [T, G, N] float32 each."""
-    scales = torch.stack([scale.float() for scale, _ in grids])
-    shifts = [torch.zeros(()) if zero is None else zero.float() for _, zero in grids]
-    low, high = (torch.stack([(end - shift).expand(scales.shape[1:]) for shift in shifts]) for end in form.ends)
-    return scales, scales.reciprocal(), low, high
+def tables(form: IntegerFormat, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, ...]:
+    """Return scales of some grids [T, G, N], their inverses, and both ends in units of the scale, float32."""
+    wide, shift = scales.float(), 0.0 if zeros is None else zeros.float()
+    low, high = (torch.as_tensor(end - shift, dtype=torch.float32).expand_as(wide) for end in form.ends)
+    return wide, wide.reciprocal(), low, high
 
 
 def _looped(
@@ -218,21 +219,21 @@ def _looped(
     scheme: WeightScheme,
     form: IntegerFormat,
     search: Search,
-    grids: list[tuple[Tensor, Tensor | None]],
-) -> None:
-    """Write the best of some grids, [G, N] each, over the first, for all groups of [K, N]."""
-    scale, zero = grids[0]
+    scales: Tensor,
+    zeros: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the best of some grids [T, G, N] for all groups of [K, N]; scale and zero [G, N]."""
     target = target.contiguous()
-    best, fitted, _ = loops.ranges(target, costs, tables(form, grids))
-    for own, tried in zip((scale, zero), zip(*grids, strict=True), strict=True):
-        if own is not None:
-            own.copy_(torch.stack(tried).gather(0, best[None])[0])  # type: ignore[arg-type]
+    best, fitted, _ = loops.ranges(target, costs, tables(form, scales, zeros))
+    scale, zero = (None if tried is None else tried.gather(0, best[None])[0] for tried in (scales, zeros))
+    assert scale is not None
     for _ in range(search.refinements):
         # the best scale for these codes; a group of zeros keeps its scale
         fitted = torch.where(torch.isfinite(fitted) & (fitted > 0), fitted, scale.float())
-        tried_next = form.stored(fitted, scheme)
-        best, fitted, _ = loops.ranges(target, costs, tables(form, [(scale, zero), (tried_next, zero)]))
-        scale.copy_(torch.where(best == 1, tried_next, scale))
+        tried = form.stored(fitted, scheme)
+        best, fitted, _ = loops.ranges(target, costs, tables(form, torch.stack([scale, tried]), zero))
+        scale = torch.where(best == 1, tried, scale)
+    return scale, zero
 
 
 def _search(

@@ -24,7 +24,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.passes.solvers import one_thread
+from quantkit.model.device import one_thread
 
 # a power of two is split into factors up to this size: small dense products beat a butterfly of additions
 _DENSE = 64

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from quantkit.passes.solvers import Scaling, one_thread
+from quantkit.model.device import one_thread
+from quantkit.passes.solvers import Scaling
 
 # a scale further from 1 belongs to a dead channel
 _EXTREME = 1e5
