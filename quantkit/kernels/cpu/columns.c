@@ -78,33 +78,43 @@ API int quantkit_choose(long columns, long rows, long width, long group, const f
     return 0;
 }
 
-/* Finds the smallest and the largest of each group of `length` columns of a row, each column times its factor.
- *
- * `weights` [columns, rows], `factors` [columns]; `low` and `high` [groups, rows]. */
-API int quantkit_ends(long groups, long length, long rows, const float *restrict weights,
-                      const float *restrict factors, float *restrict low, float *restrict high) {
-    for (long at = 0; at < groups * rows; at++) low[at] = INFINITY, high[at] = -INFINITY;
-    for (long column = 0; column < groups * length; column++) {
-        const float *restrict own = weights + column * rows;
-        float *restrict least = low + column / length * rows, *restrict most = high + column / length * rows;
-        for (long row = 0; row < rows; row++) {
-            const float value = own[row] * factors[column];
-            least[row] = value < least[row] ? value : least[row];
-            most[row] = value > most[row] ? value : most[row];
-        }
-    }
-    return 0;
+/* Rounds a scale as it is stored: bounded, then `even` bits of its mantissa are rounded away, ties to even, then `half`
+ * bits, ties up. */
+static inline float kept(float scale, const float *bounds, long even, long half) {
+    union { float value; unsigned bits; } word = {within(scale, bounds[0], bounds[1])};
+    if (even) word.bits = (word.bits + ((1u << (even - 1)) - 1) + ((word.bits >> even) & 1)) & (~0u << even);
+    if (half) word.bits = (word.bits + (1u << (half - 1))) & (~0u << half);
+    return word.value;
 }
 
-/* Finds the best of some grids for each group of `length` columns of a row: `best`, its number, and its cost, the squared
- * errors times `costs` [columns]. `fitted` is the scale that is best for its codes; not finite if they are all zero.
+/* Scale and zero point of grids over a share of what lies between `bottom` and `top`: `IntegerFormat.parameters`, bit by
+ * bit, so nothing here is fused or reordered. */
+__attribute__((noinline, optimize("fp-contract=off", "no-associative-math")))
+static void span(const float *bottom, const float *top, float share, const float *bounds, long symmetric, long even,
+                 long half, float *scale, float *zero) {
+    const float low = bounds[2], high = bounds[3];
+    for (int row = 0; row < ROWS; row++) {
+        const float least = bottom[row] * share, most = top[row] * share;
+        if (symmetric) {
+            scale[row] = kept((-least > most ? -least : most) / (high + 0.5f), bounds, even, half);
+            zero[row] = 0;
+        } else {
+            scale[row] = kept((most - least) / (high - low), bounds, even, half);
+            zero[row] = within(rintf(low - least / scale[row]), low, high);
+        }
+    }
+}
+
+/* Finds the best of some grids for each group of `length` columns of a row. They span shares of the smallest to the
+ * largest weight; then the scale that is best for the codes is tried, a few times. The cost is the squared errors times
+ * `costs` [columns].
  *
- * `weights` [columns, rows], each column times its factor in `factors` [columns]; `scale`, `inverse`, `low` and `high`
- * [tries, groups, rows], ends in units of the scale; `fitted` and `cost` [groups, rows]. 1 without memory. */
-API int quantkit_ranges(long groups, long length, long rows, long tries, const float *restrict weights,
-                        const float *restrict factors, const float *restrict costs, const float *restrict scale,
-                        const float *restrict inverse, const float *restrict low, const float *restrict high,
-                        long *restrict best, float *restrict fitted, float *restrict cost) {
+ * `weights` [columns, rows], each column times its factor in `factors` [columns]; `bounds`: smallest and largest scale,
+ * first and last code; bits to round off as in `kept`; `scale`, `zero` and `cost` [groups, rows]. 1 without memory. */
+API int quantkit_ranges(long groups, long length, long rows, long tries, long refinements, long symmetric, long even,
+                        long half, const float *restrict weights, const float *restrict factors,
+                        const float *restrict costs, const float *restrict shares, const float *restrict bounds,
+                        float *restrict scale, float *restrict zero, float *restrict cost) {
     float(*tile)[ROWS] = calloc((size_t)length, sizeof *tile);
     if (!tile) return 1;
     for (long group = 0; group < groups; group++) {
@@ -112,38 +122,45 @@ API int quantkit_ranges(long groups, long length, long rows, long tries, const f
         const float *times = factors + group * length;
         for (long first = 0; first < rows; first += ROWS) {
             const long count = rows - first < ROWS ? rows - first : ROWS;
-            for (long column = 0; column < length; column++)
+            float bottom[ROWS] = {0}, top[ROWS] = {0};
+            for (long column = 0; column < length; column++) {
                 for (long row = 0; row < count; row++)
                     tile[column][row] = own[column * rows + first + row] * times[column];
-            float least[ROWS], ends[4][ROWS] = {{0}};
-            long chosen[ROWS] = {0};
-            const long begin = tries > 1 ? 0 : tries;
-            for (long one = begin; one <= tries; one++) { /* the last time, the chosen one again */
-                float missed[ROWS] = {0}, along[ROWS] = {0}, bent[ROWS] = {0};
-                for (long row = 0; row < count; row++) {
-                    const long at = ((one < tries ? one : chosen[row]) * groups + group) * rows + first + row;
-                    ends[0][row] = inverse[at], ends[1][row] = low[at], ends[2][row] = high[at];
-                    ends[3][row] = scale[at];
+                for (int row = 0; row < ROWS; row++) {
+                    bottom[row] = tile[column][row] < bottom[row] ? tile[column][row] : bottom[row];
+                    top[row] = tile[column][row] > top[row] ? tile[column][row] : top[row];
                 }
+            }
+            float least[ROWS], best[ROWS], shift[ROWS], fitted[ROWS]; /* of the best grid so far */
+            for (long one = 0; one < tries + refinements; one++) {
+                float width[ROWS], zeros[ROWS], missed[ROWS] = {0}, along[ROWS] = {0}, bent[ROWS] = {0};
+                if (one < tries) span(bottom, top, shares[one], bounds, symmetric, even, half, width, zeros);
+                for (int row = 0; one >= tries && row < ROWS; row++) { /* a group of zeros keeps its scale */
+                    const float wide = isfinite(fitted[row]) && fitted[row] > 0 ? fitted[row] : best[row];
+                    width[row] = kept(wide, bounds, even, half), zeros[row] = shift[row];
+                }
+                float inverse[ROWS], low[ROWS], high[ROWS];
+                for (int row = 0; row < ROWS; row++)
+                    inverse[row] = 1 / width[row], low[row] = bounds[2] - zeros[row], high[row] = bounds[3] - zeros[row];
                 for (long column = 0; column < length; column++)
                     for (int row = 0; row < ROWS; row++) {
-                        const float exact = tile[column][row] * ends[0][row];
-                        const float unit = rintf(within(exact, ends[1][row], ends[2][row]));
+                        const float exact = tile[column][row] * inverse[row];
+                        const float unit = rintf(within(exact, low[row], high[row]));
                         const float off = unit - exact;
                         missed[row] += dear[column] * off * off;
                         along[row] += dear[column] * unit * tile[column][row];
                         bent[row] += dear[column] * unit * unit;
                     }
-                for (long row = 0; row < count; row++) {
-                    const float paid = missed[row] * ends[3][row] * ends[3][row];
-                    if (one == begin || paid < least[row]) {
-                        least[row] = paid;
-                        if (one < tries) chosen[row] = one;
-                    }
-                    if (one < tries) continue;
-                    const long at = group * rows + first + row;
-                    best[at] = chosen[row], cost[at] = least[row], fitted[at] = along[row] / bent[row];
+                for (int row = 0; row < ROWS; row++) {
+                    const float paid = missed[row] * width[row] * width[row];
+                    if (one && !(paid < least[row])) continue;
+                    least[row] = paid, best[row] = width[row], shift[row] = zeros[row];
+                    fitted[row] = along[row] / bent[row];
                 }
+            }
+            for (long row = 0; row < count; row++) {
+                const long at = group * rows + first + row;
+                scale[at] = best[row], zero[at] = shift[row], cost[at] = least[row];
             }
         }
     }

@@ -62,34 +62,44 @@ def choose(
     return written
 
 
-def ends(weights: Tensor, factors: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest of weights [K, N] times factors [K], of each group and row: [groups, N] each."""
-    columns, rows = weights.shape
-    written = weights.new_empty(groups, rows), weights.new_empty(groups, rows)
-    _call("quantkit_ends", (groups, columns // groups, rows), (weights, factors), written)
-    return written
-
-
 def ranges(
-    weights: Tensor, costs: Tensor, tables: Sequence[Tensor], factors: Tensor | None = None
+    weights: Tensor,
+    costs: Tensor,
+    groups: int,
+    bounds: Sequence[float],
+    dropped: Sequence[int],
+    *,
+    symmetric: bool,
+    shares: Sequence[float] = (1.0,),
+    refinements: int = 0,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the best of T grids for each group of columns and each row.
+    """Find the best grid of whole numbers for each group of columns and each row, as described in `ranges.py`.
 
     Args:
-        weights: [K, N], in G groups of as many columns.
+        weights: [K, N], in groups of as many columns.
         costs: [K], of an error in a column.
-        tables: scales, their inverses, and both ends in units of the scale, [T, G, N] each.
+        bounds: smallest and largest scale, smallest and largest code.
+        dropped: bits of a scale's mantissa to round off: with ties to even, then with ties away from zero.
+        symmetric: True without zero points.
+        shares: shares of the whole range to try, the first one first.
+        refinements: number of times that the scale is fitted to the codes.
         factors: [K], of each column; None for 1.
 
     Returns:
-        Number of the best grid [G, N] int64, the scale that is best for its codes (not finite for zeros), and the cost
-        of its errors, [G, N] each.
+        Scale, zero point, and cost of the errors, [groups, N] float32 each.
     """
-    (tries, groups, _), (columns, rows) = tables[0].shape, weights.shape
-    times, shape = weights.new_ones(columns) if factors is None else factors, weights.new_empty(groups, rows)
-    written = torch.empty_like(shape, dtype=torch.int64), shape, torch.empty_like(shape)
-    _call("quantkit_ranges", (groups, columns // groups, rows, tries), (weights, times, costs, *tables), written)
-    return written
+    columns, rows = weights.shape
+    times = weights.new_ones(columns) if factors is None else factors
+    written = tuple(weights.new_empty(groups, rows) for _ in range(3))
+    sizes = (groups, columns // groups, rows, len(shares), refinements, symmetric, *dropped)
+    _call(
+        "quantkit_ranges",
+        sizes,
+        (weights, times, costs, weights.new_tensor(shares), weights.new_tensor(bounds)),
+        written,
+    )
+    return written[0], written[1], written[2]
 
 
 def descend(

@@ -24,7 +24,6 @@ from quantkit.formats.base.blocks import BlockFormat
 from quantkit.formats.base.grid import load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.layout import groups_of
-from quantkit.kernels.cpu import columns as loops
 from quantkit.model.device import one_thread, spread
 from quantkit.passes.solvers import Scaling, device, ranges
 from quantkit.passes.solvers.factor import check_finite
@@ -192,9 +191,8 @@ def _cost(target: Tensor, rows: list[int], scales: Tensor, hessian: Tensor, sche
     if scheme.rows_apart and isinstance(form, IntegerFormat):
         groups = groups_of(columns, scheme)
         if ranges.compiled(form, hessian, columns // groups, target):
-            scale, zero = form.parameters(*loops.ends(target, scales, groups), scheme)
-            tables = ranges.tables(form, scale[None], zero)
-            return float(loops.ranges(target, hessian / scales.square(), tables, scales)[2].double().sum())
+            costs = hessian / scales.square()
+            return float(ranges.looped(target, costs, groups, scheme, factors=scales)[2].double().sum())
     scaled, total = target * scales.unsqueeze(1), 0.0
     for part, original in zip(torch.split(scaled, rows, dim=1), torch.split(target, rows, dim=1), strict=True):
         if scheme.granularity == "tensor":

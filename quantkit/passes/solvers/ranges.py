@@ -14,13 +14,14 @@ numbers are one launch, other formats a few (`kernels/solving/search.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import InputError
 from quantkit.formats import load_format
-from quantkit.formats.base.grid import GridFormat, load_grid
+from quantkit.formats.base.grid import GridFormat, effective, load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.layout import groups_of, tiles
 from quantkit.kernels.cpu import columns as loops
@@ -30,8 +31,8 @@ from quantkit.scheme import WeightScheme
 
 # elements in one piece of work: few calls, and the temporaries still fit into the last-level cache
 _CHUNK = 1 << 17
-# elements in one call of the loops in C, whose tables take half as many
-_LOOPED = 1 << 18
+# elements in one call of the loops in C
+_LOOPED = 1 << 20
 # a program of the kernel takes a whole group: longer groups leave too few programs, and H is a matrix product then
 LONGEST, _LONGEST_BLOCK = 1 << 15, 512
 
@@ -151,6 +152,20 @@ def transposed(
         tries = (search.smallest, search.steps, search.refinements)
         scale, zeros = search_integers(target, importance, length, *ends, *tries, device.precision())
         return scale, None if scheme.symmetric else zeros
+    shares = [search.smallest + (1 - search.smallest) * number / search.steps for number in range(search.steps)]
+    shares = [1.0, *shares, *form.stretches]
+    if compiled(form, importance, length, target):
+
+        def loop(rows: Tensor) -> tuple[Tensor, Tensor | None]:
+            how = {"shares": shares, "refinements": search.refinements}
+            scale, zero, _ = looped(rows, importance, groups, scheme, **how)
+            if wide:
+                return scale, zero
+            return scale.to(effective(scheme)), None if zero is None else zero.to(torch.int8)
+
+        some = target.split(min(-(-columns // threads), max(1, _LOOPED // len(target))), dim=1)
+        scales, zeros = zip(*spread(loop, some, threads), strict=True)
+        return torch.cat(scales, dim=1), None if scheme.symmetric else torch.cat(zeros, dim=1)
     whole = None if isinstance(form, IntegerFormat) else form.global_scale(target.abs().amax(), scheme)
     parts = target.unflatten(0, (groups, length))
     low, high = parts.amin(dim=1), parts.amax(dim=1)
@@ -158,8 +173,7 @@ def transposed(
     if search.steps == search.refinements == 0:
         return scale, zero
     # all groups and grids at once: vectors of one group are so short that calls would take longer than computing
-    shares = [search.smallest + (1 - search.smallest) * number / search.steps for number in range(search.steps)]
-    share = torch.tensor([1.0, *shares, *form.stretches]).to(target.device, non_blocking=True)[:, None, None]
+    share = torch.tensor(shares).to(target.device, non_blocking=True)[:, None, None]
     grids, shifts = form.parameters(low * share, high * share, scheme, whole)
     if at_once:  # one launch, then one launch a refinement
         from quantkit.kernels.solving.search import best_grids
@@ -170,20 +184,6 @@ def transposed(
             tried = form.stored(fitted, scheme, whole).float()
             best, fitted = best_grids(target, importance, length, torch.stack([best, tried]), *book)
         return best.to(grids.dtype), None
-    if compiled(form, importance, length, target):
-        assert isinstance(form, IntegerFormat)
-        dear = target.new_ones(len(target)) if importance is None else importance
-        step = max(1, _LOOPED // len(target))
-
-        def loop(start: int) -> None:
-            rows = slice(start, start + step)
-            zeros = None if shifts is None else shifts[..., rows]
-            scale[:, rows], found = _looped(target[:, rows], dear, scheme, form, search, grids[..., rows], zeros)
-            if zero is not None and found is not None:
-                zero[:, rows] = found
-
-        spread(loop, range(0, columns, step), threads)
-        return scale, zero
     step = columns if device.launched(target) else max(1, _CHUNK // length)
     for group in range(groups):
         costs = None
@@ -206,34 +206,16 @@ def compiled(form: GridFormat, importance: Tensor | None, length: int, target: T
     return by_column and length <= LONGEST and not device.launched(target) and loops.ready() is not None
 
 
-def tables(form: IntegerFormat, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, ...]:
-    """Return scales of some grids [T, G, N], their inverses, and both ends in units of the scale, float32."""
-    wide, shift = scales.float(), 0.0 if zeros is None else zeros.float()
-    low, high = (torch.as_tensor(end - shift, dtype=torch.float32).expand_as(wide) for end in form.ends)
-    return wide, wide.reciprocal(), low, high
-
-
-def _looped(
-    target: Tensor,
-    costs: Tensor,
-    scheme: WeightScheme,
-    form: IntegerFormat,
-    search: Search,
-    scales: Tensor,
-    zeros: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the best of some grids [T, G, N] for all groups of [K, N]; scale and zero [G, N]."""
-    target = target.contiguous()
-    best, fitted, _ = loops.ranges(target, costs, tables(form, scales, zeros))
-    scale, zero = (None if tried is None else tried.gather(0, best[None])[0] for tried in (scales, zeros))
-    assert scale is not None
-    for _ in range(search.refinements):
-        # the best scale for these codes; a group of zeros keeps its scale
-        fitted = torch.where(torch.isfinite(fitted) & (fitted > 0), fitted, scale.float())
-        tried = form.stored(fitted, scheme)
-        best, fitted, _ = loops.ranges(target, costs, tables(form, torch.stack([scale, tried]), zero))
-        scale = torch.where(best == 1, tried, scale)
-    return scale, zero
+def looped(
+    target: Tensor, costs: Tensor | None, groups: int, scheme: WeightScheme, **how: Any
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return scale, zero point and cost [G, N] of groups of [K, N] from the loop in C, in float32; `how` as there."""
+    form = integer_format(scheme)
+    _, bounds, dropped = device.kept_by_bits(scheme)
+    dear = target.new_ones(len(target)) if costs is None else costs
+    given = (groups, (*bounds, *form.ends), dropped)
+    scale, zero, cost = loops.ranges(target, dear, *given, symmetric=scheme.symmetric, **how)
+    return scale, None if scheme.symmetric else zero, cost
 
 
 def _search(
