@@ -224,7 +224,8 @@ def one_thread(of: Tensor | None = None) -> Iterator[int]:
 def spread(work: Callable[[T], V], parts: Iterable[T], threads: int) -> list[V]:
     """Work on each part, on so many threads with one of torch's each; the parts, and so the bits, do not depend on
     them."""
-    if threads == 1:
+    parts = [*parts]
+    if threads == 1 or len(parts) < 2:
         return [work(part) for part in parts]
     return list(_workers(threads, os.getpid()).map(work, parts))
 

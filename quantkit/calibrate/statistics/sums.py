@@ -424,29 +424,22 @@ class InputStats:
             return share
         first, second = self._halves
         assert first is not None and second is not None
-        size = ((first.diagonal() + second.diagonal()) / self.tokens).clamp(min=0).sqrt()
-        size = torch.where(size > 0, size, torch.inf)
+        square = (first.diagonal() + second.diagonal()).clamp(min=0) / self.tokens
+        inverse = torch.where(square > 0, 1 / square, 0.0)
 
-        def panel(left: int) -> tuple[Tensor, Tensor]:
+        def panel(left: int) -> list[Tensor]:
             rows = slice(left, left + step)
-            scale = size[rows].unsqueeze(1) * size[left:]
-            pair = [
-                (half[rows, left:] / count / scale).triu_(1)
-                for half, count in zip((first, second), self._counts, strict=True)
-            ]
-            differing = pair[0].sub_(pair[1]).square_().sum(dim=1).sum()
-            del pair
-            whole = (first[rows, left:] + second[rows, left:]).div_(self.tokens)
-            return differing, whole.div_(scale).triu_(1).square_().sum(dim=1).sum()
+            one, other = first[rows, left:], second[rows, left:]
+            apart, both = (one / self._counts[0]).sub_(other, alpha=1 / self._counts[1]), one + other
+            for part in (apart, both):
+                part[:, :step].triu_(1)
+            return [(part.square_() @ inverse[left:]) @ inverse[rows] for part in (apart, both)]
 
-        step = max(_PANEL, _CACHED // size.numel())
-        with one_thread(size) as threads:
-            found = spread(panel, range(0, size.numel(), step), threads)
-        apart, both = (self.squares.new_zeros(()) for _ in range(2))
-        for differing, whole in found:
-            apart += differing
-            both += whole
-        return torch.where(both > 0, (apart / 4 / both).clamp(max=1.0), 1.0)
+        step = max(_PANEL, _CACHED // len(first))
+        with one_thread(first) as threads:
+            found = spread(panel, range(0, len(first), step), threads)
+        apart, both = (torch.stack(sums).double().sum() for sums in zip(*found, strict=True))
+        return torch.where(both > 0, (apart * self.tokens**2 / 4 / both).clamp(max=1.0), 1.0)
 
 
 def _mirrored(upper: Tensor) -> Tensor:

@@ -168,6 +168,50 @@ API int quantkit_ranges(long groups, long length, long rows, long tries, long re
     return 0;
 }
 
+/* Chooses codes of weights [rows, columns] as `quantkit_choose` does, on grids as of `quantkit_ranges`, for some rows at a
+ * time, which are turned.
+ *
+ * `dear` [columns] are the costs of the search, in the order of the weights. Writes `codes` [rows, columns] and `scales`
+ * and `zeros` [rows, groups]. 1 without memory. */
+API int quantkit_solve(long columns, long rows, long width, long group, long tries, long refinements, long symmetric,
+                       long even, long half, const float *restrict weights, const float *restrict unit,
+                       const long *restrict order, const float *restrict costs, const float *restrict dear,
+                       const float *restrict shares, const float *restrict bounds, signed char *restrict codes,
+                       float *restrict scales, float *restrict zeros, float *restrict cost) {
+    const long groups = columns / group, matrix = columns * ROWS, table = groups * ROWS;
+    float *turned = malloc((size_t)(3 * matrix + 6 * table + columns) * sizeof(float));
+    if (!turned) return 1;
+    float *values = turned + matrix, *errors = values + matrix, *scale = errors + matrix, *zero = scale + table;
+    float *inverse = zero + table, *low = inverse + table, *high = low + table, *paid = high + table;
+    float *ones = paid + table, total[ROWS];
+    int failed = 0;
+    for (long column = 0; column < columns; column++) ones[column] = 1;
+    for (long first = 0; first < rows && !failed; first += ROWS) {
+        const long count = rows - first < ROWS ? rows - first : ROWS;
+        for (long column = 0; column < columns; column++)
+            for (long row = 0; row < ROWS; row++)
+                turned[column * ROWS + row] = row < count ? weights[(first + row) * columns + column] : 0;
+        failed = quantkit_ranges(groups, group, ROWS, tries, refinements, symmetric, even, half, turned, ones, dear,
+                                 shares, bounds, scale, zero, paid);
+        for (long at = 0; at < table; at++)
+            inverse[at] = 1 / scale[at], low[at] = bounds[2] - zero[at], high[at] = bounds[3] - zero[at];
+        failed |= quantkit_choose(columns, ROWS, width, group, unit, order, costs, scale, inverse, low, high, turned,
+                                  values, errors, total);
+        for (long row = 0; row < count; row++) {
+            for (long at = 0; at < groups; at++) {
+                scales[(first + row) * groups + at] = scale[at * ROWS + row];
+                zeros[(first + row) * groups + at] = zero[at * ROWS + row];
+            }
+            for (long column = 0; column < columns; column++)
+                codes[(first + row) * columns + column] =
+                    (signed char)(values[column * ROWS + row] + zero[column / group * ROWS + row]);
+            cost[first + row] = total[row];
+        }
+    }
+    free(turned);
+    return failed;
+}
+
 /* Moves each column to the best place on its grid; its change moves the wishes of the later columns of the block.
  * The block is in one group: `scale`, `inverse`, `low` and `high` are [rows]. */
 API int quantkit_descend(long length, long rows, const float *restrict inside, const float *restrict scale,

@@ -93,13 +93,43 @@ def ranges(
     times = weights.new_ones(columns) if factors is None else factors
     written = tuple(weights.new_empty(groups, rows) for _ in range(3))
     sizes = (groups, columns // groups, rows, len(shares), refinements, symmetric, *dropped)
-    _call(
-        "quantkit_ranges",
-        sizes,
-        (weights, times, costs, weights.new_tensor(shares), weights.new_tensor(bounds)),
-        written,
-    )
+    read = (weights, times, costs, weights.new_tensor(shares), weights.new_tensor(bounds))
+    _call("quantkit_ranges", sizes, read, written)
     return written[0], written[1], written[2]
+
+
+def solve(
+    weights: Tensor,
+    unit: Tensor,
+    order: Tensor,
+    costs: Tensor,
+    dear: Tensor,
+    group: int,
+    bounds: Sequence[float],
+    dropped: Sequence[int],
+    *,
+    symmetric: bool,
+    shares: Sequence[float],
+    refinements: int,
+) -> tuple[Tensor, ...]:
+    """Choose codes as `choose` does, on grids as of `ranges`, whose arguments these are.
+
+    Args:
+        weights: [N, K].
+        dear: [K], costs of the search for grids, in the order of the weights.
+
+    Returns:
+        Codes [N, K] int8, scales and zero points [N, K / group] float32, and the cost of every row [N].
+    """
+    rows, columns = weights.shape
+    written = (
+        weights.new_empty(rows, columns, dtype=torch.int8),
+        *(weights.new_empty(rows, *more) for more in ((columns // group,), (columns // group,), ())),
+    )
+    sizes = (columns, rows, unit.shape[1], group, len(shares), refinements, symmetric, *dropped)
+    read = (weights, unit, order, costs, dear, weights.new_tensor(shares), weights.new_tensor(bounds))
+    _call("quantkit_solve", sizes, read, written)
+    return written
 
 
 def descend(
@@ -117,7 +147,7 @@ def descend(
 
 
 def _call(name: str, sizes: Sequence[int], read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-    """Call a function on float32 (places: int64) tensors; those that it writes are contiguous.
+    """Call a function on float32 (orders: int64, codes: int8) tensors; those that it writes are contiguous.
 
     Raises MemoryError.
     """

@@ -192,7 +192,7 @@ def _cost(target: Tensor, rows: list[int], scales: Tensor, hessian: Tensor, sche
         groups = groups_of(columns, scheme)
         if ranges.compiled(form, hessian, columns // groups, target):
             costs = hessian / scales.square()
-            return float(ranges.looped(target, costs, groups, scheme, factors=scales)[2].double().sum())
+            return float(ranges.looped(target, costs, groups, form, scheme, factors=scales)[2].double().sum())
     scaled, total = target * scales.unsqueeze(1), 0.0
     for part, original in zip(torch.split(scaled, rows, dim=1), torch.split(target, rows, dim=1), strict=True):
         if scheme.granularity == "tensor":

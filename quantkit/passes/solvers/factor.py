@@ -133,9 +133,9 @@ def factor(
     del hessian
     order = _falling(diagonal, together) if act_order else torch.arange(len(diagonal))
     backwards = order.flip(0)
-    turned = torch.empty_like(damped, memory_format=torch.contiguous_format).mT
+    turned = torch.empty_like(damped, memory_format=torch.contiguous_format)
     for times in range(ATTEMPTS):
-        _turn(damped, backwards, turned.mT, 1.0 if whole else 1 - shrink)  # by column, as a Cholesky in place wants it
+        _turn(damped, backwards, turned, 1.0 if whole else 1 - shrink)
         share = raised_damping(damping, times)
         added = torch.zeros_like(diagonal)
         added += share * mean
@@ -143,13 +143,12 @@ def factor(
         added[diagonal <= 0] += mean
         turned.diagonal().copy_((diagonal + added)[backwards])
         if not factorize(turned) and bool(torch.isfinite(turned.diagonal()).all()):
-            _reverse(turned.mT.view(-1))
+            _reverse(turned.view(-1))
             pivots = turned.diagonal().clone()
             unit, costs = turned.div_(pivots), diagonal + added
             if whole:
                 damped.diagonal().copy_(costs)
                 return Factor(damped, order, unit, pivots.square(), share, times)
-            unit = _transposed(unit.mT)  # by row, as compiled loops read it
             solved = Factor(damped.new_empty(0, 0), order, unit, pivots.square(), share, times)
             return replace(solved, laid=(costs, solved.importance))
     raise no_factor(f"up to {share:g}", where)
@@ -163,7 +162,9 @@ def factorize(matrix: Tensor) -> int:
     info = torch.empty((), dtype=torch.int32)
     with one_thread() as threads:
         if len(matrix) <= 2 * _PANEL:
-            torch.linalg.cholesky_ex(matrix, out=(matrix, info))
+            by_row = matrix.is_contiguous()  # in place by column, where that is the upper factor
+            place = matrix.mT if by_row else matrix
+            torch.linalg.cholesky_ex(place, upper=by_row, out=(place, info))
             return int(info)
         for start in range(0, len(matrix), _PANEL):
             own = slice(start, start + _PANEL)
@@ -210,20 +211,6 @@ def _reverse(values: Tensor) -> None:
         back.copy_(kept)
 
     _apart(pair, range(0, count // 2, step), values)
-
-
-def _transposed(matrix: Tensor) -> Tensor:
-    """Transpose [K, K] in place."""
-
-    def panel(left: int) -> None:
-        rows, after = slice(left, left + _PANEL), slice(left + _PANEL, None)
-        matrix[rows, rows] = matrix[rows, rows].T.clone()
-        kept = matrix[rows, after].clone()
-        matrix[rows, after] = matrix[after, rows].T
-        matrix[after, rows] = kept.T
-
-    _apart(panel, range(0, len(matrix), _PANEL), matrix)
-    return matrix
 
 
 def _apart(work: Callable[[T], None], parts: Sequence[T], of: Tensor) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, islice
 from typing import Any, Literal
 
@@ -125,10 +126,13 @@ def gptq_shared(
     if not isinstance(hessian, Factor):
         hessian = factor(hessian, damping=damping, shrink=shrink, act_order=act_order, together=together(form))
     solved, rows, columns = hessian, [weight.shape[0] for weight in weights], weights[0].shape[1]
-    apart = scheme.rows_apart and isinstance(form, IntegerFormat) and outputs is None
-    if apart and not device.launched(weights[0]) and (len(rows) > 1 or _step(rows[0], columns) < rows[0]):
-        how: dict[str, Any] = {"range": range, "sweeps": sweeps, "refit": refit, "neighbours": neighbours}
-        return _in_pieces(weights, solved, scheme, **how)
+    if scheme.rows_apart and isinstance(form, IntegerFormat) and outputs is None and not device.launched(weights[0]):
+        length = columns // groups_of(columns, scheme)
+        if not sweeps and neighbours is None and length <= ranges.LONGEST and loops.ready() is not None:
+            return _in_pieces(weights, partial(_at_once, solved=solved, form=form, scheme=scheme, kind=range))
+        if len(rows) > 1 or _step(rows[0], columns) < rows[0]:
+            how: dict[str, Any] = {"range": range, "sweeps": sweeps, "refit": refit, "neighbours": neighbours}
+            return _in_pieces(weights, lambda piece: gptq(piece, solved, scheme, **how))
     largest = max(8 * count**2 + 20 * count * columns for count in rows) if outputs is not None else 0
     if outputs is not None and len(rows) > 1 and scheme.rows_apart and 2 * largest > _AT_ONCE:
         # curvatures fill the memory, so one weight is solved after another
@@ -194,18 +198,28 @@ def _step(rows: int, columns: int) -> int:
     return max(_ROWS, -(-rows // (count * _ROWS)) * _ROWS)
 
 
-def _in_pieces(weights: Sequence[Tensor], solved: Factor, scheme: WeightScheme, **how: Any) -> list[GptqResult]:
+def _in_pieces(weights: Sequence[Tensor], solve: Callable[[Tensor], GptqResult]) -> list[GptqResult]:
     """Choose the codes of weights whose rows are independent, some rows at a time and a thread."""
-    cut = [weight.split(_step(*weight.shape)) for weight in weights]
+    cut, found = [weight.split(_step(*weight.shape)) for weight in weights], []
     with one_thread(weights[0]) as threads:
-        pieces = [piece for parts in cut for piece in parts]
-        results = iter(spread(lambda piece: gptq(piece, solved, scheme, **how), pieces, min(threads, _PIECES)))
-    found = []
+        results = iter(spread(solve, [piece for parts in cut for piece in parts], min(threads, _PIECES)))
     for parts in cut:
         own = [*islice(results, len(parts))]
         costs = torch.cat([part.costs for part in own])
         found.append(replace(own[0], tensor=joined([part.tensor for part in own]), costs=costs))
     return found
+
+
+def _at_once(weight: Tensor, solved: Factor, form: IntegerFormat, scheme: WeightScheme, kind: Range) -> GptqResult:
+    """Choose whole numbers of independent rows by one call in C, grids included."""
+    columns = weight.shape[1]
+    search = ranges.Search(steps=0, refinements=0) if kind == "minmax" else ranges.Search()
+    dear = solved.diagonal if kind == "hessian" else torch.ones(columns)
+    given = (loops.laid(solved.unit), solved.order, solved.pivots, dear, columns // groups_of(columns, scheme))
+    how: dict[str, Any] = {"symmetric": scheme.symmetric, "shares": search.shares, "refinements": search.refinements}
+    codes, scale, zero, costs = loops.solve(weight.float(), *given, *ranges.bounds(form, scheme), **how)
+    tensor = QuantTensor(codes, scale.to(effective(scheme)), None if scheme.symmetric else zero.to(torch.int8), scheme)
+    return GptqResult(tensor, solved.damping, solved.raised, costs)
 
 
 @dataclass(frozen=True)

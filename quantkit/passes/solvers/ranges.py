@@ -48,6 +48,11 @@ class Search:
     steps: int = 5
     refinements: int = 1
 
+    @property
+    def shares(self) -> list[float]:
+        """Shares of the whole range to try, the whole one first."""
+        return [1.0, *(self.smallest + (1 - self.smallest) * number / self.steps for number in range(self.steps))]
+
 
 def integer_format(scheme: WeightScheme) -> IntegerFormat:
     """Return the scheme's format if it is a uniform integer one. Raises InputError (`format-not-integer`)."""
@@ -152,13 +157,12 @@ def transposed(
         tries = (search.smallest, search.steps, search.refinements)
         scale, zeros = search_integers(target, importance, length, *ends, *tries, device.precision())
         return scale, None if scheme.symmetric else zeros
-    shares = [search.smallest + (1 - search.smallest) * number / search.steps for number in range(search.steps)]
-    shares = [1.0, *shares, *form.stretches]
     if compiled(form, importance, length, target):
+        assert isinstance(form, IntegerFormat)
 
         def loop(rows: Tensor) -> tuple[Tensor, Tensor | None]:
-            how = {"shares": shares, "refinements": search.refinements}
-            scale, zero, _ = looped(rows, importance, groups, scheme, **how)
+            how = {"shares": search.shares, "refinements": search.refinements}
+            scale, zero, _ = looped(rows, importance, groups, form, scheme, **how)
             if wide:
                 return scale, zero
             return scale.to(effective(scheme)), None if zero is None else zero.to(torch.int8)
@@ -173,7 +177,7 @@ def transposed(
     if search.steps == search.refinements == 0:
         return scale, zero
     # all groups and grids at once: vectors of one group are so short that calls would take longer than computing
-    share = torch.tensor(shares).to(target.device, non_blocking=True)[:, None, None]
+    share = torch.tensor([*search.shares, *form.stretches]).to(target.device, non_blocking=True)[:, None, None]
     grids, shifts = form.parameters(low * share, high * share, scheme, whole)
     if at_once:  # one launch, then one launch a refinement
         from quantkit.kernels.solving.search import best_grids
@@ -207,15 +211,18 @@ def compiled(form: GridFormat, importance: Tensor | None, length: int, target: T
 
 
 def looped(
-    target: Tensor, costs: Tensor | None, groups: int, scheme: WeightScheme, **how: Any
+    target: Tensor, costs: Tensor | None, groups: int, form: IntegerFormat, scheme: WeightScheme, **how: Any
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return scale, zero point and cost [G, N] of groups of [K, N] from the loop in C, in float32; `how` as there."""
-    form = integer_format(scheme)
-    _, bounds, dropped = device.kept_by_bits(scheme)
     dear = target.new_ones(len(target)) if costs is None else costs
-    given = (groups, (*bounds, *form.ends), dropped)
-    scale, zero, cost = loops.ranges(target, dear, *given, symmetric=scheme.symmetric, **how)
+    scale, zero, cost = loops.ranges(target, dear, groups, *bounds(form, scheme), symmetric=scheme.symmetric, **how)
     return scale, None if scheme.symmetric else zero, cost
+
+
+def bounds(form: IntegerFormat, scheme: WeightScheme) -> tuple[list[float], list[int]]:
+    """Return the ends of scales and codes, and the bits of a scale to round off, as the loops in C take them."""
+    _, ends, dropped = device.kept_by_bits(scheme)
+    return [*ends, *form.ends], dropped
 
 
 def _search(
