@@ -88,6 +88,7 @@ class Gptq(Pass):
     def run(self, block: Block, stats: Stats, settings: Settings) -> Outcome:
         """Assign codes to every linear of the block, stage by stage."""
         from quantkit.formats.base.grid import load_grid
+        from quantkit.model.device import one_thread, spread
         from quantkit.passes.assign import assign
         from quantkit.passes.solvers.correction import ridged
         from quantkit.passes.solvers.factor import factor, raised_damping
@@ -169,10 +170,12 @@ class Gptq(Pass):
                     if name not in stats.gradients:  # an expert
                         reason = "no token of the sequences with gradients reaches it"
                         outcome.note(self.name, UNGRADED, block.full_name(name), reason, settings.gradients, 0)
-                for name, (tensor, costs) in zip(names, results, strict=True):
-                    if drifted:  # the cost of the codes shows whether there was a second factor
-                        stats.doubt(costs, whole.name, again=True)
-                    outcome.errors[name] = assign(block, name, tensor)
+                for _, costs in results if drifted else ():  # their cost shows whether there was a second factor
+                    stats.doubt(costs, whole.name, again=True)
+                with one_thread(weights[0]) as threads:
+                    given = [(name, tensor) for name, (tensor, _) in zip(names, results, strict=True)]
+                    errors = spread(lambda one: assign(block, *one), given, threads)
+                outcome.errors |= dict(zip(names, errors, strict=True))
 
         measured = {"noise": settings.shrink == "auto", "drift": settings.correction > 0, "moments": False}
         stats.staged(visit, **measured, quantized=True)

@@ -444,11 +444,15 @@ class InputStats:
 
 def _mirrored(upper: Tensor) -> Tensor:
     """Copy the upper triangle of [K, K] to the lower one, in place."""
-    for left in range(0, len(upper), _PANEL):
+
+    def panel(left: int) -> None:
         rows, after = slice(left, left + _PANEL), slice(left + _PANEL, None)
         corner = upper[rows, rows].triu()
         upper[rows, rows] = corner.add_(corner.triu(1).T)
         upper[after, rows] = upper[rows, after].T
+
+    with one_thread(upper) as threads:
+        spread(panel, range(0, len(upper), _PANEL), threads)
     return upper
 
 

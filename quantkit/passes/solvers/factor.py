@@ -20,6 +20,8 @@ from quantkit.model.device import one_thread, spread
 ATTEMPTS = 6
 # rows and columns of a block of a large matrix
 _PANEL = 512
+# rows of it below a block that a thread takes
+_ROWS = 256
 T = TypeVar("T")
 
 
@@ -173,17 +175,17 @@ def factorize(matrix: Tensor) -> int:
                 break
             matrix[own, own] = corner
             matrix[own, own.stop :] = 0
-            below = [slice(at, at + _PANEL) for at in range(start + _PANEL, len(matrix), _PANEL)]
+            below = [slice(at, min(at + _ROWS, len(matrix))) for at in range(own.stop, len(matrix), _ROWS)]
 
             def solve(rows: slice, own: slice = own, corner: Tensor = corner) -> None:
                 matrix[rows, own] = torch.linalg.solve_triangular(corner.T, matrix[rows, own], upper=True, left=False)
 
-            def update(part: tuple[slice, slice], own: slice = own) -> None:
-                rows, columns = part
+            def update(rows: slice, own: slice = own) -> None:
+                columns = slice(own.stop, rows.stop)
                 matrix[rows, columns].addmm_(matrix[rows, own], matrix[columns, own].T, alpha=-1)
 
             spread(solve, below, threads)
-            spread(update, [(rows, columns) for at, rows in enumerate(below) for columns in below[: at + 1]], threads)
+            spread(update, below[::-1], threads)  # the longest first
     return int(info)
 
 
