@@ -173,8 +173,8 @@ class Gptq(Pass):
                 for _, costs in results if drifted else ():  # their cost shows whether there was a second factor
                     stats.doubt(costs, whole.name, again=True)
                 with one_thread(weights[0]) as threads:
-                    given = [(name, tensor) for name, (tensor, _) in zip(names, results, strict=True)]
-                    errors = spread(lambda one: assign(block, *one), given, threads)
+                    pairs = [(name, tensor) for name, (tensor, _) in zip(names, results, strict=True)]
+                    errors = spread(lambda pair: assign(block, *pair), pairs, threads)
                 outcome.errors |= dict(zip(names, errors, strict=True))
 
         measured = {"noise": settings.shrink == "auto", "drift": settings.correction > 0, "moments": False}

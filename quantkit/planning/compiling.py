@@ -55,10 +55,9 @@ SCORED_TOGETHER, LONG, LONG_SEQUENCES = 4, 2048, 4
 WHOLE = 640 * 2**20
 # positions of which logits are taken at a time, as in `model/streaming/answers.py`
 _PULLED = 128
-# logits of one model in memory at one time; bytes from which on hidden states are kept in a file
-_LOGITS, _ON_DISK = 1 << 23, 1 << 30
-# live tensors of a scoring forward's widest activation
-_FORWARD = 4
+# logits of one model in memory at one time; bytes from which on hidden states are kept in a file; live tensors of a
+# scoring forward's widest activation
+_LOGITS, _ON_DISK, _FORWARD = 1 << 23, 1 << 30, 4
 # weights that a thread chooses codes of, such threads, and copies of the weights meanwhile: `passes/solvers/gptq.py`
 _PIECE, _PIECES, _COPIES, _AT_ONCE = 1 << 21, 8, 7, 4 << 30
 # kernels in bfloat16 that oneDNN keeps, each of one number of tokens, and bytes of one
@@ -474,9 +473,8 @@ def _solving_head(spec: CompileSpec) -> float:
     """Return the bytes of the head's solve: it is read as stored, in floats for each stream, and coded in pieces."""
     head, streams = spec.architecture.head, (1 + spec.corrected) * spec.solving
     count = float(head.N * head.K) if head is not None and head.name in spec.schemes else 0.0
-    return (_width(spec.architecture) + 4.0 * streams + 1) * count + _COPIES * 4.0 * min(
-        count, _PIECE * min(machine.cores(), _PIECES)
-    )
+    at_once = min(count, _PIECE * min(machine.cores(), _PIECES))
+    return (_width(spec.architecture) + 4.0 * streams + 1) * count + _COPIES * 4.0 * at_once
 
 
 def _grading(spec: CompileSpec) -> dict[str, float]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from quantkit import machine
 from quantkit.content import names
 from quantkit.errors import InputError
 from quantkit.model.sizes import configs
@@ -152,10 +153,11 @@ def test_a_solve_with_gradients(outputs: int, inputs: int, count: int, peak: flo
     assert (found - 4 * inputs**2 - 4 * count * outputs * inputs) / 1e6 == pytest.approx(peak, rel=0.15)
 
 
-def test_a_head_with_codes_is_the_widest_solve() -> None:
-    """1,503 MB of SmolLM2-135M by `int4-cpu` were resident while its head was solved; 899 were forecast once."""
+def test_a_head_with_codes_is_the_widest_solve(monkeypatch) -> None:
+    """1,353 MB of SmolLM2-135M by `int4-cpu` were resident while its head was solved, on two threads."""
+    monkeypatch.setattr(machine, "cores", lambda: 2)
     found = predict(described(configs.read("smollm2-135m"), Recipe.load("int4-cpu", ["calibration.samples=8"])))
-    assert found.memory["quantize"] == pytest.approx(1503e6, rel=0.06)
+    assert found.memory["quantize"] == pytest.approx(1353e6, rel=0.06)
     small = spec("gptq-int4", "keep=[]", layers=1)
     head = held(small)["quantize"]["solve"]
     assert head == (4 + 4 + 1 + 7 * 4) * 1000 * HIDDEN

@@ -218,10 +218,8 @@ class Stats:
             def visit(group: SharedInput, seen: InputStats) -> None:
                 for finished in taken.values():  # one at a time
                     finished()
-                if beside:
-                    taken[group.name] = lane.submit(torch.no_grad()(of), seen).result
-                else:
-                    taken[group.name] = partial(lambda result: result, of(seen))
+                later = lane.submit(torch.no_grad()(of), seen).result if beside else None
+                taken[group.name] = later or partial(lambda result: result, of(seen))
 
             stats.staged(visit, whole=False, **measured)
         self.outputs = None

@@ -239,8 +239,8 @@ class InputStats:
         # in pieces that fit the cache; torch.aminmax takes ten times as long across rows
         pieces = zip(flat.split(_ROWS), weighed.split(_ROWS), strict=True) if flat.shape[0] else ()
         with one_thread(flat) as threads:
-            found = spread(summed, pieces, threads)
-        for squared, added, least, most in found:
+            partial_sums = spread(summed, pieces, threads)
+        for squared, added, least, most in partial_sums:
             squares += squared
             total += added
             torch.minimum(low, least, out=low)
@@ -437,8 +437,8 @@ class InputStats:
 
         step = max(_PANEL, _CACHED // len(first))
         with one_thread(first) as threads:
-            found = spread(panel, range(0, len(first), step), threads)
-        apart, both = (torch.stack(sums).double().sum() for sums in zip(*found, strict=True))
+            pairs = spread(panel, range(0, len(first), step), threads)
+        apart, both = (torch.stack(sums).double().sum() for sums in zip(*pairs, strict=True))
         return torch.where(both > 0, (apart * self.tokens**2 / 4 / both).clamp(max=1.0), 1.0)
 
 

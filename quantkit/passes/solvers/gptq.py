@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +36,13 @@ from quantkit.formats.base.blocks import BlockFormat, BlockGrid
 from quantkit.formats.base.grid import GridFormat, effective, load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.formats.base.lattice import LatticeFormat
-from quantkit.formats.base.layout import by_row, groups_of
-from quantkit.formats.base.scaled import ScaledFormat
+from quantkit.formats.base.layout import groups_of
 from quantkit.kernels.cpu import columns as loops
 from quantkit.model.device import one_thread, spread
 from quantkit.passes.solvers import blocks, device, lattice, ranges, unsaturated
 from quantkit.passes.solvers.factor import Factor, factor
+from quantkit.passes.solvers.gptq_grid import CodeGrid, Range, inverted, placed
 from quantkit.scheme import WeightScheme
-
-Range = Literal["minmax", "mse", "hessian"]
 
 # columns chosen one by one before the others are updated; small enough that a block stays in the cache
 _BLOCK = 32
@@ -60,7 +58,6 @@ _BANDS, _STEP = 32, 16
 # bands of rows that descend in turns: the first number in which rows of a band are coupled by no more than this (the
 # largest eigenvalue of their correlations, after steps of the power method; 1: not at all)
 _TURNS, _COUPLED, _POWERS = (1, 2, 4, 8), 1.6, 8
-_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -159,11 +156,11 @@ def gptq_shared(
                 target = target - block.offset.T.repeat_interleave(group, dim=0)
         elif neighbours is None:
             lots = [sum(rows)] if form.shares_scale(scheme) else rows
-            scale, zero = _place(target, lots, group, scheme, solved, range, threads)
+            scale, zero = placed(target, lots, group, scheme, solved, range, threads)
         else:
             scale = unsaturated.scales(target, neighbours, solved.diagonal)[None]
         coarse = None if block is None or block.super_blocks is None else block.super_blocks.d
-        grid = _Grid(form, scheme, group, scale, zero, coarse)
+        grid = CodeGrid(form, scheme, group, scale, zero, coarse)
         refit = refit and isinstance(form, IntegerFormat | BlockFormat) and group <= 64
         refit = refit and scheme.granularity in ("group", "channel")
         if outputs is not None:
@@ -183,11 +180,11 @@ def gptq_shared(
             block = blocks.rescaled(block, form, scale)
             tensors = split_rows(form.on(form.coded(codes.T.contiguous()), block, scheme), rows)
         elif scheme.rows_apart:
-            tensors = split_rows(_tensor(codes, grid, whole), rows)
+            tensors = split_rows(grid.tensor(codes, whole), rows)
         else:
             shifts = [None] * len(rows) if zero is None else zero.split(rows, dim=1)
             parts = zip(codes.split(rows, dim=1), scale.split(rows, dim=1), shifts, strict=True)
-            tensors = [_tensor(part, replace(grid, scale=own, zero=shift), whole) for part, own, shift in parts]
+            tensors = [replace(grid, scale=own, zero=shift).tensor(part, whole) for part, own, shift in parts]
         results = zip(tensors, errors.split(rows), strict=True)
         return [GptqResult(tensor, solved.damping, solved.raised, costs) for tensor, costs in results]
 
@@ -200,14 +197,14 @@ def _step(rows: int, columns: int) -> int:
 
 def _in_pieces(weights: Sequence[Tensor], solve: Callable[[Tensor], GptqResult]) -> list[GptqResult]:
     """Choose the codes of weights whose rows are independent, some rows at a time and a thread."""
-    cut, found = [weight.split(_step(*weight.shape)) for weight in weights], []
+    cut, whole = [weight.split(_step(*weight.shape)) for weight in weights], []
     with one_thread(weights[0]) as threads:
         results = iter(spread(solve, [piece for parts in cut for piece in parts], min(threads, _PIECES)))
     for parts in cut:
         own = [*islice(results, len(parts))]
         costs = torch.cat([part.costs for part in own])
-        found.append(replace(own[0], tensor=joined([part.tensor for part in own]), costs=costs))
-    return found
+        whole.append(replace(own[0], tensor=joined([part.tensor for part in own]), costs=costs))
+    return whole
 
 
 def _at_once(weight: Tensor, solved: Factor, form: IntegerFormat, scheme: WeightScheme, kind: Range) -> GptqResult:
@@ -215,75 +212,11 @@ def _at_once(weight: Tensor, solved: Factor, form: IntegerFormat, scheme: Weight
     columns = weight.shape[1]
     search = ranges.Search(steps=0, refinements=0) if kind == "minmax" else ranges.Search()
     dear = solved.diagonal if kind == "hessian" else torch.ones(columns)
-    given = (loops.laid(solved.unit), solved.order, solved.pivots, dear, columns // groups_of(columns, scheme))
+    solver = (loops.laid(solved.unit), solved.order, solved.pivots, dear, columns // groups_of(columns, scheme))
     how: dict[str, Any] = {"symmetric": scheme.symmetric, "shares": search.shares, "refinements": search.refinements}
-    codes, scale, zero, costs = loops.solve(weight.float(), *given, *ranges.bounds(form, scheme), **how)
+    codes, scale, zero, costs = loops.solve(weight.float(), *solver, *ranges.bounds(form, scheme), **how)
     tensor = QuantTensor(codes, scale.to(effective(scheme)), None if scheme.symmetric else zero.to(torch.int8), scheme)
     return GptqResult(tensor, solved.damping, solved.raised, costs)
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """Grid of the codes: scale, updated by a descent, and zero [G, N] float32; `coarse`: super-scales [N, S]."""
-
-    form: GridFormat
-    scheme: WeightScheme
-    group: int
-    scale: Tensor
-    zero: Tensor | None
-    coarse: Tensor | None
-
-    def launch(self, target: Tensor) -> tuple[Any, ...]:
-        """Return the grid as the kernels take it, from scales to the ends."""
-        zero = None if self.zero is None else self.zero.contiguous()
-        return self.scale, zero, *device.table(self.form, target.device), self.form.low, self.form.high
-
-    def snap(self) -> Callable[..., object]:
-        """Return a function of units [N], a tensor for the nearest values of the grid, and their `ends`.
-
-        `form.snap` in units of the scale, without temporaries, with middles looked up beforehand.
-        """
-        form = self.form
-        values = form.element.codebook() if isinstance(form, ScaledFormat) else None
-        if values is not None and bool((values.diff() > 0).all()):
-            middles = (values[1:] + values[:-1]) / 2
-            return lambda units, out, *_: torch.index_select(values, 0, torch.bucketize(units, middles), out=out)
-        if self._clamps:
-            return lambda units, out, low, high: torch.clamp(units.round_(), low, high, out=out)
-        return lambda units, out, zero=None: out.copy_(form.snap(units, zero))
-
-    @property
-    def _clamps(self) -> bool:
-        form = self.form
-        return isinstance(form, IntegerFormat) or (isinstance(form, BlockFormat) and form.codebook() is None)
-
-    def ends(self) -> list[Tensor]:
-        """Return the last arguments of `snap`, each [G, N]: both ends of the grid; else the zero points, if any."""
-        zero = [] if self.zero is None else [self.zero]
-        if not self._clamps:
-            return zero
-        low, high = (torch.full_like(self.scale, end) for end in (self.form.low, self.form.high))
-        return [low - zero[0], high - zero[0]] if zero else [low, high]
-
-    def compiled(self, target: Tensor) -> bool:
-        """Tell whether the loops over columns run in C: clamped integers on a CPU, and a C compiler."""
-        clamped = self._clamps and self.points is None and not device.launched(target)
-        return clamped and loops.ready() is not None
-
-    def tables(self) -> tuple[Tensor, ...]:
-        """Return scales, their inverses, and `ends`, [G, N] each."""
-        return self.scale, _inverse(self.scale), *self.ends()
-
-    @property
-    def points(self) -> LatticeFormat | None:
-        """Return the format if neighbouring columns are chosen together."""
-        return self.form if isinstance(self.form, LatticeFormat) else None
-
-    def of(self, rows: slice | Tensor) -> _Grid:
-        """Return the grid of some rows."""
-        zero, coarse = self.zero, self.coarse
-        zero, coarse = (None if zero is None else zero[:, rows]), (None if coarse is None else coarse[rows])
-        return replace(self, scale=self.scale[:, rows], zero=zero, coarse=coarse)
 
 
 def together(form: GridFormat) -> int:
@@ -291,45 +224,8 @@ def together(form: GridFormat) -> int:
     return form.unit if isinstance(form, LatticeFormat) else 1
 
 
-def _tensor(units: Tensor, grid: _Grid, whole: Tensor | None) -> QuantTensor:
-    """Make a `QuantTensor` of values in units of their scale [K, N]; `whole`: the global scale, if any."""
-    form, scheme, scale, zero = grid.form, grid.scheme, grid.scale, grid.zero
-    if device.launched(units) and isinstance(form, IntegerFormat) and scheme.rows_apart:
-        from quantkit.kernels.solving.stored import integers
-
-        stored, scales, zeros = integers(units, scale, zero, effective(scheme), grid.group)
-        return QuantTensor(stored, scales, None if zero is None else zeros, scheme)
-    # rows that share a scale have equal ones
-    stride = {"tensor": scale.shape[1], "block": grid.group}.get(scheme.granularity, 1)
-    scales = scale.T[::stride].contiguous().to(effective(scheme))
-    zeros = None if zero is None else zero.T[::stride].contiguous().to(torch.int8)
-    if isinstance(form, IntegerFormat):
-        codes = units if zero is None else zero.repeat_interleave(grid.group, dim=0).add_(units)
-        return QuantTensor(codes.to(torch.int8).T.contiguous(), scales, zeros, scheme)
-    values = units * scale.repeat_interleave(grid.group, dim=0)[: units.shape[0]]
-    return form.nearest(values.T.contiguous(), scales, zeros, scheme, whole)
-
-
-def _place(
-    target: Tensor, rows: list[int], group: int, scheme: WeightScheme, solved: Factor, kind: Range, threads: int
-) -> tuple[Tensor, Tensor | None]:
-    """Return effective scale and zero [G, N] float32 of weights with these `rows`, side by side in target [K, N]."""
-    search = ranges.Search(steps=0, refinements=0) if kind == "minmax" else ranges.Search()
-    importance = solved.diagonal.contiguous() if kind == "hessian" else None
-    if scheme.granularity not in ("tensor", "block"):
-        scale, zero = ranges.transposed(target, group, scheme, importance, search, True, threads)
-        return scale.float(), None if zero is None else zero.float()
-    scales, zeros = [], []
-    for part in torch.split(target, rows, dim=1):
-        scale, zero = ranges.searched(part.T, scheme, importance, search)
-        scales.append(by_row(scale.float(), part.shape[1], scheme).T)
-        if zero is not None:
-            zeros.append(by_row(zero.float(), part.shape[1], scheme).T)
-    return torch.cat(scales, dim=1), torch.cat(zeros, dim=1) if zeros else None
-
-
 def _choose(
-    target: Tensor, solved: Factor, grid: _Grid, neighbours: Tensor | None, threads: int
+    target: Tensor, solved: Factor, grid: CodeGrid, neighbours: Tensor | None, threads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return values in units of the scale [K, N], the cost of every row [N], and `D` [K, N], in the weights' order."""
     columns, rows = target.shape
@@ -348,7 +244,7 @@ def _choose(
     columnwise = solved.unit.mT.contiguous().mT
     beside = None if neighbours is None else back[neighbours[solved.order]].tolist()
     groups = (solved.order // grid.group).tolist()
-    inverse, steps = _inverse(grid.scale).unbind(0), grid.scale.unbind(0)
+    inverse, steps = inverted(grid.scale).unbind(0), grid.scale.unbind(0)
     snap, ends = grid.snap(), [*zip(*grid.ends(), strict=True)] or [()] * len(steps)
     form = grid.points
     codes, delta = torch.empty_like(ordered), torch.empty_like(ordered)
@@ -401,7 +297,7 @@ def _looped(
 def _by_inputs(
     target: Tensor,
     solved: Factor,
-    grid: _Grid,
+    grid: CodeGrid,
     neighbours: Tensor | None,
     sweeps: int,
     refit: bool,
@@ -415,7 +311,7 @@ def _by_inputs(
 def _by_outputs(
     target: Tensor,
     solved: Factor,
-    grid: _Grid,
+    grid: CodeGrid,
     sweeps: int,
     refit: bool,
     by: Callable[[], Factor | None],
@@ -442,7 +338,7 @@ def _by_outputs(
 
 
 def _choose_by_rows(
-    target: Tensor, solved: Factor, grid: _Grid, outputs: Factor, threads: int
+    target: Tensor, solved: Factor, grid: CodeGrid, outputs: Factor, threads: int
 ) -> tuple[Tensor, Tensor]:
     """Return values and `D` as `_choose`, of one weight; a band of rows also compensates errors of those before it.
 
@@ -515,13 +411,8 @@ def _choose_by_rows(
     return codes, delta
 
 
-def _inverse(scale: Tensor) -> Tensor:
-    """Invert scales; zero, the scale of a group of zeros, is raised to the smallest number."""
-    return scale.clamp(min=_TINY).reciprocal() if bool((scale >= 0).all()) else torch.where(scale == 0, 0.0, 1 / scale)
-
-
 def _descend(
-    target: Tensor, codes: Tensor, delta: Tensor, hessian: Tensor, grid: _Grid, sweeps: int, refit: bool
+    target: Tensor, codes: Tensor, delta: Tensor, hessian: Tensor, grid: CodeGrid, sweeps: int, refit: bool
 ) -> Tensor:
     """Run coordinate descent on codes, and on scales if `refit`, in place; returns the cost of every row [N]."""
     if device.launched(target) and device.known(grid.form):
@@ -561,7 +452,7 @@ def _descend(
             # the best change of every column's error: -gradient / curvature
             wish = local / hessian.diagonal()[block].unsqueeze(1)
             inside = pull[block, block]
-            inverse = _inverse(scale[place])
+            inverse = inverted(scale[place])
             size = 1 if points is None else points.length
             if points is not None:
                 for offset in range(0, length, size):
@@ -590,7 +481,14 @@ def _descend(
 
 
 def _descend_by_rows(
-    target: Tensor, codes: Tensor, delta: Tensor, hessian: Tensor, grid: _Grid, sweeps: int, refit: bool, curve: Tensor
+    target: Tensor,
+    codes: Tensor,
+    delta: Tensor,
+    hessian: Tensor,
+    grid: CodeGrid,
+    sweeps: int,
+    refit: bool,
+    curve: Tensor,
 ) -> None:
     """Run `_descend` on bands of rows in turns, in place; a band answers for the errors of all rows.
 

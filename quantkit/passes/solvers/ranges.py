@@ -168,7 +168,8 @@ def transposed(
             return scale.to(effective(scheme)), None if zero is None else zero.to(torch.int8)
 
         some = target.split(min(-(-columns // threads), max(1, _LOOPED // len(target))), dim=1)
-        scales, zeros = zip(*spread(loop, some, threads), strict=True)
+        parts = spread(loop, some, threads) if threads > 1 else map(loop, some)
+        scales, zeros = zip(*parts, strict=True)
         return torch.cat(scales, dim=1), None if scheme.symmetric else torch.cat(zeros, dim=1)
     whole = None if isinstance(form, IntegerFormat) else form.global_scale(target.abs().amax(), scheme)
     parts = target.unflatten(0, (groups, length))

@@ -7,8 +7,8 @@ from quantkit.formats import load_format
 from quantkit.formats.base.grid import GridFormat, load_grid
 from quantkit.formats.base.integers import IntegerFormat
 from quantkit.kernels.cpu import columns as loops
-from quantkit.passes.solvers import gptq as solver
 from quantkit.model.device import one_thread
+from quantkit.passes.solvers import gptq as solver
 from quantkit.passes.solvers.correction import corrected
 from quantkit.passes.solvers.factor import factor, factorize
 from quantkit.passes.solvers.gptq import gptq, gptq_shared
