@@ -71,14 +71,16 @@ def test_mean_squares_need_no_products() -> None:
     """What `rtn: {range: importance}` asks for: the Hessian's diagonal without the time that the rest of it takes."""
     inputs = torch.randn(9, 5, 300, generator=torch.Generator().manual_seed(0))
     whole = InputStats(inputs.split(9)).hessian.diagonal()
-    for products in (True, False):
-        found = InputStats(inputs.split(2), products=products)
-        assert relative(found.mean_square, whole) < 1e-6
-        assert found.tokens == 45
     bad = inputs.clone()
     bad[3, 1, 7] = torch.inf
-    with pytest.raises(InputError, match="1 NaN or infinite inputs"):
-        InputStats([bad], products=False)
+    for asked in ({}, {"products": False}, {"moments": False}, {"moments": False, "noise": False}):
+        found = InputStats(inputs.split(2), **asked)
+        assert relative(found.mean_square, whole) < 1e-6
+        assert found.tokens == 45
+        with pytest.raises(InputError, match="1 NaN or infinite inputs"):
+            InputStats([bad], **asked)
+    with pytest.raises(AssertionError, match="moments"):
+        _ = InputStats(inputs.split(2), moments=False).absmax
 
 
 def test_a_sample_is_spread_over_sequences_and_bounded_however_it_comes() -> None:

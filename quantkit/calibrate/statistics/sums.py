@@ -288,7 +288,8 @@ class InputStats:
 
     @property
     def low(self) -> Tensor:
-        """Smallest input, `min x_k` over all tokens, [K] float32."""
+        """Smallest input, `min x_k` over all tokens, [K] float32; as `high` and `mean` it needs moments."""
+        assert self._moments, "a pass that asks for ranges or means collects statistics with moments"
         self._sum("moments")
         return self._ends[0]
 

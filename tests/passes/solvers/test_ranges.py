@@ -3,7 +3,8 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.formats import load_format
-from quantkit.passes.solvers.ranges import Search, for_output, minmax, searched
+from quantkit.kernels.cpu import columns as loops
+from quantkit.passes.solvers.ranges import Search, for_output, minmax, searched, transposed
 from quantkit.scheme import WeightScheme
 
 INT4 = load_format("int4")
@@ -144,3 +145,29 @@ def test_the_hessian_ranges_every_grid():
 def test_a_format_without_scales_is_refused():
     with pytest.raises(InputError, match=r"\[format-without-scale\]"):
         minmax(torch.randn(2, 4), WeightScheme(format="float16"))
+
+
+@pytest.mark.skipif(loops.ready() is None, reason="no C compiler is installed")
+@pytest.mark.parametrize("scale", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_loop_in_c_places_grids_as_torch_does(bits, symmetric, scale, monkeypatch):
+    """Bit by bit where nothing is searched; a search may tip a tie."""
+    choice = WeightScheme(format=f"int{bits}", granularity="group", group=32, symmetric=symmetric, scale=scale)
+    weight = torch.randn(96, 70, generator=torch.Generator().manual_seed(bits))
+    weight[:32, :2], weight[32:64, 3], weight[64:, 5] = 0.0, weight[32:64, 3].abs(), 1e-9
+    costs = torch.rand(96, generator=torch.Generator().manual_seed(1))
+    for search in (Search(steps=0, refinements=0), Search(), Search(refinements=3)):
+        fast = transposed(weight, 32, choice, costs, search)
+        with monkeypatch.context() as patch:
+            patch.setattr(loops, "ready", lambda: None)
+            slow = transposed(weight, 32, choice, costs, search)
+        for mine, theirs in zip(fast, slow, strict=True):
+            assert (mine is None) == (theirs is None)
+            if mine is None or theirs is None:
+                continue
+            assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+            if search.steps:  # float32 keeps the last bits of fitted scales
+                assert float(torch.isclose(mine.float(), theirs.float(), rtol=1e-5).float().mean()) >= 0.98
+            else:
+                assert torch.equal(mine, theirs)
