@@ -152,7 +152,7 @@ class InputStats:
             behind = lag.float() if share is None else lag.float() * share
             flat_lag = behind.reshape(-1, lag.shape[-1])
             self._lags[linear] = self._added(self._lags.get(linear), flat_lag, weighed.reshape(-1, width), self.tokens)
-        if self._moments or self._waits(part):
+        if self._moments or on_device(part):
             self._waiting["moments"] = partial(self._add_moments, flat, weighed.reshape(-1, width), share)
         self._waiting["sample"] = partial(self._add_sample, part)
         if self._products:
@@ -250,7 +250,7 @@ class InputStats:
         """Return the sums of a part, to be added to those of other parts; not to be used afterwards."""
         values = {kind: half for kind, half in zip(_PRODUCTS, self._halves, strict=False) if half is not None}
         values |= {} if self._drift is None else {DRIFT: self._drift}
-        values |= {"sums": self._sums, "low": self._ends[:1], "high": self._ends[1:]} if self._moments else {}
+        values |= {"sums": self._sums, "low": self._ends[:1], "high": self._ends[1:]} if self._sums.shape[1] else {}
         values |= {LAG + linear: lag for linear, lag in self._lags.items()}
         counts = (self.tokens, self._sequences, *self._counts)
         columns = max((value.shape[1] for value in values.values()), default=0)
