@@ -208,9 +208,9 @@ def keep_heap() -> None:
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):
-        mallopt, kept = ctypes.CDLL("libc.so.6").mallopt, min(KEPT, memory_limit() // 64)
-        mallopt(_MMAP_THRESHOLD, min(kept, _IN_HEAP))
-        mallopt(_TRIM_THRESHOLD, 2 * kept)
+        mallopt, limit = ctypes.CDLL("libc.so.6").mallopt, memory_limit()
+        mallopt(_MMAP_THRESHOLD, min(_IN_HEAP, limit // 256))  # holes in the heap count in a limit
+        mallopt(_TRIM_THRESHOLD, 2 * min(KEPT, limit // 64))
 
 
 def trim_heap() -> None:

@@ -224,10 +224,15 @@ def one_thread(of: Tensor | None = None) -> Iterator[int]:
 def spread(work: Callable[[T], V], parts: Iterable[T], threads: int) -> list[V]:
     """Work on each part, on so many threads with one of torch's each; the parts, and so the bits, do not depend on
     them."""
-    parts = [*parts]
+    parts, graded = [*parts], torch.is_grad_enabled()
     if threads == 1 or len(parts) < 2:
         return [work(part) for part in parts]
-    return list(_workers(threads, os.getpid()).map(work, parts))
+
+    def alike(part: T) -> V:
+        with torch.set_grad_enabled(graded):  # which each thread has for itself
+            return work(part)
+
+    return list(_workers(threads, os.getpid()).map(alike, parts))
 
 
 @functools.cache

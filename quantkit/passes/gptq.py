@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # of the curvature by outputs
 _DAMPING = 0.01
+# elements of weights with one input, up to which each is worth a thread rather than several
+_SMALL = 1 << 23
 
 
 class Gptq(Pass):
@@ -172,9 +174,12 @@ class Gptq(Pass):
                         outcome.note(self.name, UNGRADED, block.full_name(name), reason, settings.gradients, 0)
                 for _, costs in results if drifted else ():  # their cost shows whether there was a second factor
                     stats.doubt(costs, whole.name, again=True)
-                with one_thread(weights[0]) as threads:
-                    pairs = [(name, tensor) for name, (tensor, _) in zip(names, results, strict=True)]
-                    errors = spread(lambda pair: assign(block, *pair), pairs, threads)
+                pairs = [(name, tensor) for name, (tensor, _) in zip(names, results, strict=True)]
+                if sum(weight.numel() for weight in weights) <= _SMALL:  # for torch's own threads
+                    with one_thread(weights[0]) as threads:
+                        errors = spread(lambda pair: assign(block, *pair), pairs, threads)
+                else:
+                    errors = [assign(block, *pair) for pair in pairs]
                 outcome.errors |= dict(zip(names, errors, strict=True))
 
         measured = {"noise": settings.shrink == "auto", "drift": settings.correction > 0, "moments": False}

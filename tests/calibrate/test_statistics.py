@@ -79,8 +79,9 @@ def test_mean_squares_need_no_products() -> None:
         assert found.tokens == 45
         with pytest.raises(InputError, match="1 NaN or infinite inputs"):
             InputStats([bad], **asked)
-    with pytest.raises(AssertionError, match="moments"):
-        _ = InputStats(inputs.split(2), moments=False).absmax
+    for wanted in ("low", "high", "mean", "absmax"):
+        with pytest.raises(AssertionError, match="moments"):
+            getattr(InputStats(inputs.split(2), moments=False), wanted)
 
 
 def test_a_sample_is_spread_over_sequences_and_bounded_however_it_comes() -> None:
@@ -224,6 +225,12 @@ def test_noise_is_the_share_of_a_correlation_that_is_chance() -> None:
     whole = InputStats([more[:16]])
     assert float(chunks.noise) == pytest.approx(float(whole.noise), rel=1e-5), "chunks do not matter"
     assert InputStats([more[:1]]).noise == 1.0, "one sequence says nothing about another"
+    for scale in (1e-8, 1e7):
+        assert float(InputStats([more[:16] * scale]).noise) == pytest.approx(float(whole.noise), rel=1e-4)
+    dead, tiny = more[:16].clone(), more[:16].clone()
+    dead[..., 5] = 0
+    tiny[..., 5] *= 1e-20  # its square underflows
+    assert float(InputStats([tiny]).noise) == pytest.approx(float(InputStats([dead]).noise), rel=1e-4)
 
 
 def test_a_hessian_that_is_taken_is_the_same_and_leaves_nothing() -> None:

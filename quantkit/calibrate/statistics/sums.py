@@ -78,7 +78,8 @@ class InputStats:
         name: name of the shared input, for errors.
         products: True to sum products of two inputs, which a Hessian needs; they take most of the time.
         noise: True to sum them in halves, which `noise` needs.
-        moments: True for means and ranges of inputs, which a Hessian does without.
+        moments: True for means and ranges of inputs, which a Hessian does without; always so on a device, and without
+            products.
         part: number of the part that all sequences belong to (`parts.py`), whose half is that of its number; sums are
             then the same on all devices.
     """
@@ -172,6 +173,10 @@ class InputStats:
         """Compute pending sums."""
         for kind in which:
             self._waiting.pop(kind, lambda: None)()
+
+    def _sum_moments(self) -> None:
+        self._sum("moments")
+        assert self._sums.shape[1] or not self.tokens, "a pass that asks for ranges or means collects moments"
 
     def _add_sample(self, part: Tensor) -> None:
         left = _SAMPLE - sum(map(len, self._sample))
@@ -289,22 +294,22 @@ class InputStats:
     @property
     def low(self) -> Tensor:
         """Smallest input, `min x_k` over all tokens, [K] float32; as `high` and `mean` it needs moments."""
-        assert self._moments, "a pass that asks for ranges or means collects statistics with moments"
-        self._sum("moments")
+        self._sum_moments()
         return self._ends[0]
 
     @property
     def high(self) -> Tensor:
         """Largest input, `max x_k` over all tokens, [K] float32."""
-        self._sum("moments")
+        self._sum_moments()
         return self._ends[1]
 
     @property
     def squares(self) -> Tensor:
         """Sum of `x_k²`, weighted, [K] float64; finite if all inputs were."""
         self._sum("moments")
-        if self._sums.shape[1] or not len(self._halves):
+        if self._sums.shape[1] or not self.tokens:
             return self._sums[1]
+        assert len(self._halves), "squares without moments are those of products, which are taken"
         return torch.stack([half.diagonal() for half in self._halves if half is not None]).double().sum(dim=0)
 
     @property
@@ -328,7 +333,7 @@ class InputStats:
     @property
     def mean(self) -> Tensor:
         """Mean input, [K] float32."""
-        self._sum("moments")
+        self._sum_moments()
         return (self._sums[0] / max(self.tokens, 1)).float()
 
     @property
@@ -425,8 +430,8 @@ class InputStats:
             return share
         first, second = self._halves
         assert first is not None and second is not None
-        square = (first.diagonal() + second.diagonal()).clamp(min=0) / self.tokens
-        inverse = torch.where(square > 0, 1 / square, 0.0)
+        square = (first.diagonal() + second.diagonal()) / self.tokens
+        inverse = torch.where(square > torch.finfo(square.dtype).tiny, square.rsqrt(), 0.0)
 
         def panel(left: int) -> list[Tensor]:
             rows = slice(left, left + step)
@@ -434,9 +439,10 @@ class InputStats:
             apart, both = (one / self._counts[0]).sub_(other, alpha=1 / self._counts[1]), one + other
             for part in (apart, both):
                 part[:, :step].triu_(1)
-            return [(part.square_() @ inverse[left:]) @ inverse[rows] for part in (apart, both)]
+                part.mul_(inverse[left:]).mul_(inverse[rows, None]).square_()
+            return [part.sum(dim=1).sum() for part in (apart, both)]
 
-        step = max(_PANEL, _CACHED // len(first))
+        step = max(32, min(_PANEL, _CACHED // len(first)))
         with one_thread(first) as threads:
             pairs = spread(panel, range(0, len(first), step), threads)
         apart, both = (torch.stack(sums).double().sum() for sums in zip(*pairs, strict=True))

@@ -92,6 +92,9 @@ static inline float kept(float scale, const float *bounds, long even, long half)
 __attribute__((noinline, optimize("fp-contract=off", "no-associative-math")))
 static void span(const float *bottom, const float *top, float share, const float *bounds, long symmetric, long even,
                  long half, float *scale, float *zero) {
+#ifdef __clang__
+#pragma clang fp contract(off) reassociate(off)
+#endif
     const float low = bounds[2], high = bounds[3];
     for (int row = 0; row < ROWS; row++) {
         const float least = bottom[row] * share, most = top[row] * share;
@@ -122,15 +125,17 @@ API int quantkit_ranges(long groups, long length, long rows, long tries, long re
         const float *times = factors + group * length;
         for (long first = 0; first < rows; first += ROWS) {
             const long count = rows - first < ROWS ? rows - first : ROWS;
-            float bottom[ROWS] = {0}, top[ROWS] = {0};
+            float bottom[ROWS] = {0}, top[ROWS] = {0}, spoilt[ROWS] = {0};
             for (long column = 0; column < length; column++) {
                 for (long row = 0; row < count; row++)
                     tile[column][row] = own[column * rows + first + row] * times[column];
                 for (int row = 0; row < ROWS; row++) {
                     bottom[row] = tile[column][row] < bottom[row] ? tile[column][row] : bottom[row];
                     top[row] = tile[column][row] > top[row] ? tile[column][row] : top[row];
+                    spoilt[row] += tile[column][row] * 0; /* NaN stays NaN */
                 }
             }
+            for (int row = 0; row < ROWS; row++) bottom[row] += spoilt[row], top[row] += spoilt[row];
             float least[ROWS], best[ROWS], shift[ROWS], fitted[ROWS]; /* of the best grid so far */
             for (long one = 0; one < tries + refinements; one++) {
                 float width[ROWS], zeros[ROWS], missed[ROWS] = {0}, along[ROWS] = {0}, bent[ROWS] = {0};
@@ -202,9 +207,10 @@ API int quantkit_solve(long columns, long rows, long width, long group, long tri
                 scales[(first + row) * groups + at] = scale[at * ROWS + row];
                 zeros[(first + row) * groups + at] = zero[at * ROWS + row];
             }
-            for (long column = 0; column < columns; column++)
-                codes[(first + row) * columns + column] =
-                    (signed char)(values[column * ROWS + row] + zero[column / group * ROWS + row]);
+            for (long column = 0; column < columns; column++) {
+                const float code = values[column * ROWS + row] + zero[column / group * ROWS + row];
+                codes[(first + row) * columns + column] = (signed char)(code == code ? code : 0);
+            }
             cost[first + row] = total[row];
         }
     }

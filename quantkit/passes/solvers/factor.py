@@ -20,8 +20,8 @@ from quantkit.model.device import one_thread, spread
 ATTEMPTS = 6
 # rows and columns of a block of a large matrix
 _PANEL = 512
-# rows of it below a block that a thread takes
-_ROWS = 256
+# rows below a block that a thread takes, and rows that it brings in order at a time
+_ROWS, _TURNED = 256, 64
 T = TypeVar("T")
 
 
@@ -194,11 +194,11 @@ def _turn(matrix: Tensor, order: Tensor, turned: Tensor, share: float | Tensor) 
 
     def panel(pair: tuple[Tensor, Tensor]) -> None:
         rows, place = pair
-        place.copy_(matrix.index_select(0, rows).index_select(1, order))
+        torch.index_select(matrix.index_select(0, rows), 1, order, out=place)
         if not isinstance(share, float) or share != 1:
             place.mul_(share)
 
-    _apart(panel, [*zip(order.split(_PANEL), turned.split(_PANEL), strict=True)], matrix)
+    _apart(panel, [*zip(order.split(_TURNED), turned.split(_TURNED), strict=True)], matrix)
 
 
 def _reverse(values: Tensor) -> None:

@@ -46,8 +46,8 @@ from quantkit.scheme import WeightScheme
 
 # columns chosen one by one before the others are updated; small enough that a block stays in the cache
 _BLOCK = 32
-# rows and elements of a weight that a thread chooses together, each held seven times in float32; such threads
-_SOME, _PIECE, _PIECES = 512, 1 << 21, 8
+# rows of a weight that a thread chooses together; elements, where each is held seven times in float32; such threads
+_SOME, _PIECE, _PIECES = 256, 1 << 21, 8
 # bytes of weights whose outputs have curvatures, solved at once on a CPU; columns whose errors are fed back together,
 # and rows whose costs are found together
 _AT_ONCE, _FED, _COSTED = 4 << 30, 2048, 256
@@ -126,10 +126,11 @@ def gptq_shared(
     if scheme.rows_apart and isinstance(form, IntegerFormat) and outputs is None and not device.launched(weights[0]):
         length = columns // groups_of(columns, scheme)
         if not sweeps and neighbours is None and length <= ranges.LONGEST and loops.ready() is not None:
-            return _in_pieces(weights, partial(_at_once, solved=solved, form=form, scheme=scheme, kind=range))
-        if len(rows) > 1 or _step(rows[0], columns) < rows[0]:
+            solve = partial(_at_once, solved=solved, unit=loops.laid(solved.unit), form=form, scheme=scheme, kind=range)
+            return _in_pieces(weights, solve, 1 << 40)
+        if len(rows) > 1 or _step(rows[0], columns, _PIECE) < rows[0]:
             how: dict[str, Any] = {"range": range, "sweeps": sweeps, "refit": refit, "neighbours": neighbours}
-            return _in_pieces(weights, lambda piece: gptq(piece, solved, scheme, **how))
+            return _in_pieces(weights, lambda piece: gptq(piece, solved, scheme, **how), _PIECE)
     largest = max(8 * count**2 + 20 * count * columns for count in rows) if outputs is not None else 0
     if outputs is not None and len(rows) > 1 and scheme.rows_apart and 2 * largest > _AT_ONCE:
         # curvatures fill the memory, so one weight is solved after another
@@ -189,17 +190,19 @@ def gptq_shared(
         return [GptqResult(tensor, solved.damping, solved.raised, costs) for tensor, costs in results]
 
 
-def _step(rows: int, columns: int) -> int:
-    """Return the rows of a piece: whole vectors, and pieces of a weight about equally large."""
-    count = max(-(-rows // _SOME), -(-rows * columns // _PIECE))
+def _step(rows: int, columns: int, most: int) -> int:
+    """Return the rows of a piece: whole vectors, at most so many elements, and pieces of a weight about as large."""
+    count = max(1, -(-rows // _SOME), -(-rows * columns // most))
     return max(_ROWS, -(-rows // (count * _ROWS)) * _ROWS)
 
 
-def _in_pieces(weights: Sequence[Tensor], solve: Callable[[Tensor], GptqResult]) -> list[GptqResult]:
-    """Choose the codes of weights whose rows are independent, some rows at a time and a thread."""
-    cut, whole = [weight.split(_step(*weight.shape)) for weight in weights], []
+def _in_pieces(weights: Sequence[Tensor], solve: Callable[[Tensor], GptqResult], most: int) -> list[GptqResult]:
+    """Choose the codes of weights whose rows are independent, a piece of at most so many elements at a time and a
+    thread."""
+    cut, whole = [weight.split(_step(weight.shape[0], weight.shape[1], most)) for weight in weights], []
     with one_thread(weights[0]) as threads:
-        results = iter(spread(solve, [piece for parts in cut for piece in parts], min(threads, _PIECES)))
+        at_once = min(threads, _PIECES) if most == _PIECE else threads
+        results = iter(spread(solve, [piece for parts in cut for piece in parts], at_once))
     for parts in cut:
         own = [*islice(results, len(parts))]
         costs = torch.cat([part.costs for part in own])
@@ -207,12 +210,14 @@ def _in_pieces(weights: Sequence[Tensor], solve: Callable[[Tensor], GptqResult])
     return whole
 
 
-def _at_once(weight: Tensor, solved: Factor, form: IntegerFormat, scheme: WeightScheme, kind: Range) -> GptqResult:
+def _at_once(
+    weight: Tensor, solved: Factor, unit: Tensor, form: IntegerFormat, scheme: WeightScheme, kind: Range
+) -> GptqResult:
     """Choose whole numbers of independent rows by one call in C, grids included."""
     columns = weight.shape[1]
     search = ranges.Search(steps=0, refinements=0) if kind == "minmax" else ranges.Search()
     dear = solved.diagonal if kind == "hessian" else torch.ones(columns)
-    solver = (loops.laid(solved.unit), solved.order, solved.pivots, dear, columns // groups_of(columns, scheme))
+    solver = (unit, solved.order, solved.pivots, dear, columns // groups_of(columns, scheme))
     how: dict[str, Any] = {"symmetric": scheme.symmetric, "shares": search.shares, "refinements": search.refinements}
     codes, scale, zero, costs = loops.solve(weight.float(), *solver, *ranges.bounds(form, scheme), **how)
     tensor = QuantTensor(codes, scale.to(effective(scheme)), None if scheme.symmetric else zero.to(torch.int8), scheme)

@@ -30,7 +30,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class CodeGrid:
-    """CodeGrid of the codes: scale, updated by a descent, and zero [G, N] float32; `coarse`: super-scales [N, S]."""
+    """Grid of the codes: scale, updated by a descent, and zero [G, N] float32; `coarse`: super-scales [N, S]."""
 
     form: GridFormat
     scheme: WeightScheme

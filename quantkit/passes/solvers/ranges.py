@@ -157,7 +157,7 @@ def transposed(
         tries = (search.smallest, search.steps, search.refinements)
         scale, zeros = search_integers(target, importance, length, *ends, *tries, device.precision())
         return scale, None if scheme.symmetric else zeros
-    if compiled(form, importance, length, target):
+    if compiled(form, importance, length, target) and (search.steps or search.refinements):
         assert isinstance(form, IntegerFormat)
 
         def loop(rows: Tensor) -> tuple[Tensor, Tensor | None]:
