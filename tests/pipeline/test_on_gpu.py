@@ -35,7 +35,7 @@ from quantkit.recipe import Recipe
 
 FAILED = "calibrate/statistics/collected.py:failed"
 LOOKED = "calibrate/statistics/scales.py:look"
-INVERTED = "passes/solvers/gptq.py:_inverse"
+INVERTED = "passes/solvers/gptq_grid.py:inverted"
 FACTORED = "passes/solvers/factor.py:awaited"
 PROVED = "model/structure/traced.py:__torch_dispatch__"
 # operators that a block may launch, and those of them that are not its own forward
