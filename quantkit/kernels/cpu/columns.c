@@ -40,7 +40,8 @@ static void take_off(long columns, long wide, long width, const float *restrict 
  * `unit` [columns, width] is M_ij / M_jj, with zeros up to a multiple of TILE columns, and `costs` [columns] are the
  * pivots, both in `order` [columns]. A `group` of columns has a row of the tables [groups, rows]; `cost` is [rows]. */
 API int quantkit_choose(long columns, long rows, long width, long group, const float *restrict unit,
-                        const long *restrict order, const float *restrict costs, const float *restrict scale, const float *restrict inverse,
+                        const long *restrict order, const float *restrict costs,
+                        const float *restrict scale, const float *restrict inverse,
                         const float *restrict low, const float *restrict high, const float *restrict wanted,
                         float *restrict codes, float *restrict errors, float *restrict cost) {
     float *missed = malloc((size_t)(columns + PANEL) * ROWS * sizeof(float));

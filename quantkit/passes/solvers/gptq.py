@@ -127,7 +127,7 @@ def gptq_shared(
         length = columns // groups_of(columns, scheme)
         if not sweeps and neighbours is None and length <= ranges.LONGEST and loops.ready() is not None:
             solve = partial(_at_once, solved=solved, unit=loops.laid(solved.unit), form=form, scheme=scheme, kind=range)
-            return _in_pieces(weights, solve, 1 << 40)
+            return _in_pieces(weights, solve)
         if len(rows) > 1 or _step(rows[0], columns, _PIECE) < rows[0]:
             how: dict[str, Any] = {"range": range, "sweeps": sweeps, "refit": refit, "neighbours": neighbours}
             return _in_pieces(weights, lambda piece: gptq(piece, solved, scheme, **how), _PIECE)
@@ -190,18 +190,23 @@ def gptq_shared(
         return [GptqResult(tensor, solved.damping, solved.raised, costs) for tensor, costs in results]
 
 
-def _step(rows: int, columns: int, most: int) -> int:
+def _step(rows: int, columns: int, most: int | None) -> int:
     """Return the rows of a piece: whole vectors, at most so many elements, and pieces of a weight about as large."""
-    count = max(1, -(-rows // _SOME), -(-rows * columns // most))
+    count = max(1, -(-rows // _SOME), 1 if most is None else -(-rows * columns // most))
     return max(_ROWS, -(-rows // (count * _ROWS)) * _ROWS)
 
 
-def _in_pieces(weights: Sequence[Tensor], solve: Callable[[Tensor], GptqResult], most: int) -> list[GptqResult]:
-    """Choose the codes of weights whose rows are independent, a piece of at most so many elements at a time and a
-    thread."""
+def _in_pieces(
+    weights: Sequence[Tensor], solve: Callable[[Tensor], GptqResult], most: int | None = None
+) -> list[GptqResult]:
+    """Choose the codes of weights [N, K] whose rows are independent, some rows at a time and a thread.
+
+    Args:
+        most: elements of a piece, for `solve` that holds it several times: it then runs on few threads.
+    """
     cut, whole = [weight.split(_step(weight.shape[0], weight.shape[1], most)) for weight in weights], []
     with one_thread(weights[0]) as threads:
-        at_once = min(threads, _PIECES) if most == _PIECE else threads
+        at_once = threads if most is None else min(threads, _PIECES)
         results = iter(spread(solve, [piece for parts in cut for piece in parts], at_once))
     for parts in cut:
         own = [*islice(results, len(parts))]
