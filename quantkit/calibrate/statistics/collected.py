@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,6 +35,7 @@ from quantkit.calibrate.statistics.scales import Scales, samples_of
 from quantkit.calibrate.statistics.sums import InputStats
 from quantkit.errors import InputError
 from quantkit.formats import QuantTensor, joined
+from quantkit.model.device import one_thread, spread
 from quantkit.model.streaming.calls import Calls, gathered
 from quantkit.model.structure.experts import found_in
 from quantkit.model.structure.traced import SharedInput, hooked, weight_of
@@ -45,6 +45,8 @@ class _Reached(Exception):
     """Signal that ends a run at its shared input, or behind the last experts."""
 
 
+# bytes of Hessians that wait for each other
+_WAITING = 1 << 28
 T = TypeVar("T")
 R = TypeVar("R")
 Visit = Callable[[SharedInput, InputStats], None]
@@ -201,8 +203,11 @@ class Stats:
             self._unchecked.clear()
 
     def each(self, of: Callable[[InputStats], T], *, sequences: int | None = None, **measured: bool) -> dict[str, T]:
-        """Return name of a shared input -> result of `of` on its statistics, `measured` as by `staged`."""
-        taken: dict[str, Callable[[], T]] = {}
+        """Return name of a shared input -> result of `of` on its statistics, `measured` as by `staged`.
+
+        On a CPU `of` runs on several inputs at a time, a thread each: the forward does not need its results.
+        """
+        taken: dict[str, T] = {}
         stats = self
         if self.share is not None and sequences is not None and sequences < self.share.samples and self.few is not None:
             share, rows = self.share.first(sequences)
@@ -211,19 +216,24 @@ class Stats:
         elif self.share is None and sequences is not None and sequences < len(self.hidden):
             calls = self.calls if self.few is None else self.few(sequences)
             stats = replace(self, hidden=self.hidden[:sequences], calls=calls)
-        # the forward, whose inputs nothing changes
-        beside = self.calls.device.type == "cpu" and self.ranks is None and torch.get_num_threads() > 1
-        with ThreadPoolExecutor(1) as lane:
+        waiting: dict[SharedInput, InputStats] = {}
 
-            def visit(group: SharedInput, seen: InputStats) -> None:
-                for finished in taken.values():  # one at a time
-                    finished()
-                later = lane.submit(torch.no_grad()(of), seen).result if beside else None
-                taken[group.name] = later or partial(lambda result: result, of(seen))
+        def finish() -> None:
+            with one_thread(self.hidden) if len(waiting) > 1 else nullcontext(1) as threads:
+                results = spread(of, waiting.values(), threads)
+            taken.update(zip((group.name for group in waiting), results, strict=True))
+            waiting.clear()
 
-            stats.staged(visit, whole=False, **measured)
+        def visit(group: SharedInput, seen: InputStats) -> None:
+            waiting[group] = seen
+            most = _WAITING if self.ranks is None and self.calls.device.type == "cpu" else 0
+            if sum(4 * one.features**2 for one in waiting) >= most:
+                finish()
+
+        stats.staged(visit, whole=False, **measured)
+        finish()
         self.outputs = None
-        return {name: finished() for name, finished in taken.items()}
+        return taken
 
     def over(self, work: Callable[[T], R], items: Sequence[T], sizes: Sequence[int] | None = None) -> list[R]:
         """Return the result of each item; with ranks each is found by one of them, by `sizes`, and told to all.
