@@ -118,32 +118,41 @@ class Gptq(Pass):
                     drift = filled(seen.taken_drift() if last else seen.drift, width, width)
                     lags = [filled(seen.taken_lag(name), width) for name in names]
                 drifted = drift is not None or any(lag is not None for lag in lags)
+                new, small = key not in factors, hessian.numel() <= _SMALL
+                solving = partial(
+                    factor,
+                    hessian,
+                    damping=settings.damping,
+                    shrink=share,
+                    act_order=settings.act_order,
+                    together=key[1],
+                    raised=raised,
+                    where=where,
+                    own=last and not (drifted and small),
+                    whole=settings.sweeps > 0,
+                )
                 moved: Callable[[Piece, list[Tensor]], list[Tensor]] | None = None
                 if drifted:
                     damping = raised_damping(settings.damping, raised)
-                    ridge = ridged(hessian, ridge=settings.ridge, damping=damping)
+                    ridging = partial(ridged, hessian, ridge=settings.ridge, damping=damping)
+                    if new and small:  # both factors at the same time
+                        with one_thread(hessian) as threads:
+                            ridge, factors[key] = spread(lambda make: make(), [ridging, solving], threads)
+                    else:
+                        ridge = ridging()
                     moved = partial(_moved, ridge, drift, lags, settings)
-                    del ridge
-                if moved is not None and stats.ranks is None:  # before there is a second factor
+                    del ridge, ridging
+                if moved is not None and stats.ranks is None:  # before there is a second factor, if it is large
                     weights, moved = moved([(number, slice(None)) for number in range(len(names))], weights), None
                 del drift, lags
-                if key not in factors:
-                    factors[key] = factor(
-                        hessian,
-                        damping=settings.damping,
-                        shrink=share,
-                        act_order=settings.act_order,
-                        together=key[1],
-                        raised=raised,
-                        where=where,
-                        own=last,
-                        whole=settings.sweeps > 0,
-                    )
+                if new:
+                    factors[key] = factors[key] if key in factors else solving()
                     stats.doubt(factors[key].pivots, whole.name, again=True)
                     if factors[key].raised:
                         reason = f"the Hessian of {seen.tokens} tokens had no Cholesky factor"
                         raised_to = factors[key].damping
                         outcome.note(self.name, "damping-raised", where, reason, settings.damping, raised_to)
+                del solving
                 del hessian
                 bounds = neighbours(width).to(weights[0].device) if settings.unsaturated and bounded(scheme) else None
 

@@ -17,7 +17,7 @@ from quantkit.errors import InputError
 from quantkit.model.device import one_thread, spread
 
 # columns of a Hessian summed at a time, of which only the upper triangle is; rows and elements that a cache holds
-_PANEL, _ROWS, _CACHED = 256, 1024, 1 << 19
+_PANEL, _ROWS, _CACHED = 192, 1024, 1 << 19
 # inputs in the sample: in all, and of one sequence, evenly spaced
 _SAMPLE, _SAMPLE_EACH = 512, 16
 
@@ -211,15 +211,15 @@ class InputStats:
             count = 0 if at_once else 1 + self._in_halves
             apiece = [weighed.new_zeros(width, width) for _ in range(count)]  # each is freed alone
             self._halves = apiece or weighed.new_zeros(2, width, width)
-        panel = width if at_once else _PANEL
         for half, products in enumerate(self._halves):
             if products is None:
                 continue
             every = self._part is not None or not self._in_halves
             piece = (weighed if every else weighed[(half + begun) % 2 :: 2]).reshape(-1, width)
-            for left in range(0, width, panel):
-                upper = products[left : left + panel, left:]
-                upper.addmm_(piece[:, left : left + panel].T, piece[:, left:])
+            if at_once:
+                products.addmm_(piece.T, piece)
+            else:
+                _accumulate(products, piece, piece, upper=True)
             self._counts[half] += piece.shape[0]
 
     def _add_moments(self, flat: Tensor, weighed: Tensor, share: Tensor | None) -> None:
@@ -287,7 +287,7 @@ class InputStats:
         if total is None:
             total = right.new_empty(left.shape[1], right.shape[1])
         if not self._waits(right):
-            return (total.zero_() if first else total).addmm_(left.T, right)
+            return _accumulate(total.zero_() if first else total, left, right)
         tokens = max(before + len(right), 1)
         return total.addmm_(left.T, right, beta=0 if first else before / tokens, alpha=1 / tokens)
 
@@ -447,6 +447,19 @@ class InputStats:
             pairs = spread(panel, range(0, len(first), step), threads)
         apart, both = (torch.stack(sums).double().sum() for sums in zip(*pairs, strict=True))
         return torch.where(both > 0, (apart * self.tokens**2 / 4 / both).clamp(max=1.0), 1.0)
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor, *, upper: bool = False) -> Tensor:
+    """Add products [N, K] of tokens' values [T, N] and [T, K], some rows a thread; `upper`: the upper panels alone."""
+    step = _PANEL if upper else max(32, min(_PANEL, len(total) // 4))
+
+    def panel(start: int) -> None:
+        rows, columns = slice(start, start + step), slice(start if upper else 0, None)
+        total[rows, columns].addmm_(left[:, rows].T, right[:, columns])
+
+    with one_thread(total) as threads:
+        spread(panel, range(0, len(total), step), threads)
+    return total
 
 
 def _mirrored(upper: Tensor) -> Tensor:
