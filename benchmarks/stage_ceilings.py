@@ -108,7 +108,7 @@ def stages(spec: CompileSpec, *, at_once: bool = False) -> dict[str, Work]:
                 put("sums", here * K * K, 4 * (here * K + times * K * K))
                 put("factors", times * K**3 / 3, 8 * times * K * K)
                 put("choosing", values * K, 4 * (2 * values + times * K * K))
-            put("ranges", TRIED * EACH * values, 4 * values)
+            put("choosing", TRIED * EACH * values, 4 * values)  # its ranges
             if spec.corrected:
                 # of an output that is added to a stream: how far it is behind, then its products with inputs
                 sums = 4 * here * rows * K if outward else 2 * here * K * K

@@ -17,6 +17,7 @@ from quantkit.recipe import Recipe
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import fleet
 import stage_ceilings as counted
+from harness.stage_side import PLACES
 
 TOKENS, SAMPLES = 32, 3
 SHAPES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -75,6 +76,10 @@ def test_sums_are_the_upper_half_of_their_products() -> None:
     asked = spec("gptq-int4")
     wide = sum(group[0].K ** 2 for layer in asked.architecture.layers for group in shared(layer))
     assert counted.stages(asked)["sums"].operations == SAMPLES * TOKENS * wide
+
+
+def test_stages_are_timed_in_places_that_exist() -> None:
+    assert not [(stage, name) for stage, owner, name in PLACES if name not in vars(owner)]
 
 
 def test_ranks_share_what_goes_by_sequences_and_rows() -> None:

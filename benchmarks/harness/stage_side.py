@@ -37,7 +37,7 @@ PLACES = [
     *(("read", StreamedModel, "load"), ("forwards", Calls, "run"), ("float forwards", Stats, "_originals")),
     *(("sums", InputStats, name) for name in ("add", "taken", "noise")),
     *(("factors", factor, "factor"), ("factors", correction, "factor"), ("correction", correction, "corrected")),
-    *(("ranges", gptq, "_place"), ("choosing", gptq, "gptq_shared"), ("output factors", assigned, "_outputs")),
+    *(("choosing", gptq, "gptq_shared"), ("output factors", assigned, "_outputs")),
     *(("gradients", quantize, "_collect_gradients"), ("scales", Stats, "each"), ("write", quantize, "_commit")),
 ]
 
