@@ -1,8 +1,7 @@
 """Merged experts of every form: seen as linears, read one by one, equal to transformers', and quantized alike."""
 
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +15,8 @@ from torch import Tensor
 from zoo import judge, shrink
 
 import quantkit
-from quantkit.calibrate.statistics import collected
 from quantkit.errors import InputError
+from quantkit.model.device import one_thread
 from quantkit.model.source.converted import ExpertTensor, joined
 from quantkit.model.source.open import Source, open_model
 from quantkit.model.source.weights import Weights
@@ -343,16 +342,8 @@ def peak(folder: Path, count: int, steps: Sequence[str]) -> int:
         mapped.add(made.data_ptr())
         return made
 
-    class Inline(Executor):
-        """Another thread's memory is not profiled."""
-
-        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-            done = Future[Any]()
-            done.set_result(fn(*args, **kwargs))
-            return done
-
-    inline = patch.object(collected, "ThreadPoolExecutor", lambda _: Inline())
-    with inline, patch.object(calls, "in_file", noted), torch.profiler.profile(profile_memory=True) as profile:
+    # another thread's memory is not profiled
+    with one_thread(), patch.object(calls, "in_file", noted), torch.profiler.profile(profile_memory=True) as profile:
         runs = [PassRun(pass_of(step), step.settings) for step in chosen.passes]
         more: dict[str, Any] = {"probe_ids": tokens(1, 4), "widest": layers.widest, "dtype": torch.float32}
         done = list(work(stream, runs, layers.schemes, tokens(4, 24), **more))

@@ -148,7 +148,7 @@ def test_a_rare_expert_is_kept_if_the_recipe_says_so(tmp_path: Path) -> None:
 def test_an_expert_that_nothing_reaches_is_rounded_and_named(form: str, tmp_path: Path) -> None:
     """Some layers route by themselves, and take no forced tokens."""
     scheme = SCHEME if form == "int4" else {"format": form}
-    with patch("quantkit.calibrate.statistics.collected.force"):
+    with patch("quantkit.calibrate.statistics.routed.force"):
         stream, done = worked(tmp_path, lopsided(), Rare(8, "force"), scheme)
     assert done.block.tensors.keys() >= {f"{EXPERTS}.3.{name}" for name in ("w1", "w3", "w2")}
     pair = torch.cat([stream.tensor(f"model.layers.0.{EXPERTS}.3.{name}.weight") for name in ("w1", "w3")])

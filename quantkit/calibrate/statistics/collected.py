@@ -9,9 +9,6 @@ that fit the memory pause side by side, each forward in a greenlet.
 The *original stream* is the input of the block in the unquantized model. If a pass needs it, the block's original
 weights run on it in step, and the statistics also include the drift of the inputs from the original ones, and the lag
 of the tensor to which a linear's output is added; there, tokens are weighted by the effect of an error.
-
-Experts: an expert with few calibration tokens has no useful Hessian. It is *forced*, calibrated on all tokens of its
-layer without adding its output, or *kept* in high precision. Tokens are counted with the block's original weights.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ from quantkit.model.structure.traced import SharedInput, hooked, weight_of
 
 
 class _Reached(Exception):
-    """Signal that ends a run at its shared input, or behind the last experts."""
+    """Signal that ends a run at its shared input."""
 
 
 # bytes of Hessians that wait for each other
@@ -219,15 +216,18 @@ class Stats:
         waiting: dict[SharedInput, InputStats] = {}
 
         def finish() -> None:
+            # one input alone takes all threads
             with one_thread(self.hidden) if len(waiting) > 1 else nullcontext(1) as threads:
                 results = spread(of, waiting.values(), threads)
             taken.update(zip((group.name for group in waiting), results, strict=True))
             waiting.clear()
 
+        alone = self.ranks is not None or self.calls.device.type != "cpu" or torch.get_num_threads() == 1
+        most = 1 if alone else 2 * torch.get_num_threads()
+
         def visit(group: SharedInput, seen: InputStats) -> None:
             waiting[group] = seen
-            most = _WAITING if self.ranks is None and self.calls.device.type == "cpu" else 0
-            if sum(4 * one.features**2 for one in waiting) >= most:
+            if len(waiting) == most or sum(4 * one.features**2 for one in waiting) >= _WAITING:
                 finish()
 
         stats.staged(visit, whole=False, **measured)
@@ -559,51 +559,3 @@ class Stats:
     def _original(self) -> Original:
         assert self.original is not None, "a pass that uses the original stream must list it in `needs`"
         return self.original
-
-
-@torch.no_grad()
-def count(block: nn.Module, calls: Calls, stage: int, hidden: Tensor) -> dict[str, int]:
-    """Return expert -> number of calibration tokens [samples, tokens, width] routed to it; empty for a block without
-    experts.
-    """
-    layers = found_in(block)
-    if not layers:
-        return {}
-    zeros = partial(torch.zeros, dtype=torch.int64, device=calls.device)
-    counts = {path: zeros(len(experts)) for path, experts in layers.items()}
-
-    def note(path: str) -> Hook:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            counts[path] += torch.bincount(args[1].flatten(), minlength=len(counts[path]))[: len(counts[path])]
-            if len(layers) == 1:
-                raise _Reached
-
-        return hook
-
-    def reached(path: str, number: int) -> Hook:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            # inputs of zeros stand for tokens of other experts
-            counts[path][number] += args[0].reshape(-1, args[0].shape[-1]).any(dim=-1).sum()
-
-        return hook
-
-    hooks = [layer.register_forward_pre_hook(note(path)) for path, layer in layers.items() if layer.routed]
-    for path, layer in layers.items():
-        for number in range(0 if layer.routed else len(layer)):
-            first = next(layer.get_submodule(str(number)).children())
-            hooks.append(first.register_forward_pre_hook(reached(path, number)))
-    with hooked(hooks):
-        for number, part in enumerate(calls.chunks(hidden)):
-            with suppress(_Reached):
-                calls.run(block, stage, part, number)
-    return {f"{path}.{number}": int(seen) for path, row in counts.items() for number, seen in enumerate(row.tolist())}
-
-
-def force(block: nn.Module, names: list[str]) -> None:
-    """Run these experts of a block on every token from now on, for observers of their inputs.
-
-    Experts whose forward does not take the experts of each token stay as they are.
-    """
-    for path, experts in found_in(block).items():
-        numbers = [name.removeprefix(f"{path}.") for name in names if name.startswith(f"{path}.")]
-        experts.forced = frozenset(int(number) for number in numbers)

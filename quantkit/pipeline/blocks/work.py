@@ -21,7 +21,7 @@ from torch.func import functional_call
 from quantkit import machine
 from quantkit.bundle import Decision
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.statistics import collected
+from quantkit.calibrate.statistics import routed
 from quantkit.calibrate.statistics.collected import Original, Stats
 from quantkit.calibrate.statistics.parts import Share
 from quantkit.calibrate.statistics.scales import Scales
@@ -403,7 +403,7 @@ class _Loop:
         with experts.all_running(module):
             traced, computed = _traced(module, call)
         run = self.seen or self.probe
-        counts = collected.count(module, run.calls, stage, run.hidden) if self.seen is not None else {}
+        counts = routed.count(module, run.calls, stage, run.hidden) if self.seen is not None else {}
         if self.ranks is not None and counts:
             counts = dict(zip(counts, self.ranks.total(list(counts.values())), strict=True))
         name = self.stream.block_names[index]
@@ -458,7 +458,7 @@ class _Loop:
             why = "no calibration token reached it"
             worked.decisions += [_never_ran(prefix + linear, why) for linear in idle if linear not in unseen]
             worked.decisions += _rounded(block, [*dead, *unseen])
-        collected.force(module, [])
+        routed.force(module, [])
         return worked, stats, folds.known(known)
 
 
@@ -548,13 +548,13 @@ def settle(block: Block, counts: Mapping[str, int], rare: Rare) -> tuple[dict[st
         linear's full name -> the tokens its expert is routed, and the decisions.
     """
     owners = {linear: owner for linear in block.linears() if (owner := experts.expert_of(linear, block.module))}
-    routed = {block.full_name(linear): counts[owner] for linear, owner in owners.items() if owner in counts}
+    received = {block.full_name(linear): counts[owner] for linear, owner in owners.items() if owner in counts}
     chosen = [expert for expert, seen in counts.items() if seen < rare.tokens and expert in owners.values()]
     layers = experts.found_in(block.module)
     if rare.action == "force":
         for module in (block.module, block.original):
             if module is not None:
-                collected.force(module, chosen)
+                routed.force(module, chosen)
     else:
         block.schemes = {linear: None if owners.get(linear) in chosen else how for linear, how in block.schemes.items()}
     decisions = []
@@ -564,4 +564,4 @@ def settle(block: Block, counts: Mapping[str, int], rare: Rare) -> tuple[dict[st
         done, reason = _DONE[rare.action if forced else "few"]
         why = f"{count} calibration tokens were routed to it, fewer than {rare.tokens}; {reason}"
         decisions.append(decision("calibrate", "expert-unrouted", name, why, count, done))
-    return routed, decisions
+    return received, decisions
