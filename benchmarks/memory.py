@@ -155,7 +155,8 @@ def blocks(
             tell(name, rows[-1 * len(parts(found)) :], predicted[-1:])
     settings = {"shapes": made, "changes": BLOCK_SETTINGS, "calibration": FEW, "scored": 256, "threads": THREADS}
     claim = f"peak of every part of one block at most {most / 1e9:g} GB; the whole within {OFF:.0%} of what it predicts"
-    record(f"memory-block-{name}", claim, [*predicted, *rows], settings)
+    one = f"-{recipes[0]}" if len(recipes) == 1 else ""
+    record(f"memory-block-{name}{one}", claim, [*predicted, *rows], settings)
     worst = max(rows, key=lambda row: row["peak_mb"])
     text = f"at most {worst['peak_mb']:.0f} MB ({worst['recipe']}, {worst['part']}); at most {most / 1e6:.0f}"
     return verdicts({text: worst["peak_mb"] <= most / 1e6, **checks})
