@@ -13,18 +13,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from quantkit import content, machine, plugins
+from quantkit import content, machine
 from quantkit.bundle import Bundle
 from quantkit.bundle.manifest import MANIFEST, Manifest
-from quantkit.errors import InputError, unknown_name
+from quantkit.errors import InputError
 from quantkit.exporters import LayerSpec, load_exporter
-from quantkit.kinds import Kind
 from quantkit.model.device import CPU
 from quantkit.model.sizes.architecture import Architecture
 from quantkit.model.sizes.storage import Storage
 from quantkit.model.source.adapter import planned
 from quantkit.model.source.alias import ALIASES
 from quantkit.model.structure import built
+from quantkit.pipeline import labels
 from quantkit.pipeline.estimate import unopened
 from quantkit.pipeline.request import runs_here, this_machine
 from quantkit.planning import efficiency
@@ -48,7 +48,7 @@ from quantkit.planning.outlook import (
 )
 from quantkit.planning.ranking import rank
 from quantkit.planning.roofline import FLOATS, WIDTH, ModelStep, compute_type, products
-from quantkit.planning.support import ORDER, ask, caveats, demand_kind, fitted, shipped, stored_formats
+from quantkit.planning.support import ask, caveats, demand_kind, fitted, shipped, stored_formats
 from quantkit.planning.traffic import OUTPUT, PROMPT, traffic
 from quantkit.recipe import Recipe
 from quantkit.report.bundle import usage
@@ -60,19 +60,8 @@ _REMARKED = ("kept", "padded", "group-shrunk")
 _TEXT = 128
 # sequences that one server runs at once, at most: vLLM's own defaults (0.32, engine/arg_utils.py), on a CPU the second
 _SEQUENCES, _CPU_SEQUENCES = 256, 128
-# how people spell the floats that weights are left in
-_FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_UNQUANTIZED = ("bfloat16", "float16", "float32")
-# what is compared where nothing is asked for: a recipe of each width, the first of them that the target runs natively
-_DEFAULTS: dict[Kind, Sequence[Sequence[str]]] = {
-    "decoder": (("fp8",), ("int8-dynamic",), ("awq-int4", "int4-tensorrt")),
-    "encoder": (("fp8",), ("int8-dynamic", "int8-tensorrt"), ("awq-int4",)),
-    "network": (("int8-tensorrt",),),
-}
 # they run an encoder and a decoder; a model that takes images too
 _TWO_STACKS, _SEEING = ("onnxruntime", "torch"), ("torch", "vllm")
-# they run language models and, some of them, encoders of text
-_TEXT_ALONE = ("vllm", "llama_cpp")
 
 
 @dataclass(frozen=True)
@@ -137,16 +126,16 @@ def plan(question: PlanQuestion, samples: Sequence[Sample] | None = None) -> Out
     if question.runtime is not None:
         target.check([], question.runtime)  # a slip of the pen is none of the recipes' problem
     kind = architecture.kind
-    asked = list(dict.fromkeys(question.recipes)) or ["float", *_usual(kind, target)]
+    asked = list(dict.fromkeys(question.recipes)) or ["float", *labels.usual(kind, target)]
     candidates, build = [], cache(partial(built.skeleton, question.model))
     for label in asked:
         try:
-            recipe = _recipe(label, kind, target, question.changes, allow_code=question.allow_code)
+            recipe = labels.recipe_of(label, kind, target, question.changes, allow_code=question.allow_code)
             demand_kind(recipe, target, (kind,), label)
             judged = question.runtime is None and recipe.passes
             recipe = ask(recipe, target).recipe if judged else fitted(recipe, target)[0]
             recipe, taken = _as_compiled(recipe, architecture, build)
-            runtime = _runtime(recipe, kind, target, question.runtime)
+            runtime = labels.runtime_of(recipe, kind, target, question.runtime)
             planning = _Planning(label, recipe, runtime, question, architecture, target, workload, prices, taken)
             candidates.append(planning.candidate(samples))
         except InputError as problem:
@@ -268,7 +257,8 @@ def planned_steps(bundle: Bundle, target: Target, steps: Sequence[ModelStep]) ->
     architecture = built.read(question.model)
     target = _able(target, architecture)
     recipe = _of_bundle(bundle, target)
-    runtime, workload = _runtime(recipe, architecture.kind, target, None), _workload(question, architecture, target)
+    runtime = labels.runtime_of(recipe, architecture.kind, target, None)
+    workload = _workload(question, architecture, target)
     about = (recipe.name, recipe, runtime, question, architecture, target, workload, Prices.load(None))
     served = _Planning(*about).candidate(_known()).served
     return [None if served is None else served.timed(step) for step in steps], runtime
@@ -294,7 +284,7 @@ def every(question: PlanQuestion) -> PlanQuestion:
     quantizing = (
         recipe for recipe in map(shipped, content.names("recipes")) if kind in recipe.models and recipe.passes
     )
-    runs = [recipe.name for recipe in quantizing if _runs(recipe.name, kind, target)]
+    runs = [recipe.name for recipe in quantizing if labels.runs(recipe.name, kind, target)]
     return replace(question, recipes=("float", *runs), batches=question.batches or target.batches[:1])
 
 
@@ -386,7 +376,7 @@ class _Planning:
         expected, unknown = self._compiling()
         load, refused = self._load(served, memory)
         # a float may be asked for that the target does not compute in
-        floats, other = FLOATS[target.baseline], _FLOATS.get(self.label, self.label)
+        floats, other = FLOATS[target.baseline], labels.FLOATS.get(self.label, self.label)
         reckoned = f"reckoned in {floats}, in which {target.name} computes"
         stored = stored_formats(recipe) or [Stored(floats, True)]
         uses = [(form, target.use(form, self.runtime)) for form in stored]
@@ -407,7 +397,7 @@ class _Planning:
                 *refused,
                 *unknown,
                 *self.taken,
-                *([reckoned] if other in _UNQUANTIZED and other != floats else []),
+                *([reckoned] if other in labels.UNQUANTIZED and other != floats else []),
                 *caveats(recipe, target, [self.runtime]),
                 *(taken.reason for taken in assigned.decisions if taken.code in _REMARKED),
             ],
@@ -556,72 +546,3 @@ class _Planning:
         power = self.target.power
         watts, model = power.number if power is not None else None, self.architecture.name
         return bill(work, self.prices, self.target.name, watts=watts, model=model, utilisation=utilisation)
-
-
-# --- what a label stands for -----------------------------------------------------------------------------------------
-
-
-def _usual(kind: Kind, target: Target) -> list[str]:
-    """Name the usual recipes of the target: native ones, or without any those of any state."""
-    for native in (True, False):
-        able = ([name for name in like if _runs(name, kind, target, native=native)] for like in _DEFAULTS[kind])
-        if usual := [names[0] for names in able if names]:
-            return usual
-    return []
-
-
-def _recipe(label: str, kind: Kind, target: Target, changes: Sequence[str], *, allow_code: bool) -> Recipe:
-    """Read a recipe (`awq-int4`, `./mine.yaml`, `awq-int4+kv-fp8`) or a format (`int4`, `fp8_e4m3`, `bf16`).
-
-    A format stands for the first shipped recipe that stores weights so and that the target runs natively; a float for
-    the model as it is.
-
-    Raises InputError: `unknown-recipe`, and what a recipe raises.
-    """
-    name = _FLOATS.get(label, label)
-    first = name.partition("+")[0]
-    if content.is_path(first) or first in content.names("recipes"):
-        plain = not changes and not content.is_path(first)
-        return shipped(name) if plain else Recipe.load(name, changes, allow_code=allow_code)
-    if name in _UNQUANTIZED:
-        name = "float"
-    else:
-        storing = [shipped(known) for known in content.names("recipes")] if first in plugins.FORMATS else []
-        storing = [recipe for recipe in storing if recipe.scheme.weights and recipe.scheme.weights.format == first]
-        storing = [recipe for recipe in storing if kind in recipe.models]
-        if not storing:
-            known = sorted({*content.names("recipes"), *_FLOATS, *plugins.FORMATS.names()})
-            raise unknown_name("recipe", label, known)
-        # the default one first
-        storing.sort(key=lambda recipe: (recipe.name != "awq-int4", recipe.name))
-        runs = (one for way in (True, False) for one in storing if _runs(one.name, kind, target, native=way))
-        name = name.replace(first, next(runs, storing[0]).name, 1)
-    return Recipe.load(name, changes) if changes else shipped(name)
-
-
-def _runs(name: str, kind: Kind, target: Target, *, native: bool = False) -> bool:
-    try:
-        recipe = ask(shipped(name), target).recipe
-    except InputError:
-        return False
-    runtime = _runtime(recipe, kind, target, None)
-    return not native or all(target.use(form, runtime).state == "native" for form in stored_formats(recipe))
-
-
-def _runtime(recipe: Recipe, kind: Kind, target: Target, asked: str | None) -> str:
-    """Return the target's first runtime that reads an export and computes natively in what it stores; else the first
-    that runs it at all. Raises InputError `usage`, `target-cannot-run`."""
-    readers = {name for step in recipe.export for name in load_exporter(step.name).runtimes}
-    stored = stored_formats(recipe)
-    if asked is not None:
-        if recipe.passes and asked not in readers:
-            value = f"recipe {recipe.name} exports {', '.join(step.name for step in recipe.export)}"
-            rule = f"which {', '.join(sorted(readers & set(target.runtimes)))} of {target.name} read"
-            remedy = "one of those, or another recipe"
-            raise InputError("usage", where=f"--runtime {asked}", value=value, rule=rule, remedy=remedy)
-        target.check(stored, asked)
-        return asked
-    reading = [name for name in target.runtimes if name in readers] or list(target.runtimes)
-    if kind == "network":
-        reading = [name for name in reading if name not in _TEXT_ALONE] or reading
-    return min(reading, key=lambda name: max((ORDER.index(target.use(form, name).state) for form in stored), default=0))
