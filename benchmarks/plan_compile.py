@@ -28,7 +28,7 @@ from typing import Any
 
 from harness.compile_fit import fitted, peaks, spec
 from harness.compiles import compiled
-from harness.process import THREADS, environment, helper, quantkit, run
+from harness.process import THREADS, helper
 from harness.random_model import make
 from harness.record import RESULTS, layout, parsing, record, show, verdicts
 
@@ -233,8 +233,7 @@ def compiled_here(place: Path, model: str, recipe: str, options: argparse.Namesp
         if not Path(source).exists():
             helper("random_model.py", {"folder": source, **OTHERS[model], **POSITIONS})
     else:
-        # opened before, so that its conversion is in no compile
-        run(quantkit("compile", model, "--dry-run", "--json"), env=environment(QUANTKIT_CACHE=str(place / "cache")))
+        source = str(open_model(model).path)  # so that its conversion is in no compile
     changes = [change for change in options.set if not (recipe in FREE and change.startswith("calibration."))]
     name = f"{model}-{recipe}"
     row = compiled(place, name, source, recipe, changes, options.scored, options.speed, vllm=False)

@@ -1,9 +1,10 @@
-"""Time the quantize stage on one thread, on two, and on two ranks with a thread each, in turns.
+"""Time the quantize stage on one thread, on two, on two ranks with a thread each, and twice at the same time, in turns.
 
     python benchmarks/ranks.py [RECIPE ...]      two turns each; SmolLM2-135M, 16 sequences of 512 tokens
 
 Of ranks, processor seconds and memory are those of the first; `all` counts the others too. `times` is how many times as
-fast as one thread in the same turn, with the least and the most of the turns.
+fast as one thread in the same turn, with the least and the most of the turns. Two compiles of the first recipe beside
+each other, which share nothing, are the ceiling: what two processors do of one's work.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,13 @@ from harness.record import layout, parsing, record, show
 
 Row = dict[str, Any]
 COLUMNS = layout(
-    "recipe | threads | ranks | seconds=s:.1f | times:.2f | least:.2f | most:.2f | cpu_seconds=CPU s:.1f"
+    "recipe | compiles | threads | ranks | seconds=s:.1f | times:.2f | least:.2f | most:.2f | cpu_seconds=CPU s:.1f"
     " | cpu_seconds_all=all:.1f | peak_mb=peak, MB:d | kl:.4f | content"
 )
 SETTINGS = ("calibration.samples=16", "calibration.tokens=512", "export=[{checkpoint: {layout: pack-quantized}}]")
-# threads and ranks
-WAYS = ((1, 1), (2, 1), (1, 2))
+# compiles at the same time, threads and ranks
+WAYS = ((1, 1, 1), (1, 2, 1), (1, 1, 2))
+CEILING = (2, 1, 1)
 
 
 def measured(recipe: str, threads: int, ranks: int, out: Path) -> Row:
@@ -50,23 +53,29 @@ def measured(recipe: str, threads: int, ranks: int, out: Path) -> Row:
     }
 
 
-def compared(recipe: str, turns: int, folder: Path) -> list[Row]:
+def beside(recipe: str, compiles: int, threads: int, ranks: int, out: Path) -> Row:
+    """Run so many compiles at the same time; seconds are those of the last to end, by the number of compiles."""
+    with ThreadPoolExecutor(compiles) as pool:
+        outs = [out.with_name(f"{out.name}-{number}") for number in range(compiles)]
+        runs = list(pool.map(lambda place: measured(recipe, threads, ranks, place), outs))
+    return {**runs[0], "seconds": max(run["seconds"] for run in runs) / compiles}
+
+
+def compared(recipe: str, turns: int, folder: Path, *, ceiling: bool) -> list[Row]:
     """Run all ways in turns, and return a row each: medians, and how many times as fast as one thread."""
-    runs: dict[tuple[int, int], list[Row]] = {way: [] for way in WAYS}
+    runs: dict[tuple[int, int, int], list[Row]] = {way: [] for way in (*WAYS, *([CEILING] if ceiling else []))}
     for turn in range(turns):
-        for way in WAYS:
-            runs[way].append(measured(recipe, *way, folder / f"{recipe}-{turn}-{way[0]}-{way[1]}"))
+        for way, found in runs.items():
+            found.append(beside(recipe, *way, folder / f"{recipe}-{turn}-{'-'.join(map(str, way))}"))
     rows = []
-    for (threads, ranks), found in runs.items():
+    for (compiles, threads, ranks), found in runs.items():
         times = [one["seconds"] / run["seconds"] for one, run in zip(runs[WAYS[0]], found, strict=True)]
         figures = {
             key: statistics.median(run[key] for run in found) for key in ("seconds", "cpu_seconds", "cpu_seconds_all")
         }
         spread = {"times": statistics.median(times), "least": min(times), "most": max(times)}
-        peak = max(run["peak_mb"] for run in found)
-        rows.append(
-            {"recipe": recipe, "threads": threads, "ranks": ranks, **found[0], **figures, **spread, "peak_mb": peak}
-        )
+        about = {"recipe": recipe, "compiles": compiles, "threads": threads, "ranks": ranks}
+        rows.append({**about, **found[0], **figures, **spread, "peak_mb": max(run["peak_mb"] for run in found)})
     show(recipe, rows, COLUMNS)
     return rows
 
@@ -78,7 +87,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        rows = [row for recipe in given.recipes for row in compared(recipe, given.turns, Path(name))]
+        rows = [
+            row
+            for number, recipe in enumerate(given.recipes)
+            for row in compared(recipe, given.turns, Path(name), ceiling=number == 0)
+        ]
     claim = "how many times as fast as one thread two threads, and two ranks, quantize SmolLM2-135M"
     record("ranks", claim, rows, {"set": SETTINGS, "turns": given.turns})
 
