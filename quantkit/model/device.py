@@ -10,6 +10,7 @@ import errno
 import functools
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
@@ -223,28 +224,33 @@ def one_thread(of: Tensor | None = None) -> Iterator[int]:
 
 def spread(work: Callable[[T], V], parts: Iterable[T], threads: int) -> list[V]:
     """Work on each part, on so many threads with one of torch's each; the parts, and so the bits, do not depend on
-    them. This thread is one of them: to wake another takes a tenth of a millisecond."""
+    them. This thread is one of them: to wake another takes a tenth of a millisecond.
+
+    Raises: the error of the first part that has one; none begins after it.
+    """
     parts, graded = [*parts], torch.is_grad_enabled()
     if threads == 1 or len(parts) < 2:
         return [work(part) for part in parts]
-    waiting, done = iter(enumerate(parts)), dict[int, V]()
+    waiting, done, failed = iter(enumerate(parts)), dict[int, V](), dict[int, BaseException]()
 
     def some() -> None:
-        try:
-            with torch.set_grad_enabled(graded):  # which each thread has for itself
-                for number, part in waiting:
+        with torch.set_grad_enabled(graded):  # which each thread has for itself
+            for number, part in waiting:
+                try:
                     done[number] = work(part)
-        finally:
-            for _ in waiting:  # nothing begins after an error
-                pass
+                except BaseException as error:
+                    failed[number] = error
+                    deque(waiting, 0)
 
-    others = [_workers(threads, os.getpid()).submit(some) for _ in range(min(threads, len(parts)) - 1)]
+    others = list[Future[None]]()
     try:
+        others += [_workers(threads, os.getpid()).submit(some) for _ in range(min(threads, len(parts)) - 1)]
         some()
     finally:
-        wait(others)
-    for other in others:
-        other.result()
+        deque(waiting, 0)
+        wait([other for other in others if not other.cancel()])  # one that has not begun has nothing left to do
+    if failed:
+        raise failed[min(failed)]
     return [done[number] for number in range(len(parts))]
 
 

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 # of the curvature by outputs
 _DAMPING = 0.01
-# elements of weights with one input, up to which each is worth a thread rather than several
-_SMALL = 1 << 23
+# elements of weights with one input, or of a Hessian on two threads, up to which each is worth a thread rather than
+# several; of a Hessian on more threads
+_SMALL, _TINY = 1 << 23, 1 << 20
 
 
 class Gptq(Pass):
@@ -118,7 +119,8 @@ class Gptq(Pass):
                     drift = filled(seen.taken_drift() if last else seen.drift, width, width)
                     lags = [filled(seen.taken_lag(name), width) for name in names]
                 drifted = drift is not None or any(lag is not None for lag in lags)
-                new, small = key not in factors, hessian.numel() <= _SMALL
+                # a larger one is factored on all threads
+                new, small = key not in factors, hessian.numel() <= (_SMALL if torch.get_num_threads() <= 2 else _TINY)
                 solving = partial(
                     factor,
                     hessian,

@@ -132,6 +132,28 @@ def test_changing_a_weight_in_a_visit_changes_what_later_stages_see(name: str) -
         assert relative(results[2][group], hessian) < 1e-5
 
 
+@pytest.mark.parametrize("large", [2048, 8])
+def test_every_input_is_worked_on_once_without_gradients_on_any_threads(
+    large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "quantkit.calibrate.statistics.collected._LARGE", large
+    )  # inputs of more features take all threads, one after another
+    before, answers = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            found = stats("llama", 5)
+            seen = found.each(lambda sums: (torch.is_grad_enabled(), sums.taken()))
+            assert list(seen) == [group.name for group in found.groups]
+            answers.append({name: hessian for name, (graded, hessian) in seen.items() if not graded})
+    finally:
+        torch.set_num_threads(before)
+    for others in answers[1:]:
+        assert all(relative(others[name], hessian) < 1e-5 for name, hessian in answers[0].items())
+    assert len(answers[0]) == len(found.groups) == len(answers[-1])
+
+
 def test_the_number_of_threads_changes_no_sum() -> None:
     x = torch.randn(300, 16, generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()

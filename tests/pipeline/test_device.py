@@ -1,5 +1,6 @@
 """Where a compile computes: chosen before work begins, and the same content with what runs beside it."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from quantkit.bundle import Decision
 from quantkit.calibrate.statistics.collected import Doubt
 from quantkit.errors import InputError
 from quantkit.kernels.cpu import columns
-from quantkit.model.device import ComputeDevice, Lane, demand_name, put
+from quantkit.model.device import ComputeDevice, Lane, demand_name, put, spread
 from quantkit.model.source.open import open_model
 from quantkit.model.source.weights import Weights
 from quantkit.model.streaming.stream import CachedAhead, LoadedModel, ReadAhead, StreamedModel
@@ -312,3 +313,22 @@ def test_nan_is_found_on_the_device_that_a_weight_is_read_onto(tmp_path: Path) -
     assert weights.read("b", torch.device("cpu")).tolist() == [1.0, 1.0]
     with pytest.raises(InputError, match="1 NaN and 0 infinite of 2 values"):
         weights.read("a", torch.device("cpu"))
+
+
+def test_the_first_part_that_fails_is_named_and_nothing_begins_after_it() -> None:
+    begun: list[int] = []
+
+    def work(number: int) -> bool:
+        begun.append(number)
+        time.sleep(0.01)
+        if number in (1, 2):
+            raise ValueError(number)
+        return torch.is_grad_enabled()
+
+    with torch.no_grad():
+        for threads in (2, 3):
+            begun.clear()
+            with pytest.raises(ValueError, match="1"):
+                spread(work, range(20), threads)
+            assert len(begun) < 9
+        assert spread(lambda number: (number, torch.is_grad_enabled()), range(9), 3) == [(n, False) for n in range(9)]

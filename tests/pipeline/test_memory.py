@@ -20,8 +20,8 @@ from quantkit.model.streaming.calls import is_in_file
 from quantkit.model.streaming.stream import StreamedModel
 from quantkit.pipeline.blocks.subject import TransformerSubject
 
-# 4 x 384 x 384 + 3 x 384 x 768 weights, float32
-BLOCK = 4 * (4 * 384 * 384 + 3 * 384 * 768)
+# 4 x 512 x 512 + 3 x 512 x 1024 weights, float32: more than what a block leaves in the allocator
+BLOCK = 4 * (4 * 512 * 512 + 3 * 512 * 1024)
 FEW, MANY = 2, 6
 
 
@@ -33,7 +33,7 @@ def test_peak_memory_does_not_grow_with_the_number_of_layers(
     reports = {layers: tmp_path / f"report-{layers}.json" for layers in (FEW, MANY)}
     for layers, report in reports.items():
         folder = tmp_path / f"model-{layers}"
-        sizes = {"hidden_size": 384, "intermediate_size": 768, "num_key_value_heads": 4, "num_hidden_layers": layers}
+        sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_key_value_heads": 4, "num_hidden_layers": layers}
         model = zoo.tiny("llama", vocab_size=len(byte_tokenizer), **sizes)
         model.save_pretrained(folder, max_shard_size="10MB")  # type: ignore[operator]
         byte_tokenizer.save_pretrained(folder)

@@ -42,8 +42,8 @@ class _Reached(Exception):
     """Signal that ends a run at its shared input."""
 
 
-# bytes of Hessians that wait for each other
-_WAITING = 1 << 28
+# threads that inputs are worked on at the same time by, and features of one that takes all threads alone
+_FEW, _LARGE = 4, 2048
 T = TypeVar("T")
 R = TypeVar("R")
 Visit = Callable[[SharedInput, InputStats], None]
@@ -199,10 +199,11 @@ class Stats:
                 self.doubt(values, name, again=False)
             self._unchecked.clear()
 
+    @torch.no_grad()
     def each(self, of: Callable[[InputStats], T], *, sequences: int | None = None, **measured: bool) -> dict[str, T]:
         """Return name of a shared input -> result of `of` on its statistics, `measured` as by `staged`.
 
-        On a CPU `of` runs on several inputs at a time, a thread each: the forward does not need its results.
+        On a few threads of a CPU `of` runs on several inputs at a time: the forward does not need its results.
         """
         taken: dict[str, T] = {}
         stats = self
@@ -214,20 +215,21 @@ class Stats:
             calls = self.calls if self.few is None else self.few(sequences)
             stats = replace(self, hidden=self.hidden[:sequences], calls=calls)
         waiting: dict[SharedInput, InputStats] = {}
+        threads, alone = torch.get_num_threads(), self.ranks is not None or self.calls.device.type != "cpu"
+        most = 1 if alone or not 1 < threads <= _FEW else 2 * threads
 
         def finish() -> None:
-            # one input alone takes all threads
-            with one_thread(self.hidden) if len(waiting) > 1 else nullcontext(1) as threads:
-                results = spread(of, waiting.values(), threads)
+            # fewer inputs than threads: each takes all of them
+            with one_thread(self.hidden) if len(waiting) >= threads > 1 else nullcontext(1) as at_once:
+                results = spread(of, waiting.values(), at_once)
             taken.update(zip((group.name for group in waiting), results, strict=True))
             waiting.clear()
 
-        alone = self.ranks is not None or self.calls.device.type != "cpu" or torch.get_num_threads() == 1
-        most = 1 if alone else 2 * torch.get_num_threads()
-
         def visit(group: SharedInput, seen: InputStats) -> None:
+            if group.features > _LARGE:
+                finish()
             waiting[group] = seen
-            if len(waiting) == most or sum(4 * one.features**2 for one in waiting) >= _WAITING:
+            if group.features > _LARGE or len(waiting) == most:
                 finish()
 
         stats.staged(visit, whole=False, **measured)

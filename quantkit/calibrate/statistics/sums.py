@@ -16,8 +16,10 @@ from torch import Tensor
 from quantkit.errors import InputError
 from quantkit.model.device import one_thread, spread
 
-# columns of a Hessian summed at a time, of which only the upper triangle is; rows and elements that a cache holds
-_PANEL, _ROWS, _CACHED = 192, 1024, 1 << 19
+# rows and columns of a Hessian summed at a time, of which only the upper triangle is
+_PANEL, _WIDE = 192, 1024
+# rows and elements that a cache holds
+_ROWS, _CACHED = 1024, 1 << 19
 # inputs in the sample: in all, and of one sequence, evenly spaced
 _SAMPLE, _SAMPLE_EACH = 512, 16
 
@@ -450,15 +452,21 @@ class InputStats:
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, *, upper: bool = False) -> Tensor:
-    """Add products [N, K] of tokens' values [T, N] and [T, K], some rows a thread; `upper`: the upper panels alone."""
-    step = _PANEL if upper else max(32, min(_PANEL, len(total) // 4))
+    """Add products [N, K] of tokens' values [T, N] and [T, K], a tile a thread; `upper`: the upper panels alone."""
+    height = _PANEL if upper else max(32, min(_PANEL, len(total) // 4))
+    if on_device(total):
+        height, width = _PANEL if upper else len(total), total.shape[1]
+    else:
+        width = _WIDE
+    starts = range(0, len(total), height)
+    tiles = [(row, column) for row in starts for column in range(row if upper else 0, total.shape[1], width)]
 
-    def panel(start: int) -> None:
-        rows, columns = slice(start, start + step), slice(start if upper else 0, None)
+    def tile(start: tuple[int, int]) -> None:
+        rows, columns = (slice(first, first + size) for first, size in zip(start, (height, width), strict=True))
         total[rows, columns].addmm_(left[:, rows].T, right[:, columns])
 
     with one_thread(total) as threads:
-        spread(panel, range(0, len(total), step), threads)
+        spread(tile, tiles, threads)
     return total
 
 
