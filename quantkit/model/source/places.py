@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import glob
+import io
 import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,8 +127,8 @@ def has_tokenizer(folder: Path) -> bool:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Suppress transformers' loading reports and progress bars, and what bitsandbytes says of kernels that it would
-    download; restore the settings at the end."""
+    """Suppress loading reports and progress bars of transformers and compressed-tensors, and what bitsandbytes says of
+    kernels that it would download; restore the settings at the end."""
     from transformers.utils import logging as reports
 
     theirs = logging.getLogger("bitsandbytes")
@@ -136,7 +137,8 @@ def quiet_loading() -> Iterator[None]:
     reports.disable_progress_bar()
     theirs.setLevel(logging.ERROR)
     try:
-        yield
+        with redirect_stderr(io.StringIO()):  # transformers gives compressed-tensors no word on its bars
+            yield
     finally:
         theirs.setLevel(before)
         reports.set_verbosity(level)
