@@ -72,11 +72,18 @@ STATIC = {"granularity": "tensor", "dynamic": False}
     ],
 )
 def test_w8a8_is_what_transformers_computes(
-    model: Path, tmp_path: Path, assigner: str, form: str, weights: dict[str, Any], activations: dict[str, Any]
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    assigner: str,
+    form: str,
+    weights: dict[str, Any],
+    activations: dict[str, Any],
 ) -> None:
     layout = "int-quantized" if form == "int8" else "float-quantized"
     scheme = {"weights": {**INT8, "format": form, **weights}, "activations": {"format": form, **activations}}
     result = compiled(model, tmp_path / "out", layout, scheme, passes=[assigner])
+    assert "it/s" not in capsys.readouterr().err, "a library drew a bar"
     manifest = result.bundle.manifest
     checks = {check.name: check for check in manifest.checks}
     assert checks["reload.transformers"].ok and checks["reload.compressed_tensors"].ok
