@@ -323,6 +323,8 @@ def _connected(address: str) -> Any:
     except (OSError, RuntimeError, ValueError) as problem:
         rule = "a cluster is named by the address of its client server, ray://HOST:10001, or is this machine's own"
         remedy = "start one: ray start --head"
+        if address == "auto" and isinstance(problem, ConnectionError):  # ray names a flag of its own
+            raise InputError("ray-unreachable", "ray", "no cluster runs on this machine", rule, remedy) from None
         raise InputError("ray-unreachable", address, _first_line(problem), rule, remedy) from None
     if threading.current_thread() is threading.main_thread():
         # ray turns SIGTERM into an exit without cleanup
