@@ -85,7 +85,9 @@ def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
             panels.append(panel)
         elif lines:
             sentences.append(_sentence(lines[0], gates.get(measure.gate), measure.tick))
-    return [*exhibits, *([Exhibit(sentences, panels, [], Sheet(_HEAD, body, remarks=1))] if body else [])]
+    said = not panels and len(sentences) == len(body)  # the sentences are the data
+    table = Sheet([], []) if said else Sheet(_HEAD, body, remarks=1)
+    return [*exhibits, *([Exhibit(sentences, panels, [], table)] if body else [])]
 
 
 def _sentence(line: Sequence[str], gate: int | float | None, form: Form) -> str:
