@@ -152,7 +152,8 @@ def blocks(
             for part, cpu_seconds, peak in parts(found):
                 real = {"peak_mb": peak / 1e6, "cpu_seconds": cpu_seconds}
                 rows.append({"recipe": recipe, "part": part, **real, "forecast_mb": forecast.get(part, 0.0) / 1e6})
-            tell(name, rows[-1 * len(parts(found)) :], predicted[-1:])
+            tell(f"{few} blocks of {name}" if few > 1 else f"one block of {name}", rows[-len(parts(found)) :])
+            told(name, predicted[-1:])
     settings = {"shapes": made, "changes": BLOCK_SETTINGS, "calibration": FEW, "scored": 256, "threads": THREADS}
     claim = f"peak of every part of one block at most {most / 1e9:g} GB; the whole within {OFF:.0%} of what it predicts"
     one = f"-{recipes[0]}" if len(recipes) == 1 else ""
@@ -179,12 +180,16 @@ def foretold(names: list[str], recipes: list[str], more: list[str]) -> int:
     return 0
 
 
-def tell(name: str, rows: list[Row], predicted: list[Row]) -> None:
-    """Parts of one block, and the whole model."""
+def tell(what: str, rows: list[Row]) -> None:
+    """Show the parts of one block, or a few."""
     shown = "recipe | part | peak_mb=peak MB:.0f | forecast_mb=forecast:.0f | cpu_seconds=CPU s:.1f"
-    show(f"one block of {name}, {THREADS} threads", rows, layout(shown))
+    show(f"{what}, {THREADS} threads", rows, layout(shown))
+
+
+def told(name: str, predicted: list[Row]) -> None:
+    """Show what the whole model is predicted to take."""
     shown = "recipe | blocks:d | once=once, CPU s:.1f | block=a block:.1f | hours=predicted, CPU h:.2f"
-    shown += " | whole=measured, CPU s:.0f | off=off:+.0%" if "whole" in predicted[-1] else ""
+    shown += " | whole=measured, CPU s:.0f | off=off:+.1%" if "whole" in predicted[-1] else ""
     show(f"all of {name}", predicted, layout(shown))
 
 

@@ -65,7 +65,8 @@ def compared(recipe: str, turns: int, folder: Path, *, ceiling: bool) -> list[Ro
     """Run all ways in turns, and return a row each: medians, and how many times as fast as one thread."""
     runs: dict[tuple[int, int, int], list[Row]] = {way: [] for way in (*WAYS, *([CEILING] if ceiling else []))}
     for turn in range(turns):
-        for way, found in runs.items():
+        # forth, then back: a machine whose speed drifts favours none
+        for way, found in list(runs.items())[:: -1 if turn % 2 else 1]:
             found.append(beside(recipe, *way, folder / f"{recipe}-{turn}-{'-'.join(map(str, way))}"))
     rows = []
     for (compiles, threads, ranks), found in runs.items():
