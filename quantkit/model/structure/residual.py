@@ -267,6 +267,8 @@ def _head_size(
 
 # roundings: one each for a sum and a difference, two for a sum of three
 _ROUNDING = 4
+# values of a tensor that are compared first
+_PROBED = 16
 
 
 @torch.no_grad()
@@ -303,26 +305,37 @@ def skips(block: nn.Module, run: Callable[[nn.Module], Tensor]) -> Mapping[str, 
         last = run(block)
     sources: dict[str, str] = {}
     for linear, (end, output) in outputs.items():
-        sums = [x for start, x, _, _ in inputs.values() if start > end] + [last]
-        terms = [
-            (name, x)
-            for name, (start, x, itself, version) in inputs.items()
-            if start < end and itself._version == version
-        ]
-        pairs = ((name, whole, term) for whole in sums for name, term in terms)
-        source = next((name for name, whole, term in pairs if _is_sum(whole, output, term)), None)
+        alike = {name: note for name, note in inputs.items() if _alike(note[1], output)}
+        sums = [x for start, x, _, _ in alike.values() if start > end] + [last] * _alike(last, output)
+        terms = {
+            name: x for name, (start, x, itself, version) in alike.items() if start < end and itself._version == version
+        }
+        likely = _likely(sums, output, list(terms.values()))
+        named = [*terms]
+        source = next((named[at] for whole, at in likely if _is_sum(sums[whole], output, terms[named[at]])), None)
         if source is not None:
             sources[linear] = source
     return sources
 
 
+def _alike(x: Tensor, output: Tensor) -> bool:
+    return x.is_floating_point() and (x.numel(), x.shape[-1:]) == (output.numel(), output.shape[-1:])
+
+
+def _likely(sums: Sequence[Tensor], output: Tensor, terms: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return numbers of a whole and a term whose first values may be a sum: a mixture has millions of pairs."""
+    if not sums or not terms:
+        return []
+    whole, term = (torch.stack([x.flatten()[:_PROBED].double() for x in some]) for some in (sums, terms))
+    whole, own = whole[:, None], output.flatten()[:_PROBED].double()
+    least = max(torch.finfo(x.dtype).eps for x in sums)
+    near = (whole - own - term).abs() <= _ROUNDING * least * (whole.abs() + own.abs() + term.abs())
+    return [(first, second) for first, second in near.all(-1).nonzero().tolist()]
+
+
 def _is_sum(whole: Tensor, output: Tensor, term: Tensor) -> bool:
     """Tell whether `whole = output + term` within rounding, with a non-zero term."""
-    if not whole.shape[-1] == output.shape[-1] == term.shape[-1] or not whole.numel() == output.numel() == term.numel():
-        return False
     whole, output, term = (x.reshape(-1, x.shape[-1]) for x in (whole, output, term))
-    if not whole.is_floating_point():
-        return False
     apart = (whole - output - term).abs()
     size = whole.abs() + output.abs() + term.abs()
     return bool((apart <= _ROUNDING * torch.finfo(whole.dtype).eps * size).all()) and bool(term.any())
