@@ -85,8 +85,8 @@ def accuracy(manifest: Manifest, rows: Sequence[Row]) -> list[Exhibit]:
             panels.append(panel)
         elif lines:
             sentences.append(_sentence(lines[0], gates.get(measure.gate), measure.tick))
-    said = not panels and len(sentences) == len(body)  # the sentences are the data
-    table = Sheet([], []) if said else Sheet(_HEAD, body, remarks=1)
+    repeats = not panels and len(sentences) == len(body)  # the sentences are the data
+    table = Sheet([], []) if repeats else Sheet(_HEAD, body, remarks=1)
     return [*exhibits, *([Exhibit(sentences, panels, [], table)] if body else [])]
 
 
