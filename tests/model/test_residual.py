@@ -8,6 +8,7 @@ import pytest
 import torch
 import zoo
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.model.streaming.calls import Call
 from quantkit.model.streaming.stream import LoadedModel
@@ -249,6 +250,32 @@ def test_a_sum_is_exact_or_none(scale: float, expected: dict[str, str]) -> None:
     block, x = Summed(scale), torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
     assert skips(block, lambda module: module(x)) == expected
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in block.modules()), "hooks are gone"
+
+
+class Counting(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return op(*args, **(kwargs or {}))
+
+
+def test_experts_cost_by_their_number() -> None:
+    class Experts(nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.norm, self.linears = nn.LayerNorm(8), nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            return x + torch.stack([linear(y * (1 + number)) for number, linear in enumerate(self.linears)]).sum(0)
+
+    counts = []
+    for count in (16, 64):
+        with Counting() as mode:
+            assert skips(Experts(count), lambda module: module(torch.ones(2, 5, 8).cumsum(-1))) == {}
+        counts.append(mode.count)
+    assert counts[1] < 8 * counts[0], "four times as many; by pairs of pairs 64 times as much"
 
 
 def test_inputs_that_are_written_to_are_told_apart() -> None:

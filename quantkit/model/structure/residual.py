@@ -304,15 +304,16 @@ def skips(block: nn.Module, run: Callable[[nn.Module], Tensor]) -> Mapping[str, 
     with hooked(hooks):
         last = run(block)
     sources: dict[str, str] = {}
+    ends = [(last, _first(last))]
+    firsts = {name: _first(x) for name, (_, x, _, _) in inputs.items()}
     for linear, (end, output) in outputs.items():
         alike = {name: note for name, note in inputs.items() if _alike(note[1], output)}
-        sums = [x for start, x, _, _ in alike.values() if start > end] + [last] * _alike(last, output)
-        terms = {
-            name: x for name, (start, x, itself, version) in alike.items() if start < end and itself._version == version
-        }
-        likely = _likely(sums, output, list(terms.values()))
-        named = [*terms]
-        source = next((named[at] for whole, at in likely if _is_sum(sums[whole], output, terms[named[at]])), None)
+        sums = [(x, firsts[name]) for name, (start, x, _, _) in alike.items() if start > end]
+        sums += ends if _alike(last, output) else []
+        terms = [name for name, (start, _, x, version) in alike.items() if start < end and x._version == version]
+        likely = _likely(sums, _first(output), [firsts[name] for name in terms])
+        tried = ((terms[at], sums[whole][0]) for whole, at in likely)
+        source = next((name for name, whole in tried if _is_sum(whole, output, inputs[name][1])), None)
         if source is not None:
             sources[linear] = source
     return sources
@@ -322,14 +323,17 @@ def _alike(x: Tensor, output: Tensor) -> bool:
     return x.is_floating_point() and (x.numel(), x.shape[-1:]) == (output.numel(), output.shape[-1:])
 
 
-def _likely(sums: Sequence[Tensor], output: Tensor, terms: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return numbers of a whole and a term whose first values may be a sum: a mixture has millions of pairs."""
+def _first(x: Tensor) -> Tensor:
+    return x.flatten()[:_PROBED].double()
+
+
+def _likely(sums: Sequence[tuple[Tensor, Tensor]], output: Tensor, terms: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return numbers of a sum and a term whose first values fit: a mixture has millions of pairs."""
     if not sums or not terms:
         return []
-    whole, term = (torch.stack([x.flatten()[:_PROBED].double() for x in some]) for some in (sums, terms))
-    whole, own = whole[:, None], output.flatten()[:_PROBED].double()
-    least = max(torch.finfo(x.dtype).eps for x in sums)
-    near = (whole - own - term).abs() <= _ROUNDING * least * (whole.abs() + own.abs() + term.abs())
+    whole, term = torch.stack([first for _, first in sums])[:, None], torch.stack([*terms])
+    eps = max(torch.finfo(x.dtype).eps for x, _ in sums)
+    near = (whole - output - term).abs() <= _ROUNDING * eps * (whole.abs() + output.abs() + term.abs())
     return [(first, second) for first, second in near.all(-1).nonzero().tolist()]
 
 
