@@ -64,7 +64,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default:
             self.waits.append(_asked())
-            return self.planted.get(args[0].dtype, False if args[0].dtype == torch.bool else 0.0)
+            zero = False if (dtype := args[0].dtype) == torch.bool else 0.0 if dtype.is_floating_point else 0
+            return self.planted.get(dtype, zero)
         found = func(*args, **(kwargs or {}))
         name = str(func._schema.name)
         on_gpu = any(isinstance(each, Tensor) and each.device.type == "cuda" for each in tree_leaves((found, args)))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -327,14 +327,20 @@ def _first(x: Tensor) -> Tensor:
     return x.flatten()[:_PROBED].double()
 
 
-def _likely(sums: Sequence[tuple[Tensor, Tensor]], output: Tensor, terms: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return numbers of a sum and a term whose first values fit: a mixture has millions of pairs."""
+def _likely(
+    sums: Sequence[tuple[Tensor, Tensor]], output: Tensor, terms: Sequence[Tensor]
+) -> Iterator[tuple[int, int]]:
+    """Yield numbers of a sum and a term whose first values fit: a mixture has millions of pairs."""
     if not sums or not terms:
-        return []
+        return
     whole, term = torch.stack([first for _, first in sums])[:, None], torch.stack([*terms])
     eps = max(torch.finfo(x.dtype).eps for x, _ in sums)
     near = (whole - output - term).abs() <= _ROUNDING * eps * (whole.abs() + output.abs() + term.abs())
-    return [(first, second) for first, second in near.all(-1).nonzero().tolist()]
+    fits = near.all(-1).flatten()
+    while bool(fits.any()):  # one wait for a device, where there is none
+        at = int(fits.int().argmax())
+        yield divmod(at, len(terms))
+        fits[at] = False
 
 
 def _is_sum(whole: Tensor, output: Tensor, term: Tensor) -> bool:
