@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -87,9 +89,11 @@ class Ranks:
         except BaseException as problem:
             safe = isinstance(problem, KeyboardInterrupt | Stopped)
             if safe and not self.leads:  # the first rank knows what is kept, unless it is the one that is lost
-                with suppress(RuntimeError):
+                with suppress(RuntimeError), _unstopped():
                     self._store.wait([_TOLD], timedelta(seconds=_FIRST))
             if self._claims():
+                if isinstance(problem, KeyboardInterrupt) and not self.leads:
+                    raise self._lost("the first rank has ended, or does not answer") from None
                 raise
             code = problem.exit if isinstance(problem, QuantkitError) else Stopped.exit if safe else InputError.exit
             raise Told(code) from None
@@ -170,11 +174,26 @@ class Ranks:
         try:
             yield
         except RuntimeError as problem:
-            where = f"rank {self.number} of {self.count}"
             other = "another rank" if peer is None else f"rank {peer}"
-            value, rule = f"{other} has ended, or does not answer ({_first_line(problem)})", "all ranks work to the end"
-            remedy = "the same command with --resume goes on, with any number of ranks"
-            raise Stopped("rank-lost", where, value, rule, remedy) from None
+            raise self._lost(f"{other} has ended, or does not answer ({_first_line(problem)})") from None
+
+    def _lost(self, value: str) -> Stopped:
+        where, rule = f"rank {self.number} of {self.count}", "all ranks work to the end"
+        remedy = "the same command with --resume goes on, with any number of ranks"
+        return Stopped("rank-lost", where, value, rule, remedy)
+
+
+@contextmanager
+def _unstopped() -> Iterator[None]:
+    """Ignore SIGTERM, which torchrun sends to all that are left: this rank ends already, and has to tell why."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _numbers() -> tuple[int, int, int]:

@@ -315,9 +315,10 @@ def stopping_when_interrupted(build: Build, out: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         kept = len(build.done())  # without any, the folder goes as well
+        again = "; blocks of the last half minute may run again"  # without hidden states behind them
         raise Stopped(
             "interrupted",
             where=str(out),
             value=f"{words.plural(kept, 'step')} kept" if kept else "nothing was done that could be kept",
-            remedy="the same command with --resume goes on" if kept else "the same command begins anew",
+            remedy=f"the same command {f'with --resume goes on{again}' if kept else 'begins anew'}",
         ) from None

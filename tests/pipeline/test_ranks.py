@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 from thorough import beside
 
 from quantkit.bundle import Bundle
+from quantkit.calibrate.ranks import Ranks
+from quantkit.errors import Stopped
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starts children by forking after imports")
 
@@ -167,6 +169,27 @@ def test_a_rank_that_is_killed_ends_all_and_another_number_resumes(llama: Path, 
 
     count = 4 if victim else 1
     assert compiled(count, out, *asked, "--resume") == compiled(1, tmp_path / "whole", *asked)
+
+
+@pytest.mark.parametrize(
+    "problem", [KeyboardInterrupt(), Stopped("rank-lost", "rank 1", "the first rank", remedy="--resume")]
+)
+def test_a_rank_that_torchrun_stops_tells_of_the_first_one(
+    problem: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+
+    class Gone:
+        def wait(self, *_: object) -> None:
+            signal.raise_signal(signal.SIGTERM)
+            self.add()
+
+        def add(self, *_: object) -> int:
+            raise RuntimeError("it went with the first rank")
+
+    told = r"rank-lost.*the first rank.*--resume"
+    with pytest.raises(Stopped, match=told), Ranks(1, 2, 1, Gone()).told_once():
+        raise problem
 
 
 def refused(started: list[subprocess.Popen[str]], code: str, exit_code: int, out: Path) -> str:

@@ -155,6 +155,7 @@ class CompileJob(Job):
             "recipe": [request.recipe.as_dict(), request.recipe.outside()],
             "target": request.target.as_dict(),
             "files": stamps(seen, times=True),
+            "how": {key: how.get(key) for key in ("device", "speed", "vllm", "strict")},
         }
         inputs = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
         label = f"{'-'.join(_stem(part) for part in (model, *request.adapters))}--{request.recipe.name}"
@@ -301,8 +302,10 @@ class BatchRun:
         job = replace(job, out=str(self.out / job.label))
         if job.label in (_RECORDS, *(other.label for other in self.jobs)):
             rule = "each job has a folder of its own, OUT/MODEL--RECIPE or OUT/NAME"
-            remedy = "give this job a `name`, or leave it out"
-            raise InputError("batch-invalid", value=f"the folder {job.out} is another job's", rule=rule, remedy=remedy)
+            owner, remedy = "another job's", "give this job a `name`, or leave it out"
+            if job.label == _RECORDS:
+                owner, remedy = "that of the batch's records", "give this job another `name`"
+            raise InputError("batch-invalid", value=f"the folder {job.out} is {owner}", rule=rule, remedy=remedy)
         out = Path(job.out)
         if (out / MANIFEST).is_file():
             if self._record(job).get("inputs", job.inputs) != job.inputs:

@@ -138,6 +138,9 @@ def test_a_half_done_job_goes_on_and_a_bundle_without_a_record_is_taken(
 def test_a_model_that_changed_since_is_no_finished_job(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(home)
     assert said(capsys, "batch", path)[0] == 0
+    code, told = said(capsys, "batch", write(home, strict=True), "--dry-run")
+    assert (code, told["error"]["code"]) == (2, "out-exists")
+    path = write(home)
     weights = home / "tiny" / "model.safetensors"
     os.utime(weights, ns=(1, 1))
     code, told = said(capsys, "batch", path)
@@ -174,6 +177,8 @@ def test_all_jobs_are_checked_before_one_starts(
     assert (exit_code, told["error"]["code"]) == (2, code), told["error"]
     assert where in told["error"]["where"]
     assert not (home / "out").exists()
+    if changes.get("jobs", [JOB])[0].get("name") == "jobs":
+        assert "the batch's records" in told["error"]["value"]
 
 
 def test_a_folder_of_somebody_else_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
