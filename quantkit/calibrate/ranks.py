@@ -185,7 +185,7 @@ class Ranks:
 
 @contextmanager
 def _unstopped() -> Iterator[None]:
-    """Ignore SIGTERM, which torchrun sends to all that are left: this rank ends already, and has to tell why."""
+    """Ignore SIGTERM from torchrun: this rank ends already, and has to tell why."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
