@@ -315,7 +315,7 @@ def stopping_when_interrupted(build: Build, out: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         kept = len(build.done())  # without any, the folder goes as well
-        again = "; blocks of the last half minute may run again"  # without hidden states behind them
+        again = "; what the last half minute did may run again"  # blocks without hidden states behind them
         raise Stopped(
             "interrupted",
             where=str(out),

@@ -324,13 +324,14 @@ def _alike(x: Tensor, output: Tensor) -> bool:
 
 
 def _first(x: Tensor) -> Tensor:
+    """Return the first values of a tensor, [at most `_PROBED`] float64."""
     return x.flatten()[:_PROBED].double()
 
 
 def _likely(
     sums: Sequence[tuple[Tensor, Tensor]], output: Tensor, terms: Sequence[Tensor]
 ) -> Iterator[tuple[int, int]]:
-    """Yield numbers of a sum and a term whose first values fit: a mixture has millions of pairs."""
+    """Yield numbers of a sum and a term whose first values, each [n] float64, fit: a mixture has millions of pairs."""
     if not sums or not terms:
         return
     whole, term = torch.stack([first for _, first in sums])[:, None], torch.stack([*terms])
